@@ -35,7 +35,7 @@ PASSED_ON = {
     ("hf/save.py", "recipe {} has a part of your own: {}"),
     ("hf/save.py", "{} cannot be restored: {}"),
     ("planner/choice.py", "{}"),
-    ("recipe/layers.py", "layer {}: {}"),
+    ("recipe/spec.py", "layer {}: {}"),
     ("recipe/spec.py", "layers {}: {}"),
     ("recipe/spec.py", "{}"),
     ("recipe/text.py", "recipe file {} {}"),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from ..positions.rope import Rope
-from ..recipe.layers import budget_key
-from ..recipe.spec import Recipe
+from ..recipe.spec import Recipe, budget_key
 from ..store import LayerMetadata
 from .layer import LayerCache
 from .layer_state import LayerState

@@ -4,8 +4,7 @@ from .geometry import Geometry
 from .layers import UNCHANGED
 from .named import RECIPES, register_recipe
 from .resolve import options, part_options, resolve, summary
-from .size import predicted_layer_nbytes
-from .spec import LayerOverride, Protect, Recipe
+from .spec import LayerOverride, Protect, Recipe, predicted_layer_nbytes
 from .text import is_file
 from .tuned import Tuned
 

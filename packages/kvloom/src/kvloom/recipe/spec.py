@@ -1,25 +1,25 @@
 """A recipe: which tokens stay, in what format, which of them a step reads, what is protected.
 
-Recipes are frozen plain data, validated when they are made. How they are written is in `text`, how
-they differ by layer in `layers`, their predicted bytes in `size`.
+Recipes are frozen plain data, validated when they are made. Their predicted bytes are pure
+functions at the end of this file. How recipes are written is in `text`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
 from ..registry.fields import check_fields
 from ..store import Packed, Store
-from . import head_budgets, size, text
-from . import layers as by_layer
+from . import text
 from .geometry import Geometry
-from .layers import UNCHANGED, Unchanged
+from .layers import UNCHANGED, Unchanged, listed, select, spelled
 from .text import is_file
 from .tuned import Tuned
 
@@ -85,7 +85,7 @@ class LayerOverride:
     protect: Protect | Unchanged = UNCHANGED
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", by_layer.spelled(self.where))
+        object.__setattr__(self, "where", spelled(self.where))
         check_fields(self, "keep", "store", "recall", "protect")
         if not self.parts:
             raise RecipeError(
@@ -141,7 +141,7 @@ class Recipe:
         if self.keep is not None:
             self._check_keep(self.keep)
         plain = self._plain
-        head_budgets.check(plain)
+        _check_head_budgets(plain)
         keeps = [one.keep for one in plain if one.keep is not None and not one.keep.by_age]
         if any(keep.scorer.repeats for keep in keeps):
             self._check_repeats(keeps)
@@ -316,7 +316,17 @@ class Recipe:
         recall is None in the first `recall.full_layers` of them. Raises `RecipeError` for an
         override of a layer that does not exist.
         """
-        return by_layer.for_layer(self, number, numbers)
+        parts: dict[str, Any] = {"recall": self.recall}
+        for override in self.layers:
+            if number in select(override.where, numbers):
+                parts |= override.parts
+        recall = parts["recall"]
+        if recall is not None and list(numbers).index(number) < recall.full_layers:
+            parts["recall"] = None
+        try:
+            return _interned(replace(self, layers=(), tuned=None, **parts))
+        except RecipeError as error:  # overrides that fit one by one, but not together
+            raise RecipeError(f"layer {number}: {error}") from error
 
     def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Return, for each of these layers, its rank among those of its group, and their count.
@@ -324,7 +334,8 @@ class Recipe:
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
-        return by_layer.budget_ranks(self, numbers)
+        keys = [budget_key(self.for_layer(number, numbers)) for number in numbers]
+        return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
     # a model
 
@@ -346,14 +357,14 @@ class Recipe:
         except RecipeError as error:
             return [str(error)]
         return [
-            f"layer{'s' if len(where) > 1 else ''} {by_layer.listed(where)}: {problem}"
+            f"layer{'s' if len(where) > 1 else ''} {listed(where)}: {problem}"
             for problem, where in layers_of.items()
         ]
 
     def _problems(self, geometry: Geometry, count: int) -> list[str]:
         """Return the problems of a plain recipe whose budget `count` layers share."""
         problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
-        problems += head_budgets.problems(self, geometry)
+        problems += _head_budget_problems(self, geometry)
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
                 self.keep.rooms(1 << 30, count)
@@ -372,7 +383,12 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        return size.predicted_nbytes(self, tokens, geometry, batch)
+        numbers = geometry.numbers
+        rows = (
+            predicted_layer_nbytes(self.for_layer(number, numbers), tokens, geometry, *budget_rank)
+            for number, budget_rank in zip(numbers, self.budget_ranks(numbers), strict=True)
+        )
+        return sum(rows) * batch
 
     # text
 
@@ -408,3 +424,178 @@ class Recipe:
             RecipeError: The file cannot be read, or the document is not a recipe.
         """
         return text.read_toml(source, cls.from_dict)
+
+
+def budget_key(plain: Recipe) -> Hashable:
+    """Return what the layers that divide one budget have in common: `keep`.
+
+    With layers="joint", tokens move between these layers, so their `store` is equal, too.
+    """
+    joint = plain.keep is not None and plain.keep.budget.layers == "joint"
+    return _exact(plain.keep), _exact(plain.store) if joint else None
+
+
+_recipes: WeakValueDictionary[Hashable, Recipe] = WeakValueDictionary()
+
+
+def _interned(recipe: Recipe) -> Recipe:
+    """Return the one object for all recipes equal to this one: kernels are looked up by it."""
+    return _recipes.setdefault(_exact(recipe), recipe)
+
+
+def _exact(value: Any) -> Hashable:
+    """Return a key that differs wherever the fields do: 1 == 1.0, but a budget reads them apart."""
+    if is_dataclass(value):
+        return type(value), *(_exact(getattr(value, field.name)) for field in fields(value))
+    return tuple(map(_exact, value)) if isinstance(value, tuple) else (type(value), value)
+
+
+# --- heads that divide a budget by their scores ---------------------------------------------------
+
+
+def _check_head_budgets(plain: Iterable[Recipe]) -> None:
+    """Raise `RecipeError` for parts that do not combine with heads of different lengths.
+
+    plain: the recipe without overrides, and with each of them.
+    """
+    for recipe in plain:
+        if recipe.keep is None or recipe.keep.budget.heads is None:
+            continue
+        heads = f"heads={recipe.keep.budget.heads:g}"
+        if recipe.recall is not None:
+            raise RecipeError(
+                f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
+                "numbers; leave one of the two out"
+            )
+        _check_store_of_heads(recipe.store, heads)
+
+
+def _check_store_of_heads(store: Store, heads: str) -> None:
+    for side, fmt in store.sides.items():
+        if not isinstance(fmt, Packed):
+            raise RecipeError(
+                f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; leave "
+                "out heads, or use Packed"
+            )
+        if fmt.pre_rope or fmt.regroups:
+            raise RecipeError(
+                f"{side}: {heads} takes tokens that are packed after RoPE, each head by itself; "
+                "leave out pre_rope, span, reorder, clip, smooth and static, or leave out heads"
+            )
+
+
+def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
+    """Return why a model cannot have budgets that depend on the scores of all heads."""
+    keep = recipe.keep
+    problems: list[str] = []
+    if keep is None or not keep.needs_all_heads:
+        return problems
+    given = f"layers={keep.budget.layers!r}"
+    if keep.budget.heads is not None:
+        given = f"heads={keep.budget.heads:g}"
+    if geometry.ranks > 1:
+        problems.append(
+            f"{given} divides a budget by the scores of all heads, and this process holds one of "
+            f"{geometry.ranks} parts of them (tensor parallelism); use "
+            'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
+        )
+    if keep.budget.heads is not None and geometry.alibi:
+        problems.append(
+            f"{given} leaves heads with different tokens, and the model's attention adds a bias by "
+            "their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
+        )
+    return problems
+
+
+# --- predicted bytes, of a cache right after a prompt ---------------------------------------------
+
+_INDEX = 4  # bytes of an int32 position, and of a score in fp32
+_SPAN = 16  # bytes of the first token and of the number of tokens of a head
+
+
+def predicted_layer_nbytes(
+    recipe: Recipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1
+) -> int:
+    """Return the bytes that one row has in one layer with this plain recipe.
+
+    rank, count: the layer's rank among the `count` layers that share its budget.
+    """
+    keep, sinks = recipe.keep, recipe.protect.sinks
+    if recipe.start and tokens <= recipe.start:
+        heads = 2 * g.kv_heads + (g.q_heads if recipe.reads_queries else 0)
+        apart = sinks if keep is None or keep.by_age else 0  # sinks have room for all of them
+        rows = tokens * heads + 2 * g.kv_heads * max(0, apart - tokens)
+        outliers = recipe.protect.outliers
+        ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
+        return rows * g.head_dim * g.dtype.itemsize + (8 if apart else 0) + ids
+    if keep is None or keep.by_age:
+        kept = tokens
+        if keep is not None and keep.drops(tokens):
+            kept = min(tokens, recipe.budget_tokens(tokens))
+        body = kept - min(sinks, kept)
+        total = _predict_tokens(recipe, body, g)
+        total += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
+        total += 8 if sinks else 0  # the position of the row's first token that is not padding
+        return total + g.kv_heads * _predict_index(recipe, body, 0, g)
+    room = keep.rooms(tokens, count)[rank]
+    kept = min(tokens, room) if keep.drops(tokens) else tokens
+    equal, contested = keep.head_shares(tokens, kept, g.kv_heads, recipe.store.block_tokens)
+    total = _predict_tokens(recipe, equal, g)
+    total += _predict_ragged(recipe, contested, g)
+    total += g.kv_heads * _predict_index(recipe, kept, recipe.pinned_prefix, g)
+    if keep.when == "step" and room <= tokens:
+        return total + g.kv_heads * _predict_slots(kept, g)
+    scored, placed = keep.when != "prompt", g.alibi or recipe.store.pre_rope
+    numbers = scored + (kept < tokens and (scored or placed))  # a score, and a position
+    return total + g.kv_heads * _INDEX * kept * numbers
+
+
+def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry) -> int:
+    """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers."""
+    total, packed_in_both = 0, tokens
+    for fmt, recent in _sides(recipe):
+        packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
+        total += (tokens - packed) * g.kv_heads * g.head_dim * g.dtype.itemsize
+        if fmt is not None:
+            total += fmt.nbytes(packed, g.head_dim, g.kv_heads)
+            packed_in_both = min(packed_in_both, packed)
+    if recipe.protect.outliers is not None:  # exact copies and their positions
+        copies = min(recipe.protect.outliers.tokens, packed_in_both)
+        total += copies * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + _INDEX)
+    return total
+
+
+def _predict_ragged(recipe: Recipe, tokens: int, g: Geometry) -> int:
+    """Return the bytes of `tokens` tokens of all heads together, and of each head's span."""
+    if not tokens:
+        return 0
+    exact = tokens * g.head_dim * g.dtype.itemsize
+    total = sum(
+        exact if fmt is None else fmt.nbytes(tokens, g.head_dim) for fmt, _ in _sides(recipe)
+    )
+    return total + g.kv_heads * _SPAN
+
+
+def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int:
+    """Return the bytes of one head's index of `tokens` tokens without the first `prefix`."""
+    if recipe.recall is None:
+        return 0
+    ready = tokens - max(recipe.protect.recents)
+    for fmt, recent in _sides(recipe):
+        ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
+    if recipe.recall.tier is not None:
+        ready = ready // recipe.store.block_tokens * recipe.store.block_tokens
+    index = recipe.recall.index
+    return index.nbytes(index.due(0, max(0, ready - prefix)), g.head_dim, g.dtype.itemsize)
+
+
+def _predict_slots(room: int, g: Geometry) -> int:
+    """Return the bytes of one head's slots beside its tokens: a free slot, scores, positions."""
+    free = 2 * g.head_dim * g.dtype.itemsize
+    return free + (room + 1) * (_INDEX + _INDEX) + 8
+
+
+def _sides(recipe: Recipe) -> list:
+    """Return (format, recent exact tokens) of keys and of values."""
+    store = recipe.store
+    return list(zip((store.keys, store.values), recipe.protect.recents, strict=True))

@@ -57,25 +57,20 @@ def passes(regions: Sequence[Region]) -> list[Numbers]:
     found: list[Numbers] = []
     waiting: int | None = None  # exact tokens that may stand before the next region
     for i, region in enumerate(regions):
-        where = region.where
-        if isinstance(where, Spans) and waiting is not None:
-            found.append((waiting, None, None))
-            waiting = None
-        if isinstance(where, Spans) and found and _joins(regions[found[-1][0]], region):
-            found[-1] = (*found[-1][:2], i)
-            continue
-        if waiting is not None and _follows(region, regions[waiting]):
-            found.append((i, waiting, None))
-            waiting = None
-            continue
         if waiting is not None:
-            found.append((waiting, None, None))
-            waiting = None
-        if _leads(region) and i + 1 < len(regions):
+            lead, waiting = waiting, None
+            if _follows(region, regions[lead]):
+                found.append((i, lead, None))
+                continue
+            found.append((lead, None, None))
+        spans = isinstance(region.where, Spans)
+        if spans and found and _joins(regions[found[-1][0]], region):
+            found[-1] = (*found[-1][:2], i)
+        elif _leads(region) and i + 1 < len(regions):
             waiting = i
         else:
             found.append((i, None, None))
-    return found if waiting is None else [*found, (waiting, None, None)]
+    return found
 
 
 def _leads(region: Region) -> bool:
@@ -170,9 +165,8 @@ class _PassAttention:
         self.kv_heads = main.keys.exact.shape[1]
         self.heads = where.slots.shape[1] if isinstance(where, Slots) else self.kv_heads
         self.rows = hq // self.heads * t
-        self.layout = (
-            GATHERED if self.slots else PAGED if self.pages else SPANS if self.spans else DECODE
-        )
+        one_after_another = DECODE if self.spans is None else SPANS
+        self.layout = GATHERED if self.slots else PAGED if self.pages else one_after_another
         rope, key_encoding = rope_of(main.keys)
         self.kernel, self.tile = coverage.kernel(
             d, self.kv_heads, self.rows, main.keys.exact.dtype, rope, self.slots, key_encoding,

@@ -14,6 +14,7 @@ PYTEST := python -m pytest -n auto --dist worksteal
 # Every test, on a part of its cases; CONTRIBUTING.md says which.
 test: .venv/ready
 	$(BIN)/$(PYTEST)
+	cd examples/kvloom-formats && ../../$(BIN)/python -m pytest
 
 # The other cases, formats that take long to compile, and more random examples.
 test-slow: .venv/ready
@@ -48,6 +49,7 @@ docs: .venv-docs/ready
 
 # The published comparison of recipes; evidence-quick checks a part of it.
 evidence: .venv/ready
+	$(BIN)/python -m pip install -q --no-deps -e examples/kvloom-formats
 	$(BIN)/python benchmarks/evidence.py
 
 evidence-quick: .venv/ready

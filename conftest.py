@@ -6,6 +6,7 @@ Examples are small as drawn, so a failing one is shown as it is: shrinking takes
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from backends import takes_rare_kernels
 from kvloom.keep import policy
-from pairwise import left_out
+from sampling import left_out
 
 # The reference compiles nothing. Kernel tests select kernels themselves; laws and tests of whole
 # models run by both (backends.py). KVLOOM_KERNELS=auto runs the other tests by kernels too.
@@ -58,8 +59,13 @@ def _short_prompts_evict(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow what compiles much, and what the samples of grids leave out."""
+    """Mark as slow the cases that compile much, and those that samples leave out."""
     for item in filter(takes_rare_kernels, items):
         item.add_marker(pytest.mark.slow)
-    for item in left_out(items):
-        item.add_marker(pytest.mark.slow)
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        for case in left_out(cases):
+            case.add_marker(pytest.mark.slow)

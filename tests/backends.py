@@ -15,7 +15,7 @@ from kvloom.store import Encoding, Packed, Store
 
 @pytest.fixture(autouse=True, params=dispatch.CHOICES)
 def kernels(request):
-    """Run the test by this backend. By default each case runs by one of them: see `pairwise`."""
+    """Run the test by this backend. By default each case runs by one of them: see `sampling`."""
     with dispatch.use(request.param):
         yield
 

@@ -15,11 +15,11 @@ def bound(x, bits, axis, group, meta, **fields):
     return Encoding(bits, axis, group, meta, **fields).bind(h, d)
 
 
-def round_trip(x, layer, dtype=torch.float32):
+def round_trip(x, layer_encoding, dtype=torch.float32):
     """Tokens as they come back from an encoding, by the reference."""
     from kvloom.kernels.quantize import reference as ref
 
-    return ref.from_codes(*ref.to_codes(x.float(), layer), layer).to(dtype)
+    return ref.from_codes(*ref.to_codes(x.float(), layer_encoding), layer_encoding).to(dtype)
 
 
 def layer_encoding(fmt, like, **calibrated):

@@ -33,19 +33,12 @@ def page_table(page, tokens, blocks):
     return PageTable(table, packed, tokens, tails, page, int(tokens.max()))
 
 
-def channel(bits, group, meta="fp16", pre_rope=False, boost=0, **fields):
-    return Packed(
-        bits, "channel", group, meta, residual=group, pre_rope=pre_rope, boost=boost, **fields
-    )
+def channel(bits, group, meta="fp16", pre_rope=False, **fields):
+    return Packed(bits, "channel", group, meta, residual=group, pre_rope=pre_rope, **fields)
 
 
 def token(bits, group, meta="fp16"):
     return Packed(bits, "token", group, meta)
-
-
-def balanced(bits, axis, tile, meta="fp16"):
-    group = tile if axis == "channel" else 0
-    return Packed(bits, axis, group, meta, residual=tile, rotation="head", balance=tile)
 
 
 def mapped(bits, group, meta="fp16", pre_rope=False, **fields):
@@ -107,8 +100,8 @@ def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
     held = PackedTokens(fmt, known(fmt, hk, d), rope(fmt, d))
     at = torch.tensor([0, -3, 70_000])[:b, None, None]  # where the rows begin
     for lo, hi in itertools.pairwise(sorted({0, packed_end // 2 // 128 * 128, packed_end})):
-        held.append(x[:, :, lo:hi], at=at + torch.arange(lo, hi))
-    view = held.view(at=at if fmt.pre_rope else None)
+        held.append(x[:, :, lo:hi], positions=at + torch.arange(lo, hi))
+    view = held.view(positions=at if fmt.pre_rope else None)
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
     return KVView(view, x[:, :, packed_end:], fmt.encoding), exact
 
@@ -154,9 +147,11 @@ def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     q = draw((b, hq, t, d), seed, dtype)
     keys, k = kv_view(kfmt, packed_end[0], n, b, hk, d, dtype, seed + 1)
     values, v = kv_view(vfmt, packed_end[1], n, b, hk, d, dtype, seed + 2)
-    regions, softcap = [region(keys, values, t, **options)], options.get("softcap")
+    sinks, softcap = options.pop("sinks", None), options.get("softcap")
+    regions = [region(keys, values, t, **options)]
     assert not cpu.problems(q, regions)
-    got = cpu.attend(q, regions, 0.125, softcap=softcap)
+    got = cpu.attend(q, regions, 0.125, softcap=softcap, sink_logits=sinks)
+    options["sinks"] = sinks
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
     assert got.out.dtype == got.lse.dtype == FP32
@@ -169,7 +164,7 @@ def _with_gaps(keys, b, hk, seed):
     step = torch.randint(
         1, 9, (b, hk, keys.packed.hi), generator=torch.Generator().manual_seed(seed)
     )
-    packed = keys.packed._replace(at=step.cumsum(dim=2) - 3)
+    packed = keys.packed._replace(positions=step.cumsum(dim=2) - 3)
     k = torch.cat([packed._replace(dtype=FP32).tensor(), keys.tail.float()], dim=2)
     return keys._replace(packed=packed), k
 
@@ -193,9 +188,11 @@ def chosen_agree(
     lead = tuple(draw((b, hk, first, d), seed + i, dtype) for i in (3, 4)) if first else None
     g = torch.Generator().manual_seed(seed)
     slots = torch.rand(b, h, max(begin, 1), generator=g).argsort(dim=-1)[..., :m]
+    sinks = options.pop("sinks", None)
     regions = chosen(keys, values, slots, begin, lead, **options)
     assert not cpu.problems(q, regions)
-    got = cpu.attend(q, regions, 0.125, softcap=options.get("softcap"))
+    got = cpu.attend(q, regions, 0.125, softcap=options.get("softcap"), sink_logits=sinks)
+    options["sinks"] = sinks
     listed = []
     for x, before in ((k, 0), (v, 1)):
         each = x.repeat_interleave(h // hk, dim=1)

@@ -10,12 +10,12 @@ import math
 import numpy as np
 
 
-def attention(q, k, v, scale, causal=False, visible=None, softcap=None, bias=None):
+def attention(q, k, v, scale, causal=False, visible=None, softcap=None, bias=None, sinks=None):
     """Softmax attention, one query row at a time: (out [B, Hq, T, D], lse [B, Hq, T]).
 
     causal: query i of T is token N - T + i and sees no later one. visible: bool [B, 1 or Hk, N].
-    bias: [B or 1, Hq, N], added to the logits after softcap. A row that sees nothing gives out 0
-    and lse -inf.
+    bias: [B or 1, Hq, N], added to the logits after softcap. sinks: [Hq], a logit of each head that
+    has no value. A row that sees nothing gives out 0 and lse -inf, or its sink.
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -30,6 +30,7 @@ def attention(q, k, v, scale, causal=False, visible=None, softcap=None, bias=Non
                 if visible is not None:
                     see &= visible[i, g if visible.shape[1] > 1 else 0]
                 if not see.any():
+                    lse[i, h, row] = -np.inf if sinks is None else sinks[h]
                     continue
                 s = k[i, g][see] @ q[i, h, row] * scale
                 if softcap is not None:
@@ -37,8 +38,9 @@ def attention(q, k, v, scale, causal=False, visible=None, softcap=None, bias=Non
                 if bias is not None:
                     s = s + bias[i % len(bias), h][see]
                 w = np.exp(s - s.max())
-                out[i, h, row] = w @ v[i, g][see] / w.sum()
-                lse[i, h, row] = math.log(w.sum()) + s.max()
+                total = w.sum() + (0 if sinks is None else math.exp(sinks[h] - s.max()))
+                out[i, h, row] = w @ v[i, g][see] / total
+                lse[i, h, row] = math.log(total) + s.max()
     return out, lse
 
 

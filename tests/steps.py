@@ -17,7 +17,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from kvloom.store.kv_side import KVSide
-from pairwise import some_slow
+from sampling import slow_except
 
 D = 32  # head dimension of the laws: groups 16 and 32 divide it
 SCALE = D**-0.5
@@ -62,8 +62,8 @@ RECIPES: dict[str, Recipe] = {
         Packed(1.5, "token", 16, "fp8", rotation="group"),
         recent=4,
     ),
-    "boosted": _store(
-        Packed(2, "channel", 32, residual=32, boost=16),
+    "channels": _store(
+        Packed(2, "channel", 32, residual=32),
         Packed(3, "channel", 16, residual=48),
         sinks=3,
         recent=(0, 9),
@@ -74,11 +74,6 @@ RECIPES: dict[str, Recipe] = {
         sinks=2,
         recent=(0, 9),
     ),
-    "balanced": _store(
-        Packed(4, "channel", 32, "bf16", residual=32, rotation="head", balance=32),
-        Packed(2, "token", 0, "fp16", residual=16, rotation="head", balance=16),
-        sinks=2,
-    ),
     "sinks, packed": _store(
         Packed(2, "channel", 32, residual=32), Packed(2, "token", 32), sinks=3, recent=(0, 32)
     ),
@@ -88,8 +83,8 @@ CORE = (
     "kivi:group=32,residual=32",
     "streaming:tokens=24,sinks=4",
     "fp8, layer",
-    "boosted",
-    "balanced",
+    "channels",
+    "rotated heads",
 )
 """Recipes with every part of a layer between them.
 
@@ -97,7 +92,7 @@ The others have a part of these, or differ in bits, group or metadata.
 """
 
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-core_recipes = some_slow("recipe", RECIPES, *CORE)
+core_recipes = pytest.mark.parametrize("recipe", slow_except(RECIPES, *CORE))
 """Every recipe with `-m slow`; those of CORE by default."""
 
 

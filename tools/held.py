@@ -134,10 +134,9 @@ class CheckedLayer(RoutedLayer):
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        if layer.state.outliers is not None and layer.state.outliers.tokens.index is not None:
-            own = layer.state.outliers.tokens
-            assert own.index is not None
-            parts.append((own.index.long(), own.exact_keys(), own.exact_values()))
+        own = None if layer.state.outliers is None else layer.state.outliers.tokens
+        if own is not None and own.logical_index is not None:
+            parts.append((own.logical_index.long(), own.exact_keys(), own.exact_values()))
         if layer.state.sinks is not None and layer.state.sinks.keys is not None:
             assert layer.state.sinks.values is not None
             index = layer.state.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
@@ -250,7 +249,7 @@ class CheckedLayer(RoutedLayer):
         again = PackedTokens(packed.fmt, packed.calibrated, packed.rope)
         with dispatch.use("ref"):
             again.append(x, _at(visible, index), at)
-            return again.view(at=at).tensor()
+            return again.view(positions=at).tensor()
 
     def _turned_once(self, keys: Tensor, index: Tensor, tokens: Segment) -> Tensor:
         """Return keys where an eviction after the prompt moved them to: just before the next."""

@@ -60,12 +60,14 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
         shape = (_B, 1, _N, max(1, _HK * d // group))
     meta = empty(*shape, dtype=_META[fmt.meta])
     ranges = empty(max(1, _HK * d // group), dtype=FP32)
-    layer = LayerEncoding(
+    layer_encoding = LayerEncoding(
         fmt, _HK, d, empty(_HK, d, dtype=torch.int64) if fmt.regroups else None,
         divisor=empty(_HK, d, dtype=FP32) if fmt.smooth else None, low=ranges, high=ranges,
     )  # fmt: skip
     codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
-    packed = SimpleNamespace(codes=codes, scale=meta, zero=meta, hi=packed_end, layer=layer)
+    packed = SimpleNamespace(
+        codes=codes, scale=meta, zero=meta, hi=packed_end, layer_encoding=layer_encoding
+    )
     return KVView(packed, tail, fmt)
 
 
@@ -231,8 +233,8 @@ def quantize() -> Iterator[Variant]:
         ):
             begin = 0 if axis == "channel" or per_block == 1 else 1
             name = f"{bits} bit per {axis} {group or d}"
-            layer = Encoding(bits, axis, group, meta).bind(2, d)
-            yield from of(layer, begin, name, bits == 3 and d == 128)
+            layer_encoding = Encoding(bits, axis, group, meta).bind(2, d)
+            yield from of(layer_encoding, begin, name, bits == 3 and d == 128)
 
 
 def score() -> Iterator[Variant]:

@@ -139,6 +139,37 @@ def test_the_examples_of_the_readme_print_what_it_says(monkeypatch, capsys):
         assert capsys.readouterr().out == printed
 
 
+def test_speeds_in_the_readme():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    files = (
+        ROOT / "benchmarks" / "results" / "amd-epyc" / f"bench_{verb}.json"
+        for verb in ("generate", "decode")
+    )
+    model, layer = (
+        {
+            row["name"]: row
+            for row in json.loads(file.read_text())["rows"]
+            if row["context"] == 32768
+        }
+        for file in files
+    )
+    mib = {name: model[name]["kv_bytes"] / 2**20 for name in ("kivi", "DynamicCache")}
+    ms = {name: model[name]["ms"] for name in ("kivi", "full", "DynamicCache")}
+    assert (
+        f"takes {mib['kivi']:.0f} MiB, transformers' own {mib['DynamicCache']:.0f}. kvloom's "
+        f"attention kernels decode a step in {ms['kivi']:.0f} ms with it, and in {ms['full']:.0f} "
+        "with kvloom's exact cache (`full`); with transformers' own cache a step takes "
+        f"{ms['DynamicCache']:.0f} ms"
+    ) in text
+    full = layer["full"]["ms"]
+    quest, kivi = (full / layer[name]["ms"] for name in ("quest", "kivi"))
+    fast, slow = (layer[name]["ms"] / full for name in ("SDPA bf16 rows", "SDPA bf16"))
+    assert (
+        f"`quest` {quest:.1f}×, `kivi` {kivi:.1f}×; `full` is {fast:.1f}× the faster of two calls "
+        f"of torch's SDPA in bf16, and {slow:.0f}× the slower"
+    ) in text
+
+
 def test_perplexities_in_the_readme(found):
     text = " ".join((ROOT / "README.md").read_text().split())
     kivi, balanced = (found[name]["share"] for name in ("kivi", "balanced"))

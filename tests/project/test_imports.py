@@ -73,6 +73,21 @@ def test_the_check_sees_what_it_should():
     assert "cache" in imported_parts(SOURCE / "hf" / "cache.py")
 
 
+def test_only_the_cache_knows_the_state_of_a_layer():
+    """`hf` and `calibrate` ask a `LayerCache`; a saved file is made of the state."""
+    files = [*(SOURCE / "hf").rglob("*.py"), *(SOURCE / "calibrate").rglob("*.py")]
+    assert state_reads(SOURCE / "hf" / "save.py")
+    reads = {path: state_reads(path) for path in files if path.name != "save.py"}
+    assert len(reads) > 20
+    assert [f"{path.relative_to(SOURCE)}:{n}" for path in files for n in reads.get(path, ())] == []
+
+
+def state_reads(path: Path) -> list[int]:
+    """Return the lines on which a file reads or writes an attribute `state`."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [x.lineno for x in nodes if isinstance(x, ast.Attribute) and x.attr == "state"]
+
+
 def imported_files(path: Path) -> set[Path]:
     """Return the files of kvloom that a file imports, for annotations too."""
     tree = ast.parse(path.read_text())

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.eval.needles import WORDS, Encoder, Fact, hide
+from kvloom_lab.eval.needles import WORDS
 from kvloom_lab.workload.text import train_documents
 
-from .tasks import copy_fact, needle_fact, pair_fact, variable_facts
+from .tasks import Encoder, Fact, copy_fact, needle_fact, pair_fact, variable_facts
 
 NOTHING, TEXT, ANSWER = 0, 1, 2
 # shares of the rows: short rows teach retrieval, long rows teach long distances
@@ -78,7 +78,7 @@ def row(encode: Encoder, rng: np.random.Generator, kind: str, tokens: int) -> Ro
         facts = variable_facts(encode, rng, chains, hops)
         depths = np.sort(rng.random((chains, hops)), axis=1).T.ravel()
         return _with_questions(encode, rng, facts, tokens, depths, drawn=chains)
-    ids, _begins = hide(encode, rng, [], tokens, [])
+    ids, _begins = encode.hide(rng, [], tokens, [])
     return np.asarray(ids), np.full(tokens, TEXT)
 
 
@@ -103,7 +103,7 @@ def _with_questions(
     """
     order = rng.permutation(len(facts))
     questions = sum(len(f.question_ids) + len(f.answer_ids) for f in facts)
-    ids, begins = hide(encode, rng, facts, tokens - questions, depths)
+    ids, begins = encode.hide(rng, facts, tokens - questions, depths)
     weights = [TEXT] * len(ids)
     for fact, begin in list(zip(facts, begins, strict=True))[:drawn]:
         weights[begin : begin + len(fact.answer_ids)] = [NOTHING] * len(fact.answer_ids)

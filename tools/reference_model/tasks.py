@@ -6,14 +6,80 @@ questions about it, as token ids, generated from a seed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from kvloom_lab.eval.needles import Encoder, Fact, hide
+from kvloom_lab.eval.needles import (
+    ANSWER_DIGITS,
+    WORDS,
+    draw_keys,
+    hide,
+    line_ends,
+    random_window,
+)
 from kvloom_lab.workload.text import held_out_documents
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Ids to insert into a context, where the answer starts in them, and the question about it."""
+
+    ids: list[int]
+    answer_from: int
+    answer_ids: list[int]
+    question_ids: list[int]
+    key: str
+
+
+class Encoder:
+    """Encodes pieces of text (cached), draws words as keys, and draws the text around facts."""
+
+    def __init__(self, tokenizer: Any, text_ids: np.ndarray, words: Sequence[str] = WORDS) -> None:
+        self.tokenizer = tokenizer
+        self.text_ids = text_ids  # [tokens]
+        self.words = words
+        self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        self.line_ends = line_ends(tokenizer, text_ids)
+        self._pieces: dict[str, list[int]] = {}
+
+    def __call__(self, *pieces: str) -> list[int]:
+        """Return the ids of the pieces, each encoded separately."""
+        ids: list[int] = []
+        for piece in pieces:
+            if piece not in self._pieces:
+                encoded = self.tokenizer.encode(piece, add_special_tokens=False)
+                self._pieces[piece] = encoded
+            ids += self._pieces[piece]
+        return ids
+
+    def number(self, rng: np.random.Generator) -> list[int]:
+        """Return the ids of a random number with 7 digits, one token a digit."""
+        return self(str(rng.integers(1, 10)), *map(str, rng.integers(0, 10, ANSWER_DIGITS - 1)))
+
+    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
+        """Return `count` different words."""
+        return draw_keys(rng, count, self.words)
+
+    def window(self, rng: np.random.Generator, tokens: int) -> np.ndarray:
+        """Return a random piece of text [tokens]."""
+        return random_window(self.text_ids, self.line_ends, rng, tokens)[0]
+
+    def hide(
+        self, rng: np.random.Generator, facts: Sequence[Fact], tokens: int, depths: Any
+    ) -> tuple[list[int], list[int]]:
+        """Insert facts into real text so that BOS, text and facts are exactly `tokens` ids.
+
+        depths: [facts], 0 to 1, how far into the text each fact goes. Returns the ids, and for each
+        fact the index where its answer starts. Raises `ValueError` if the facts do not fit.
+        """
+        before, ids = len(self.bos), [fact.ids for fact in facts]
+        context, starts = hide(self.text_ids, self.line_ends, rng, ids, depths, tokens - before)
+        answers = [before + x + fact.answer_from for x, fact in zip(starts, facts, strict=True)]
+        return [*self.bos, *context], answers
 
 
 @dataclass(frozen=True)
@@ -208,7 +274,7 @@ def _with_questions(
     encode: Encoder, rng: np.random.Generator, facts: list[Fact], tokens: int, depths: Any
 ) -> ContextSet:
     """Return a context with all facts inserted, and one question a fact."""
-    ids, answers = hide(encode, rng, facts, tokens, depths)
+    ids, answers = encode.hide(rng, facts, tokens, depths)
     return ContextSet(
         ids,
         [

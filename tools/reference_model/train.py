@@ -211,7 +211,7 @@ class Probes:
             for length in (256, 512, 1024, 2048, 4096)
         }
         rng = np.random.default_rng(0)
-        windows = [encode.bos + encode.window(rng, 1023)[0].tolist() for _ in range(12)]
+        windows = [encode.bos + encode.window(rng, 1023).tolist() for _ in range(12)]
         self.text = torch.tensor(windows)
 
     @torch.no_grad()

@@ -83,7 +83,8 @@ def expected(attention, one, new):
             live[:, :, : attention.sinks] = False
             tokens, at = PackedTokens(fmt, rope=ROPE), torch.arange(packed)[None, None]
             tokens.append(x[:, :, :packed], live if attention.sinks else None, at)
-            x[:, :, attention.sinks : packed] = tokens.view(at=at).tensor()[:, :, attention.sinks :]
+            stored = tokens.view(positions=at).tensor()
+            x[:, :, attention.sinks : packed] = stored[:, :, attention.sinks :]
         sides.append(x)
     q = one.q[begin : one.seen].transpose(0, 1)[None]
     return attend(q, *sides, D**-0.5, causal=True).out[0].transpose(0, 1)
@@ -91,7 +92,7 @@ def expected(attention, one, new):
 
 RECIPES = [
     "kivi", "kivi:bits=3", "kivi-4", "kivi:bits=8", "kivi-4:rotate=true", "kivi-4:sinks=5",
-    "rtn:bits=4", "turbo:bits=4", "turbo:bits=2,sinks=3", "near-lossless", "balanced", "kitty",
+    "rtn:bits=4", "turbo:bits=4", "turbo:bits=2,sinks=3", "near-lossless", "balanced",
     "kivi:meta=fp8", "skvq:reorder=false,clip=1.0,group=32",
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`python -m kvloom`."""
+"""`python -m kvloom_lab`."""
 
 from .cli import main
 

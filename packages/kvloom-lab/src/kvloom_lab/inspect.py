@@ -224,7 +224,7 @@ def trace_recipe(
         text: The prompt.
         context: Prefill only this many tokens.
         new_tokens: How many tokens to generate.
-        progress: Called with `new_tokens` + 1 units in all.
+        progress: Called with a total of `new_tokens` + 1 units.
 
     Returns:
         Tokens (texts), prompt_tokens, text_tokens (before it was cut), steps (new_tokens, or fewer
@@ -286,7 +286,7 @@ def _run(
     numbers = cache.geometry.numbers
     size = cache.geometry.kv_heads, len(ids) + new_tokens
     layers = [LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.routed, strict=True)]
-    observe_steps(cache, lambda look: layers[look.layer].before_attention(look))
+    observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]
     read, new = list(ids), list(ids)

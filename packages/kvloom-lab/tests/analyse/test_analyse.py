@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvloom.hf import read_tokens as forward
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import observe
+from kvloom.hf.observe import observe_steps
 from kvloom_lab.analyse import attention as attention_module
 from kvloom_lab.analyse.attention import EDGES, GRID, THRESHOLD, mass_curve, measure, weight_blocks
 from kvloom_lab.cli.app import app
@@ -72,7 +72,7 @@ def looks(model, ids, recipe):
             (look.q[0].clone(), look.keys[0].clone(), look.scale, look.softcap, held)
         )
 
-    observe(cache, saw)
+    observe_steps(cache, saw)
     with torch.inference_mode():
         forward(model, ids[:, :CONTEXT], cache)
         for i in range(CONTEXT, CONTEXT + NEW):

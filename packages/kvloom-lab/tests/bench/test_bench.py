@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from for_each import for_each
 from kvloom.cache import LayerCache, fill, read_nbytes
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
@@ -291,7 +290,7 @@ def test_candidates_alternate_and_compiling_is_not_timed(monkeypatch):
 # caches filled without a prompt
 
 
-@for_each("name", ["kivi", "streaming:tokens=64", "skvq:group=32", "clusterkv"])
+@pytest.mark.parametrize("name", ["kivi", "streaming:tokens=64", "skvq:group=32", "clusterkv"])
 def test_filled_is_as_after_a_prompt(name):
     torch.manual_seed(0)
     k, v = torch.randn(2, 1, 2, 300, 32).bfloat16()
@@ -309,7 +308,7 @@ def test_filled_is_as_after_a_prompt(name):
     assert torch.equal(one, other)
 
 
-@for_each("name", ["h2o", "snapkv:tokens=100", "minikv"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv:tokens=100", "minikv"])
 def test_filled_by_score_holds_the_budget(name):
     recipe = resolve(name)
     (cache,) = empty_layers(recipe, SMALL)

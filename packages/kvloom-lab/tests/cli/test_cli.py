@@ -1,10 +1,10 @@
 """The command line: output, exit codes, and one sentence for every mistake."""
 
+import inspect
 import json
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,13 +12,13 @@ from command_line import run
 from transformers import AutoModelForCausalLM
 
 import kvloom
-from for_each import for_each
 from kvloom.recipe import part_options
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom_lab.cli.options import split_recipes
+from kvloom_lab.eval.comparison import ComparisonTask
 from kvloom_lab.models import WEIGHTS
+from kvloom_lab.recommended import DEFAULT_RECIPE, RECOMMENDED
 
-ComparisonTask = import_module("kvloom_lab.eval.compare").ComparisonTask
 SMALL = ["--context", "120", "--max-new-tokens", "32", "--batch", "2", "--questions", "2"]
 
 
@@ -61,7 +61,7 @@ def test_json_to_stdout_is_nothing_else(by_default):
 
 def test_one_budget_for_all_and_questions_with_the_prompt(here):
     recipes = "h2o,window,quest:page=4,recent=8,full_layers=0,kivi:group=32"
-    args = ["--recipes", recipes, "--ask", "with", "--json", "-"]
+    args = ["--recipes", recipes, "--ask", "inside", "--json", "-"]
     found = run("compare", here / "text.txt", "--model", here / "model", *SMALL, *args,
                 "--budget", "0.25")  # fmt: skip
     data = json.loads(found.stdout)
@@ -181,7 +181,7 @@ def test_a_recipe_that_fails_leaves_the_others(here, monkeypatch, caplog, error,
     assert ("Traceback" in caplog.text) == isinstance(error, KeyError)  # of a defect alone
 
 
-@for_each("command", ["compare", "inspect", "analyse attention", "generate"])
+@pytest.mark.parametrize("command", ["compare", "inspect", "analyse attention", "generate"])
 def test_new_tokens_are_called_the_same_everywhere(command):
     shown = run(*command.split(), "--help").stdout
     assert "--max-new-tokens" in shown
@@ -213,6 +213,12 @@ def test_a_recipe_file_is_a_recipe_everywhere(here, monkeypatch, tmp_path):
     assert "residual = 16" in page
 
 
+def test_the_default_recipe_is_that_of_the_library():
+    default = inspect.signature(kvloom.attach).parameters["recipe"].default
+    assert default == inspect.signature(kvloom.Cache).parameters["recipe"].default == DEFAULT_RECIPE
+    assert set(RECOMMENDED) < set(RECIPES)
+
+
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_model_takes_a_recipe_file(here, tmp_path, kind):
     path = tmp_path / "mine.toml"
@@ -223,7 +229,7 @@ def test_a_model_takes_a_recipe_file(here, tmp_path, kind):
     kvloom.detach(model)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("spec", "parts"),
     [
         ("full,kivi", ["full", "kivi"]),
@@ -263,7 +269,7 @@ def test_recipes_lists_every_recipe_in_one_line():
     assert max(map(len, lines)) <= 100
 
 
-@for_each("width", [20, 60, 140])
+@pytest.mark.parametrize("width", [20, 60, 140])
 def test_recipes_are_listed_in_the_columns_there_are(monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     shown = run("recipes").stdout

@@ -3,12 +3,12 @@
 import re
 import shutil
 
+import pytest
 import torch
 from command_line import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny
-from for_each import for_each
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.cli.generate import first_packed_at
 from kvloom_lab.eval import load
@@ -41,7 +41,7 @@ def test_generate_reads_stdin_and_compresses(here):
     assert run("generate", *args, input=TEXT[:1500]).stdout == found.stdout
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "tokens"),
     [
         ("kivi", 128),

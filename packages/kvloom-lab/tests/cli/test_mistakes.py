@@ -8,7 +8,6 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.kernels import dispatch
 from kvloom_lab import models
@@ -162,7 +161,7 @@ def refused(command, **kwargs):
     return line
 
 
-@for_each(
+@pytest.mark.parametrize(
     "command",
     [
         "compare short.txt", "compare text.txt --context 1000", "compare text.txt --context 40",
@@ -176,14 +175,14 @@ def test_what_the_tokenizer_can_refuse_is_refused_before_the_model_is_loaded(com
     refused(f"{command} --model model")
 
 
-@for_each(("command", "said"), COMMON + OWN)
+@pytest.mark.parametrize(("command", "said"), COMMON + OWN)
 def test_a_mistake_is_reported_in_one_sentence(here, command, said):
     before = sorted(path.name for path in here.iterdir())
     assert said in refused(command)
     assert sorted(path.name for path in here.iterdir()) == before
 
 
-@for_each("option", ["threads", "repeats"])
+@pytest.mark.parametrize("option", ["threads", "repeats"])
 def test_a_number_below_one_is_refused(option):
     found = CliRunner().invoke(app, ["bench", "decode", f"--{option}=0"])
     assert found.exit_code == 2
@@ -194,7 +193,7 @@ def test_a_model_that_is_no_decoder():
     assert "model 't5' cannot be loaded: " in refused("compare text.txt --model t5")
 
 
-@for_each(
+@pytest.mark.parametrize(
     "command",
     [
         "analyse attention --context=-5", "analyse error --context 1", "analyse error --seed=-1",

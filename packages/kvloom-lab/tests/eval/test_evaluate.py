@@ -1,26 +1,23 @@
 """`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
 
 import json
-from importlib import import_module
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import tiny
-from for_each import for_each
 from kvloom import Cache, __version__
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.cli.app import app
-from kvloom_lab.eval.decoding import answers, greedy
+from kvloom_lab.eval import evaluate as evaluate_module
+from kvloom_lab.eval.decoding import answers, greedy, read_question
+from kvloom_lab.eval.evaluate import evaluate, units
 from kvloom_lab.eval.results import ResultFolder
-from kvloom_lab.eval.sample import Run, Source, task_batches
+from kvloom_lab.eval.sample import Source, task_batches
 from kvloom_lab.eval.tasks import task_named
 from kvloom_lab.workload.passes import run_alone
 
-evaluate, units = (
-    getattr(import_module("kvloom_lab.eval.evaluate"), n) for n in ("evaluate", "units")
-)
 NAMES = ["full", "window:tokens=16", "kivi:group=16,residual=16", "kivi:group=64",
          "quest:page=4,recent=8,full_layers=0,tokens=32"]  # fmt: skip
 RUN = {"environment": {"kvloom": __version__}, "model": {}, "settings": {}}
@@ -178,15 +175,14 @@ def test_a_recipe_that_fails_says_why_and_the_others_continue(lines):
 def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
     model, plan, source, tmp_path, monkeypatch
 ):
-    module = import_module("kvloom_lab.eval.evaluate")
-    whole = module.decode_seconds
+    whole = evaluate_module.decode_seconds
 
     def fails(model, cache, rows):
         if cache.recipe.name == NAMES[1]:
             raise MemoryError
         return whole(model, cache, rows)
 
-    monkeypatch.setattr(module, "decode_seconds", fails)
+    monkeypatch.setattr(evaluate_module, "decode_seconds", fails)
     folder = ResultFolder.open(tmp_path, {"environment": {}, "model": {}, "settings": {}})
     recipes = [resolve(name) for name in NAMES[:3]]
     evaluate(model, source, recipes, [plan[0]], folder)
@@ -199,13 +195,13 @@ def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch)
     batch = batch_of(plan, "niah")
     cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
     ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
-    run = Run(model, source, cache, batch, None)
     with torch.inference_mode():
-        before = run_alone(model, answers(run, ids, tokens))
+        before = run_alone(model, answers(model, cache, ids, tokens, source.batch))
         end = before[0][3]
         monkeypatch.setattr(model.generation_config, "eos_token_id", [end, 10**6])
-        after = run_alone(model, answers(run, ids, tokens))
-        rows = run_alone(model, greedy(cache, torch.tensor([ids[0]]), tokens[0], [end]))
+        after = run_alone(model, answers(model, cache, ids, tokens, source.batch))
+        logits = run_alone(model, read_question(cache, torch.tensor([ids[0]])))
+        rows = run_alone(model, greedy(cache, logits, tokens[0], [end]))
     for a, b in zip(before, after, strict=True):
         assert b == a[: a.index(end) if end in a else len(a)]
     assert rows[0].tolist() == before[0][: before[0].index(end) + 1]
@@ -282,7 +278,7 @@ def test_summaries_of_a_file(here, tmp_path):
     assert json.loads((tmp_path / "out" / "run.json").read_text())["settings"]["data"] == "a.jsonl"
 
 
-@for_each(("args", "message"), [
+@pytest.mark.parametrize(("args", "message"), [
     (["reading"], "there is no task 'reading'"),
     (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
     (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),

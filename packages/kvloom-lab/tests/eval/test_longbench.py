@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 from task_sources import only, source
 
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom_lab.eval.sample import task_batches
-from kvloom_lab.eval.tasks import longbench, task_named
-from kvloom_lab.eval.tasks.longbench import DATA_SETS, LongBench, middle_cut
+from kvloom_lab.eval.tasks import task_named, user_data
+from kvloom_lab.eval.tasks.user_data import DATA_SETS, LongBench, middle_cut
 
 
-@for_each(("name", "answer", "expected", "classes", "score"), [
+@pytest.mark.parametrize(("name", "answer", "expected", "classes", "score"), [
     ("qa_f1", "The cat, a black one!", "black cat", [], 2 * (2 / 3) * 1 / (2 / 3 + 1)),
     ("qa_f1", "dog", "cat", [], 0),
     ("qa_f1", "", "cat", [], 0),
@@ -35,7 +34,7 @@ from kvloom_lab.eval.tasks.longbench import DATA_SETS, LongBench, middle_cut
     ("classification", "abc", "abc", ["a", "b", "c", "abc"], 1 / 2),
 ])  # fmt: skip
 def test_longbench(name, answer, expected, classes, score):
-    metric = getattr(longbench, name)
+    metric = getattr(user_data, name)
     assert metric(answer, expected, classes) == pytest.approx(score)
 
 
@@ -43,10 +42,10 @@ def test_chinese_metrics_count_words(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "jieba", None)
         with pytest.raises(InputError, match="jieba, which is not installed; run: pip install jie"):
-            longbench.qa_f1_zh("一", "二", [])
+            user_data.qa_f1_zh("一", "二", [])
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(lcut=list))
-    assert longbench.qa_f1_zh("红色。", "红", []) == pytest.approx(2 / 3)
-    assert longbench.rouge_l_zh("红黑色", "红色", []) == pytest.approx(0.8)
+    assert user_data.qa_f1_zh("红色。", "红", []) == pytest.approx(2 / 3)
+    assert user_data.rouge_l_zh("红黑色", "红色", []) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("name", ["longbench", "summarize"])
@@ -141,7 +140,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     assert LongBench().score("\nAnn\nand more", trivia) == {"score": 1}
 
 
-@for_each(("line", "reason"), [
+@pytest.mark.parametrize(("line", "reason"), [
     (b'{"input": ', r"is not JSON \(Expecting value"),
     (b"[1]", "is not a JSON object"),
     (b'"\xff"', "is not UTF-8 text"),

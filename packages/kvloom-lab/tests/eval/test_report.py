@@ -12,7 +12,6 @@ import shutil
 import pytest
 from typer.testing import CliRunner
 
-from for_each import for_each
 from html_elements import parse
 from kvloom.errors import InputError
 from kvloom_lab.cli.app import app
@@ -246,7 +245,9 @@ def test_an_output_that_cannot_be_written(folder, tmp_path):
     assert "cannot write" in found.stderr
 
 
-@for_each(("head", "name"), [({"format": 2}, "format 2"), ({}, "format None"), ([], "format None")])
+@pytest.mark.parametrize(
+    ("head", "name"), [({"format": 2}, "format 2"), ({}, "format None"), ([], "format None")]
+)
 def test_another_format(copy, head, name):
     (copy / "run.json").write_text(json.dumps(head))
     assert re.search(rf"{name}, and this kvloom reads 1", refused(copy))
@@ -257,7 +258,7 @@ def test_a_damaged_run_json(copy):
     assert "cannot be read" in refused(copy)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("old", "new", "why"),
     [
         ('"recipe"', '"recip"', "needs the field 'recipe' with text"),
@@ -346,7 +347,7 @@ def test_kvpress_metrics_of_other_data(tmp_path):
     assert [f.recipe for f in read_kvpress(folder)[0].figures] == ["full", "full (2)"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "text", "why"),
     [
         ("metrics.json", "{", "as JSON"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import tiny
-from for_each import for_each
 from kvloom import __version__
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
@@ -108,7 +107,7 @@ def test_another_text_is_refused(model, tmp_path):
         run_tasks(model, tmp_path, text=tiny.TEXT.replace("magic", "other"))
 
 
-@for_each(("part", "name"), [
+@pytest.mark.parametrize(("part", "name"), [
     ("model", "weights"), ("model", "name"), ("settings", "seed"), ("environment", "kvloom"),
 ])  # fmt: skip
 def test_another_run_is_refused_by_name(tmp_path, part, name):

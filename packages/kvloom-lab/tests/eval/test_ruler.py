@@ -143,7 +143,7 @@ def test_rulers_tasks_are_the_official_ones():
     )
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("ask", ["after", "inside"])
 def test_ruler_fills_the_context(name, ask):

@@ -11,11 +11,10 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
 
 import probe
-from for_each import for_each
 from kvloom.cache.slot_storage import SlotStorage
 from kvloom.errors import IncompatibleRecipe, InputError, UnsupportedModel
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import observe
+from kvloom.hf.observe import observe_steps
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -61,7 +60,7 @@ def held_at(head, step):
     return [i for i, at in enumerate(gone) if at == -1 or at > step]
 
 
-@for_each("name", RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_data_equals_what_the_cache_held(model, tokenizer, name):
     data = seen_by(model, tokenizer, name)
     assert (data["prompt_tokens"], data["steps"], len(data["layers"])) == (PROMPT, NEW, LAYERS)
@@ -100,7 +99,7 @@ def exact_mass(model, ids):
         return torch.stack(eager.eval()(ids, output_attentions=True).attentions)[:, 0].double()
 
 
-@for_each("name", ["h2o", "window:tokens=24", "snapkv:tokens=24,window=8", "full"])
+@pytest.mark.parametrize("name", ["h2o", "window:tokens=24", "snapkv:tokens=24,window=8", "full"])
 def test_mass_after_the_prompt_is_plain_transformers(model, tokenizer, name):
     data = seen_by(model, tokenizer, name)
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
@@ -119,7 +118,7 @@ def test_mass_of_a_later_step_is_the_whole_softmax_of_its_query(model, tokenizer
     data = seen_by(model, tokenizer, "window:tokens=24")
     seen: dict = {}
     cache = Cache(model, "window:tokens=24")
-    observe(cache, lambda look: seen.update({look.layer: look}))
+    observe_steps(cache, lambda look: seen.update({look.layer: look}))
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     with torch.inference_mode():
         for _ in range(NEW + 1):
@@ -161,14 +160,14 @@ def stretched(pairs):
     return {i for lo, n in zip(pairs[::2], pairs[1::2], strict=True) for i in range(lo, lo + n)}
 
 
-@for_each("kind", RECALL)
+@pytest.mark.parametrize("kind", RECALL)
 def test_tokens_read_are_those_of_the_step(model, tokenizer, kind):
     """As many as the cache says; the finest index reads the best keys; others whole parts."""
     data = seen_by(model, tokenizer, RECALL[kind])
     assert data["views"] == ["read"]
     seen: dict = {}
     cache = Cache(model, RECALL[kind])
-    observe(cache, lambda look: seen.update({look.layer: look}))
+    observe_steps(cache, lambda look: seen.update({look.layer: look}))
     ids = tokenizer(TEXT, return_tensors="pt")["input_ids"][:, :PROMPT]
     sinks = cache.recipe.protect.sinks
     with torch.inference_mode():
@@ -245,7 +244,7 @@ def test_sinks_beside_packed_tokens_are_exact(model, tokenizer):
     assert packed["values"] == never + [0] * (body - 9) + [1, 2, 3, 4, 5] + [-1] * 9
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "views"),
     [("h2o", ["kept"]), ("full", ["kept"]), ("minikv", ["kept", "format"]), ("kivi", ["format"])],
 )

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from for_each import for_each
 from html_elements import parse
 from kvloom_lab.cli.app import app
 from kvloom_lab.inspect import token_texts, trace_recipe
@@ -22,7 +21,7 @@ NASTY = (
 )
 
 
-@for_each("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])
+@pytest.mark.parametrize("text", [TEXT, "naïve 日本 🙂🙂 \n\n  x\ttab", NASTY])
 def test_token_texts_are_the_text(tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     found = token_texts(tokenizer, ids)

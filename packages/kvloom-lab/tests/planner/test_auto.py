@@ -10,14 +10,13 @@ import torch
 import kvloom
 import kvloom_lab
 import tiny
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.hf import compat
 from kvloom.hf.metadata import identity
 from kvloom.recipe import Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.tuned import Tuned
+from kvloom.recipe.spec import Tuned
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.choice import EVIDENCE
 from kvloom_lab.workload.files import store_recipe
@@ -54,7 +53,7 @@ def auto(model, **bound):
     return kvloom_lab.auto(model, context=CONTEXT, **bound)
 
 
-@for_each("bound", [1.0, *(one.recipe for one in EVIDENCE[1:]), 0.25])
+@pytest.mark.parametrize("bound", [1.0, *(one.recipe for one in EVIDENCE[1:]), 0.25])
 def test_no_recipe_that_fits_has_better_published_figures(model, bound):
     bound = share(model, bound) if isinstance(bound, str) else bound
     found = auto(model, bytes=bound)
@@ -133,7 +132,7 @@ def test_a_damaged_stored_recipe_is_named(model):
         auto(model, bytes=0.5)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("bound", "said"),
     [
         ({}, "give either memory, in bytes, or bytes"),

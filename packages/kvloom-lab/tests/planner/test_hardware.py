@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.planner import read_model
@@ -72,7 +71,7 @@ def test_hardware_from_a_file(tmp_path, llama):
     assert found.hardware.sources["kv"] == "a sheet"
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("memory_gb = 48", "has no number above 0 for bandwidth_gb_s, tflops"),
@@ -88,7 +87,7 @@ def test_a_wrong_hardware_file_is_refused(tmp_path, text, says):
         read_hardware(path)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("parse", "option", "value"),
     [
         (parse_bytes, "24GiB", 24 << 30),
@@ -105,7 +104,7 @@ def test_units(parse, option, value):
     assert parse(option) == value
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("parse", "option"),
     [
         (parse_bytes, "24 bananas"), (parse_bytes, "0GB"), (parse_bytes, "-1GB"),

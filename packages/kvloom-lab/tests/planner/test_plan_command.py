@@ -8,7 +8,6 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import kvloom_lab
-from for_each import for_each
 from kvloom_lab.cli.app import app
 
 ROW = {
@@ -120,7 +119,7 @@ def test_a_named_recipe_that_does_not_fit_the_model(folder):
     assert "no figures for" in found.stderr
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("args", "says"),
     [
         (["--memory", "8 apples"], "memory '8 apples' is not a size"),

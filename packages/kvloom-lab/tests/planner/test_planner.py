@@ -9,7 +9,6 @@ from planned_models import CONFIGS, built, facts
 
 import kvloom
 import probe
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom_lab.planner import read_model
@@ -25,7 +24,7 @@ RECIPE_SPECS = (
 )  # fmt: skip
 
 
-@for_each("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_cache_has_the_planned_bytes(name):
     """In layers that kvloom caches, after a prompt; in sliding layers, after one more token."""
     model, found = built(name), facts(name)
@@ -69,7 +68,7 @@ def test_every_recipe_has_the_bytes_that_it_predicts(llama):
             assert 0 < held <= tokens, (spec, tokens)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
 )
 def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
@@ -89,7 +88,9 @@ def test_the_working_memory_is_that_of_the_widest_layer(llama):
 # inverse questions
 
 
-@for_each("spec", ["full", "kivi", "rtn", "skvq", "h2o", "snapkv", "minikv", "quest"])
+@pytest.mark.parametrize(
+    "spec", ["full", "kivi", "rtn", "skvq", "h2o", "snapkv", "minikv", "quest"]
+)
 def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spec, llama):
     memory = 12 << 30
     asked = {"memory": memory, "context": 20000, "batch": 2}
@@ -152,7 +153,7 @@ def test_a_context_beyond_the_positions_is_warned_of(llama):
     assert "200,000 tokens exceeds the 131,072 positions" in warning
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("asked", "says"),
     [
         ({"context": 0}, "context=0 must be a whole number"),

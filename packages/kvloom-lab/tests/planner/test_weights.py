@@ -5,14 +5,13 @@ import torch
 import transformers as tf
 from planned_models import CONFIGS, built, facts
 
-from for_each import for_each
 from kvloom.errors import UnsupportedModel
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.plan_recipes import plan
 from kvloom_lab.planner.weights import count_weights
 
 
-@for_each("name", CONFIGS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_weights_are_those_of_the_model(name):
     model = built(name)
     assert facts(name).weights.nbytes == sum(p.nbytes for p in model.parameters())
@@ -46,7 +45,7 @@ LINEAR = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64),
           "gate": (96, 64), "up": (96, 64), "down": (64, 96)}  # fmt: skip
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("settings", "nbytes"),
     [
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, lambda o, i: o * i + 4 * o),
@@ -114,7 +113,7 @@ def test_mxfp4_has_the_bytes_of_gpt_oss(layers, experts, gib):
 # bad input
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         (lambda: tf.T5Config(), "encoder-decoder"),

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from for_each import for_each
 from kvloom_lab.models import WEIGHTS, reference_model, reference_tokenizer
 from kvloom_lab.workload.text import held_out_documents, library_text, train_documents
 from reference_model import attention, data, tasks
@@ -62,7 +61,7 @@ def test_text_survives_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
 
 
-@for_each("context_tokens", [128, 513, 2048])
+@pytest.mark.parametrize("context_tokens", [128, 513, 2048])
 def test_needle_has_the_length_and_the_answer(tokenizer, context_tokens):
     e = tasks.needle(tokenizer, context_tokens=context_tokens, seed=3)
     assert len(e.prompt_ids) == context_tokens
@@ -78,13 +77,15 @@ def test_tasks_are_decided_by_the_seed(tokenizer):
     assert one == same != other
 
 
-@for_each("depth", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
 def test_needle_goes_where_it_is_told(tokenizer, depth):
     e = tasks.needle(tokenizer, context_tokens=4096, depth=depth, seed=5)
     assert e.depth == pytest.approx(depth, abs=0.08)
 
 
-@for_each("make", [tasks.needle_set, tasks.key_value_set, tasks.copy_set, tasks.variable_set])
+@pytest.mark.parametrize(
+    "make", [tasks.needle_set, tasks.key_value_set, tasks.copy_set, tasks.variable_set]
+)
 def test_sets_hold_what_they_ask_for(tokenizer, make):
     c = make(tokenizer, context_tokens=1000, seed=4)
     assert len(c.context_ids) == 1000
@@ -98,7 +99,7 @@ def test_too_small_a_context_is_refused(tokenizer):
         tasks.needle_set(tokenizer, context_tokens=50, n_keys=8)
 
 
-@for_each("kind", list(data.MIX))
+@pytest.mark.parametrize("kind", list(data.MIX))
 def test_training_rows_are_whole(tokenizer, kind):
     encode = tasks.Encoder(tokenizer, tasks.held_out_encoder(tokenizer).text_ids)
     for seed, tokens in ((0, 257), (1, 513), (2, 1025)):
@@ -107,7 +108,7 @@ def test_training_rows_are_whole(tokenizer, kind):
         assert (weights == data.ANSWER).any() == (kind != "text")
 
 
-@for_each("T", [1, 100, 256, 300])
+@pytest.mark.parametrize("T", [1, 100, 256, 300])
 def test_training_attention_is_causal_attention(T):
     q, k, v = (
         torch.randn(2, h, T, 8, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2)

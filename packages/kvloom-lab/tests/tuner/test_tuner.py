@@ -14,7 +14,6 @@ import kvloom
 import kvloom_lab
 import probe
 import tiny
-from for_each import for_each
 from kvloom.calibrate import ReadPrompt, read_prompt
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
@@ -221,7 +220,7 @@ def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
         tune(bytes=0.3)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "give either bytes, such as 0.2, or kl"),
@@ -303,7 +302,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
     assert kvloom.Cache(model, out).recipe.layers == recipe.layers
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--bytes 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from small_search import few
 
-from for_each import for_each
 from kvloom.calibrate import can_repeat
 from kvloom.hf import compat
 from kvloom.recipe import Recipe
@@ -33,7 +32,7 @@ from kvloom_lab.tuner.problem import Bound, Costs, all_problems, repair, steadie
 # the knapsack
 
 
-@for_each("seed", range(6))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_knapsack_finds_what_a_search_of_everything_finds(seed):
     rng = np.random.default_rng(seed)
     nbytes, costs = rng.integers(1, 40, (4, 5)) * 3, rng.random((4, 5))

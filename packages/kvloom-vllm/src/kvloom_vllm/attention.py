@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvloom.kernels import ops
-from kvloom.kernels.attend.reference import State, merge
-from kvloom.kernels.attend.regions import KVView, Paged, PageTable, Region
-from kvloom.kernels.plan import OpPlan
-from kvloom.store.packed import PackedView
+from kvloom.kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
+from kvloom.store import PackedView
 
 from .page import Pages
 from .step import Decode, Row
@@ -39,8 +36,8 @@ class PagedAttention:
         self.plan = OpPlan(ops.attend)
         tails = tail.split(layout.head_dim, dim=-1)
         self.views = [
-            KVView(pages.whole(side), x, layer and layer.encoding)
-            for side, (x, layer) in enumerate(zip(tails, layout.encodings, strict=True))
+            KVView(pages.whole(side), x, layer_encoding and layer_encoding.encoding)
+            for side, (x, layer_encoding) in enumerate(zip(tails, layout.encodings, strict=True))
         ]
 
     # --- one token each
@@ -83,19 +80,21 @@ class PagedAttention:
         states.append((packed, rows.owner))
         return _merged(states, len(q))
 
-    def _packed(self, q: Tensor, blocks: Tensor, numbers: Tensor, visible: Tensor | None) -> State:
+    def _packed(
+        self, q: Tensor, blocks: Tensor, numbers: Tensor, visible: Tensor | None
+    ) -> AttentionState:
         """Attend one row q [n, Hq, 1, D] to each of the pages int64 [n], with their numbers."""
         none = self.nothing.expand(len(blocks), -1, -1, -1)
         views = []
         for side in (0, 1):
             stored = self.pages.gathered(side, blocks, numbers)
             if isinstance(stored, PackedView):
-                views.append(KVView(stored, none, stored.layer.encoding))
+                views.append(KVView(stored, none, stored.layer_encoding.encoding))
             else:
                 views.append(KVView(None, stored))
         return ops.attend(q, [Region(*views, visible=visible)], self.scale)
 
-    def _sinks(self, q: Tensor, blocks: Tensor) -> State:
+    def _sinks(self, q: Tensor, blocks: Tensor) -> AttentionState:
         """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""
         k, v = self.pages.sinks[blocks].unbind(1)
         return ops.attend(q, [Region.exact(k, v)], self.scale)
@@ -155,22 +154,22 @@ class PagedAttention:
         return merge(states).out[0].transpose(0, 1).to(q.dtype)
 
 
-def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     """Attend q [1, Hq, T, D] to all of k, v [1, H, N, D]."""
     _, heads, tokens, d = q.shape
     groups = heads // k.shape[1]
     rows = q.reshape(1, k.shape[1], groups * tokens, d)  # a group's heads read the same keys
     out, lse = _flash(rows, k, v, scale, False)
-    return State(out.float().reshape(1, heads, tokens, d), lse.reshape(1, heads, tokens))
+    return AttentionState(out.float().reshape(1, heads, tokens, d), lse.reshape(1, heads, tokens))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> State:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
     tokens, before = q.shape[2], k.shape[2] - q.shape[2]
     groups = q.shape[1] // k.shape[1]
     new = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
     out, lse = _flash(q, *new, scale, True)
-    own = State(out.float(), lse.reshape(1, q.shape[1], tokens))
+    own = AttentionState(out.float(), lse.reshape(1, q.shape[1], tokens))
     if not before:
         return own
     return merge([_past(q, k[:, :, :before], v[:, :, :before], scale), own])
@@ -183,7 +182,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple
     return out, lse.float()
 
 
-def _merged(states: list[tuple[State, Tensor]], rows: int) -> Tensor:
+def _merged(states: list[tuple[AttentionState, Tensor]], rows: int) -> Tensor:
     """Merge states whose rows belong to `rows` rows, int64 each: fp32 [rows, Hq, D]."""
     lse = torch.cat([state.lse[:, :, 0] for state, _ in states])  # [n, Hq]
     out = torch.cat([state.out[:, :, 0] for state, _ in states])

@@ -143,8 +143,10 @@ class KvloomImpl(AttentionImpl):
         ]
         if (decode := step.decode) is not None:
             at, table = decode.tokens, decode.table(tails)
-            found = paged.decode(decode, table, query[at], key[at], value[at])
-            output[at] = found if isinstance(at, slice) else found.to(output.dtype)  # a slice casts
+            attended = paged.decode(decode, table, query[at], key[at], value[at])
+            output[at] = (
+                attended if isinstance(at, slice) else attended.to(output.dtype)
+            )  # a slice casts
         for (row, tail), (k, v) in zip(rows, exact, strict=True):
             output[row.begin : row.end] = paged.attend(row, query[row.begin : row.end], k, v)
             paged.keep(row, tail, k, v)

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from kvloom.errors import CalibrationError
 from kvloom.hf import CALIBRATION_FILE, identity
 from kvloom.recipe import Recipe
-from kvloom.store import LayerEncoding
-from kvloom.store.calibration import Calibration
+from kvloom.store import Calibration, LayerEncoding
 
 
 class Calibrated:
@@ -69,8 +68,8 @@ def checkpoint_identity(folder: Path, config: Any) -> dict[str, Any]:
             part = opened.get_slice(name)
             shape = part.get_shape()
             rows = -(-16 // max(1, torch.Size(shape[1:]).numel()))
-            found: Tensor = part[:rows]
-            return found
+            shard: Tensor = part[:rows]
+            return shard
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -60,26 +60,26 @@ class Engine:
 
         config = self._config()
         assert config is not None
-        every = config.compilation_config.static_forward_context
+        modules = config.compilation_config.static_forward_context
         layers = {
-            name: one
-            for name, one in every.items()
-            if isinstance(getattr(one, "impl", None), KvloomImpl)
+            name: module
+            for name, module in modules.items()
+            if isinstance(getattr(module, "impl", None), KvloomImpl)
         }
         others = (
-            one
-            for name, one in every.items()
-            if isinstance(one, AttentionLayerBase)
-            and not isinstance(one, TailLayer)
+            module
+            for name, module in modules.items()
+            if isinstance(module, AttentionLayerBase)
+            and not isinstance(module, TailLayer)
             and name not in layers
         )
-        refuse_other_layers({type(one).__name__ for one in others})
+        refuse_other_layers({type(module).__name__ for module in others})
         refuse_attention_layers(layers)
         numbers = {name: _number(name) for name in layers}
         refuse_shared_numbers(numbers)
-        some = next(iter(layers.values())).impl
+        first = next(iter(layers.values())).impl
         geometry = Geometry(
-            len(layers), some.num_heads, some.num_kv_heads, some.head_size, some.dtype,
+            len(layers), first.num_heads, first.num_kv_heads, first.head_size, first.dtype,
             layer_numbers=tuple(sorted(numbers.values())),
         )  # fmt: skip
         self.recipe.check(geometry)
@@ -88,7 +88,7 @@ class Engine:
                 plan = self._plan(numbers[name], geometry)
                 layer.impl.plan = plan
                 self._layouts[numbers[name]] = PageLayout(
-                    plan, self.page, some.num_kv_heads, some.head_size, some.dtype
+                    plan, self.page, first.num_kv_heads, first.head_size, first.dtype
                 )
                 layer.attn_backend = layer.attn_backend.of_layer(plan)
 
@@ -130,14 +130,14 @@ def of(config: Any) -> Engine:
     Its layers keep it: vLLM's configurations are not hashable.
     """
     layers = config.compilation_config.static_forward_context.values()
-    return next((one.engine for one in layers if isinstance(one, TailLayer)), None) or Engine(
+    return next((layer.engine for layer in layers if isinstance(layer, TailLayer)), None) or Engine(
         config
     )
 
 
 def _number(name: str) -> int:
     """Return the number of a layer: the first in its name, as in model.layers.3.self_attn.attn."""
-    found = [int(part) for part in name.split(".") if part.isdigit()]
-    if not found:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if not numbers:
         raise ValueError(f"kvloom in vLLM: layer {name!r} has no number; run without kvloom")
-    return found[0]
+    return numbers[0]

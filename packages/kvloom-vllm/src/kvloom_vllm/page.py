@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import NotFinite
-from kvloom.kernels import ops
-from kvloom.kernels.quantize.byte_layout import rows_for
-from kvloom.kernels.quantize.encoding import PackedTensors, RopeAngles
+from kvloom.kernels import PackedTensors, RopeAngles, ops, rows_for
 from kvloom.positions import Rope
-from kvloom.store import LayerEncoding, Packed
-from kvloom.store.packed import PackedView
+from kvloom.store import LayerEncoding, Packed, PackedView
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,8 @@ class PageLayout:
         ]
         self.pieces: list[list[Piece]] = []
         end = 0
-        for layer in self.encodings:
-            shapes = self._shapes(layer)
+        for layer_encoding in self.encodings:
+            shapes = self._shapes(layer_encoding)
             pieces = []
             for shape, kind in shapes:
                 pieces.append(Piece(end, shape, kind))
@@ -84,15 +81,17 @@ class PageLayout:
         self.nbytes = self.sinks.end
         """Bytes that hold something; vLLM's page may have a few more."""
 
-    def _shapes(self, layer: LayerEncoding | None) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _shapes(
+        self, layer_encoding: LayerEncoding | None
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of a side's tensors: exact ones, or codes, scales and zeros."""
         h, n, d = self.heads, self.tokens, self.head_dim
-        if layer is None:
+        if layer_encoding is None:
             return [((h, n, d), self.dtype)]
-        how, (rows, numbers) = layer.encoding, layer.scales
-        scales = ((rows, n // how.tokens_per_scale, numbers), layer.meta)
-        zeros = scales if how.zeros else ((*scales[0][:2], 0), layer.meta)
-        codes = (h, rows_for(n, how.bits), d + how.boost)
+        how, (rows, numbers) = layer_encoding.encoding, layer_encoding.scales
+        scales = ((rows, n // how.tokens_per_scale, numbers), layer_encoding.meta)
+        zeros = scales if how.zeros else ((*scales[0][:2], 0), layer_encoding.meta)
+        codes = (h, rows_for(n, how.bits), d)
         return [(codes, torch.uint8), scales, zeros]
 
     @cached_property
@@ -137,10 +136,10 @@ class Pages:
         `NotFinite` for numbers that the format cannot hold.
         """
         layout, count = self.layout, self.layout.plan.sinks
-        for x, layer, tensors, (fmt, _) in zip(
+        for x, layer_encoding, tensors, (fmt, _) in zip(
             (k, v), layout.encodings, self.sides, layout.plan.sides, strict=True
         ):
-            if layer is None or fmt is None:
+            if layer_encoding is None or fmt is None:
                 tensors[0][blocks] = x
                 continue
             largest = float(x.abs().amax())
@@ -154,7 +153,9 @@ class Pages:
                 real = torch.ones(len(blocks), 1, layout.tokens, dtype=torch.bool)
                 real[numbers == 0, :, :count] = False
             packed = PackedTensors(*(t.new_empty(len(blocks), *t.shape[1:]) for t in tensors))
-            ops.pack(x, layer, packed, 0, real, self._back(numbers) if fmt.pre_rope else None)
+            ops.pack(
+                x, layer_encoding, packed, 0, real, self._back(numbers) if fmt.pre_rope else None
+            )
             for to, new in zip(tensors, packed, strict=True):
                 to[blocks] = new
         if count:
@@ -178,10 +179,10 @@ class Pages:
 
     def _view(self, side: int, tensors: list[Tensor], begin: Tensor) -> PackedView:
         """Return a view of packed pages; begin: int64 [n or 1, 1, 1], of their first tokens."""
-        layout, layer = self.layout, self.layout.encodings[side]
-        assert layer is not None
-        rope = (layout.plan.rope, begin) if layer.encoding.pre_rope else (None, None)
-        return PackedView(*tensors, layer, 0, layout.tokens, layout.dtype, *rope)
+        layout, layer_encoding = self.layout, self.layout.encodings[side]
+        assert layer_encoding is not None
+        rope = (layout.plan.rope, begin) if layer_encoding.encoding.pre_rope else (None, None)
+        return PackedView(*tensors, layer_encoding, 0, layout.tokens, layout.dtype, *rope)
 
     def _back(self, numbers: Tensor) -> RopeAngles:
         """Return the angles by which keys of pages rotate back to position 0."""

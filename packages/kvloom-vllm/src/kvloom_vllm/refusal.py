@@ -18,8 +18,8 @@ from . import TESTED
 
 def refuse_recipe(recipe: Recipe) -> None:
     """Raise `IncompatibleRecipe` for a recipe that pages of packed tokens cannot hold."""
-    if found := recipe_problems(recipe):
-        raise IncompatibleRecipe(recipe.name, [f"in vLLM, {problem}" for problem in found])
+    if problems := recipe_problems(recipe):
+        raise IncompatibleRecipe(recipe.name, [f"in vLLM, {problem}" for problem in problems])
 
 
 def refuse_split_calibration(recipe: Recipe, processes: int) -> None:
@@ -47,36 +47,34 @@ def refuse_sinks(recipe: Recipe, page: int) -> None:
 
 def recipe_problems(recipe: Recipe) -> list[str]:
     """Return why vLLM's pages cannot hold this recipe, one sentence each; empty if they can."""
-    found = []
+    problems = []
     keeps = [recipe.keep, *(one.parts.get("keep") for one in recipe.layers)]
     if any(keep is not None for keep in keeps):
-        found.append(
+        problems.append(
             "pages hold every token of a request, and this recipe evicts some; use "
             f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
         )
     recalls = [recipe.recall, *(one.parts.get("recall") for one in recipe.layers)]
     if any(recall is not None for recall in recalls):
-        found.append(
+        problems.append(
             "a step reads every page, and this recipe recalls a choice of tokens; use "
             f"{_nearest(recipe)!r}, which reads all of them in fewer bits"
         )
-    if not found and all(store.exact for store in recipe.stores):
-        found.append("it packs nothing; leave kvloom out, or use 'near-lossless'")
+    if not problems and all(store.exact for store in recipe.stores):
+        problems.append("it packs nothing; leave kvloom out, or use 'near-lossless'")
     if recipe.start:
-        found.append(f"pages are packed as they fill; leave out start={recipe.start}")
+        problems.append(f"pages are packed as they fill; leave out start={recipe.start}")
     protects = [recipe.protect, *(one.parts.get("protect") for one in recipe.layers)]
     if any(protect is not None and protect.outliers is not None for protect in protects):
-        found.append("exact tokens within a packed page have no place; leave out outliers (heavy)")
+        problems.append("exact tokens within a packed page have no place; leave out outliers")
     for store in recipe.stores:
-        found += [problem for side, fmt in store.sides.items() for problem in _format(side, fmt)]
-    return list(dict.fromkeys(found))
+        problems += [problem for side, fmt in store.sides.items() for problem in _format(side, fmt)]
+    return list(dict.fromkeys(problems))
 
 
 def _format(side: str, fmt: Any) -> list[str]:
     if not isinstance(fmt, Packed):
         return [f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"]
-    if fmt.balance:
-        return [f"{side}: pages have no place for factors of tiles; leave out balance"]
     return []
 
 
@@ -103,43 +101,47 @@ def refuse_version(version: str) -> None:
 
 def refuse_engine(config: Any) -> None:
     """Raise `ValueError` for an engine's settings that packed pages do not serve."""
-    found = []
+    problems = []
     if config.speculative_config is not None:
-        found.append(
+        problems.append(
             "speculative decoding takes drafts back, and a packed page cannot lose a token; leave "
             "out speculative_config"
         )
     if config.cache_config.prefix_match_unit is not None:
-        found.append(
+        problems.append(
             "prefix_match_unit shares parts of a page, and packed pages are shared whole; leave it "
             "out"
         )
     if config.cache_config.cache_dtype != "auto":
-        found.append(
+        problems.append(
             f"kv_cache_dtype={config.cache_config.cache_dtype!r}, of the command line or of the "
             "checkpoint, is another format of the cache; use 'auto', or leave kvloom out"
         )
     if config.kv_transfer_config is not None:
-        found.append(
+        problems.append(
             "KV connectors do not carry the exact tokens of a page that is not full; leave out "
             "kv_transfer_config"
         )
     model = config.model_config
     if model is not None and model.is_encoder_decoder:
-        found.append("cross-attention of encoder–decoder models is not packed; use a decoder alone")
+        problems.append(
+            "cross-attention of encoder–decoder models is not packed; use a decoder alone"
+        )
     if model is not None and model.is_mm_prefix_lm:
-        found.append(
+        problems.append(
             "this model's images attend in both directions, and packed pages are attended to "
             "causally; run it without kvloom"
         )
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
-            found.append(f"{name} splits a page's tokens over ranks; use tensor parallelism")
+            problems.append(f"{name} splits a page's tokens over ranks; use tensor parallelism")
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
-        found.append("a recipe's layers are counted in one process; use tensor parallelism alone")
-    if found:
-        raise ValueError("kvloom in vLLM: " + "; ".join(found))
+        problems.append(
+            "a recipe's layers are counted in one process; use tensor parallelism alone"
+        )
+    if problems:
+        raise ValueError("kvloom in vLLM: " + "; ".join(problems))
 
 
 def refuse_other_layers(kinds: Collection[str]) -> None:
@@ -153,14 +155,16 @@ def refuse_other_layers(kinds: Collection[str]) -> None:
 
 def refuse_attention_layers(layers: Mapping[str, Any]) -> None:
     """Raise `ValueError` for layers of attention, by name, that are not plain or not alike."""
-    kinds = {type(one).__name__ for one in layers.values()} - {"Attention"}
+    kinds = {type(layer).__name__ for layer in layers.values()} - {"Attention"}
     if kinds:
         raise ValueError(
             f"kvloom in vLLM: this model has layers of {' and '.join(sorted(kinds))}, and packed "
             "pages serve plain causal attention; run the model without kvloom"
         )
-    shapes = {(one.impl.num_heads, one.num_kv_heads, one.head_size) for one in layers.values()}
-    values = {one.head_size_v - one.head_size for one in layers.values()}
+    shapes = {
+        (layer.impl.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers.values()
+    }
+    values = {layer.head_size_v - layer.head_size for layer in layers.values()}
     if len(shapes) > 1 or values != {0}:
         raise ValueError(
             "kvloom in vLLM: this model's layers, or its keys and values, differ in heads or "
@@ -191,22 +195,22 @@ def refuse_layer(
 
     The arguments are those that vLLM passes to an attention implementation.
     """
-    found = []
+    features = []
     if alibi_slopes is not None:
-        found.append("ALiBi")
+        features.append("ALiBi")
     if sliding_window is not None:
-        found.append("a sliding window")
+        features.append("a sliding window")
     if logits_soft_cap:
-        found.append("a soft cap of the logits")
+        features.append("a soft cap of the logits")
     if attn_type != "decoder":
-        found.append(f"{attn_type} attention")
+        features.append(f"{attn_type} attention")
     if kv_sharing_target_layer_name is not None:
-        found.append("a cache shared by several layers")
+        features.append("a cache shared by several layers")
     if others.pop("sinks", None) is not None:
-        found.append("attention sinks")
-    found += [f"the option {name}" for name, value in others.items() if value is not None]
-    if found:
+        features.append("attention sinks")
+    features += [f"the option {name}" for name, value in others.items() if value is not None]
+    if features:
         raise ValueError(
-            f"kvloom in vLLM: this model has {' and '.join(found)}, which packed pages do not "
+            f"kvloom in vLLM: this model has {' and '.join(features)}, which packed pages do not "
             "serve; run it without kvloom"
         )

@@ -27,15 +27,15 @@ def rope(recipe: Recipe) -> Rope:
     Raises `IncompatibleRecipe` unless all of their layers share one that kvloom can undo.
     """
     modules = list(MADE.values())
-    kinds = sorted({type(one).__name__ for one in modules})
+    kinds = sorted({type(module).__name__ for module in modules})
     if len(modules) != 1:
         why = f"this process has {len(modules)} rotary embeddings ({', '.join(kinds) or 'none'})"
     elif kinds[0] not in KINDS:
         why = f"vLLM rotates keys by {kinds[0]}"
-    elif (found := _tried(modules[0])) is None:
+    elif (rope := _tried(modules[0])) is None:
         why = "kvloom does not understand the model's rotary embedding"
     else:
-        return found
+        return rope
     raise IncompatibleRecipe(
         recipe.name,
         [
@@ -48,7 +48,7 @@ def rope(recipe: Recipe) -> Rope:
 def _tried(module: Any) -> Rope | None:
     """Return how a module rotates, if that rotates keys from position 3 to 40 as the module."""
     with torch.device("cpu"):
-        found = Rope(module._compute_inv_freq(module.base).float(), not module.is_neox_style)
+        rope = Rope(module._compute_inv_freq(module.base).float(), not module.is_neox_style)
         angles = module._compute_cos_sin_cache().float()
     raw = torch.randn(1, module.head_size, generator=torch.Generator().manual_seed(0))
 
@@ -60,5 +60,5 @@ def _tried(module: Any) -> Rope | None:
         )[0]
         return rotated[None, None]
 
-    got = found.rotate(at(3), torch.tensor([[[37]]]))
-    return found if torch.allclose(got, at(40), rtol=1e-3, atol=1e-4) else None
+    got = rope.rotate(at(3), torch.tensor([[[37]]]))
+    return rope if torch.allclose(got, at(40), rtol=1e-3, atol=1e-4) else None

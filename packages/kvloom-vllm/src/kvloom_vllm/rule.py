@@ -22,27 +22,27 @@ def paged(recipe: Recipe | str, page: int) -> Recipe:
     page: tokens of a page, vLLM's block size. Formats and sinks are those of the recipe. Raises
     `ValueError` for a recipe that vLLM's pages cannot hold, with the nearest one that they can.
     """
-    found = resolve(recipe)
-    refuse_recipe(found)
-    refuse_sinks(found, page)
-    overrides = [_override(one, page) for one in found.layers]
+    named = resolve(recipe)
+    refuse_recipe(named)
+    refuse_sinks(named, page)
+    overrides = [_override(override, page) for override in named.layers]
     return replace(
-        found,
-        store=_store(found.store, page, found.name),
-        protect=Protect(found.protect.sinks),
+        named,
+        store=_store(named.store, page, named.name),
+        protect=Protect(named.protect.sinks),
         layers=tuple(overrides),
     )
 
 
-def _override(one: LayerOverride, page: int) -> LayerOverride:
-    parts = dict(one.parts)
+def _override(override: LayerOverride, page: int) -> LayerOverride:
+    parts = dict(override.parts)
     for name in ("keep", "recall"):
         parts.pop(name, None)
     if "store" in parts:
-        parts["store"] = _store(parts["store"], page, f"layers {one.where}")
+        parts["store"] = _store(parts["store"], page, f"layers {override.where}")
     if "protect" in parts:
         parts["protect"] = Protect(parts["protect"].sinks)
-    return LayerOverride(one.where, **parts) if parts else one
+    return LayerOverride(override.where, **parts) if parts else override
 
 
 def _store(store: Store, page: int, name: str) -> Store:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from kvloom.kernels.attend.regions import PageTable
+from kvloom.kernels import PageTable
 
 
 @dataclass
@@ -83,11 +83,11 @@ class Decode:
 
         tails: int64, of the tails of all rows of a step; the layers of a group of vLLM share it.
         """
-        found = self._tables.get(id(tails))
-        if found is None:
+        cached = self._tables.get(id(tails))
+        if cached is None:
             table = PageTable(*self._pages, tails[self.at], self.page, self.longest)
-            found = self._tables[id(tails)] = tails, table
-        return found[1]
+            cached = self._tables[id(tails)] = tails, table
+        return cached[1]
 
     @cached_property
     def _pages(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -29,39 +29,22 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from .hf.adapters import register as register_adapter
-    from .hf.attach import attach, detach
+    from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
-    from .hf.report import Report
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, register_recipe
     from .store import Encoding, Packed, Store, register_format
 
-_WHERE = {
-    "attach": "hf.attach",
-    "detach": "hf.attach",
-    "register_adapter": "hf.adapters:register",
-    "Report": "hf.report",
-    "Cache": "hf.cache",
-    "LayerOverride": "recipe",
-    "Recipe": "recipe",
-    "register_recipe": "recipe",
-    "Protect": "recipe",
-    "Clusters": "recall",
-    "Pages": "recall",
-    "PartialKeys": "recall",
-    "Recall": "recall",
-    "TopK": "recall",
-    "register_index": "recall",
-    "Budget": "keep",
-    "Keep": "keep",
-    "Outliers": "keep",
-    "register_score": "keep",
-    "Encoding": "store",
-    "Packed": "store",
-    "Store": "store",
-    "register_format": "store",
+_NAMES = {
+    "hf.attach": ("Report", "attach", "detach"),
+    "hf.cache": ("Cache",),
+    "keep": ("Budget", "Keep", "Outliers", "register_score"),
+    "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
+    "recipe": ("LayerOverride", "Protect", "Recipe", "register_recipe"),
+    "store": ("Encoding", "Packed", "Store", "register_format"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "Budget",
     "Cache",
@@ -99,7 +82,7 @@ __all__ = [
     "register_score",
 ]
 
-__getattr__ = lazy_names(__name__, _WHERE)
+__getattr__ = lazy_names(__name__, _MODULES | {"register_adapter": "hf.adapters:register"})
 
 
 def __dir__() -> list[str]:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.hf.adapter_registry import ADAPTERS
+from kvloom.hf.compat import ADAPTERS
 from kvloom.keep import SCORERS
 from kvloom.recall import INDEXES
 from kvloom.recipe import RECIPES
-from kvloom.registry import GROUP, plugins
+from kvloom.registry import GROUP
+from kvloom.registry import registry as plugins
 from kvloom.store import FORMATS
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ class Int8(Format):
     unit: int = 4
     kind: ClassVar[str] = "int8"
 
-    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
+    def pack(self, x: Tensor, nonpadding: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return codes [B, Hk, T, D] and scales [B, Hk, T / unit, 1]."""
         blocks = x.float().unflatten(2, (-1, self.unit))
         scale = (blocks.abs().amax(dim=(3, 4)) / 127).clamp_min(1e-30)

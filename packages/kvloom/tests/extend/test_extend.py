@@ -14,7 +14,6 @@ from examples import EXAMPLES, HERE, installed
 from typer.testing import CliRunner
 
 import kvloom
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Keep, Step, checked
 from kvloom.recall import INDEXES
@@ -26,7 +25,7 @@ SPELLED = [
     "evict:score=value-norm,power=2,tokens=40",
     "recall:index=means,unit=4,tokens=40,sinks=4,recent=8",
     "store:format=int8,unit=8,recent=16",
-    "store:bits=2,heavy=12,filter=token-ids",
+    "store:bits=2,outliers=12,outlier_score=token-ids",
     "kivi-between:bits=4,exact=2,residual=64",
     "kivi-between@2=evict:score=value-norm,fraction=0.25",
 ]
@@ -38,19 +37,19 @@ def _installed():
         yield
 
 
-@for_each("name", EXAMPLES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_has_less_than_40_lines(name):
     assert len((HERE / f"{name}.py").read_text().splitlines()) < 40
 
 
-@for_each("name", EXAMPLES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_documentation_quotes_the_example_as_it_is(name):
     page = (HERE.parents[3] / "docs" / "extending.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert (HERE / f"{name}.py").read_text() in blocks
 
 
-@for_each("spelling", SPELLED)
+@pytest.mark.parametrize("spelling", SPELLED)
 def test_a_recipe_goes_through_a_dict_and_toml(spelling):
     recipe = resolve(spelling)
     assert recipe.name == spelling
@@ -73,15 +72,15 @@ def test_options_of_a_part_reach_it():
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("spelling", "says"),
     [
         ("evict:score=value-nrm", "did you mean 'value-norm'?"),
         ("evict:score=value-norm,powr=2", "no option 'powr' (did you mean 'power'?)"),
         ("evict:score=value-norm,power=big", "option 'power' of recipe 'evict' must be a number"),
         ("evict:score=token-ids", "reads token ids, which later steps do not keep; use it as the"),
-        ("store:filter=token-ids", "chooses exact tokens, and heavy=0 of them; give heavy"),
-        ("skvq:heavy=4,filter=token-idz", "score='token-idz' is not one of recent, "),
+        ("store:outlier_score=token-ids", "tokens, and outliers=0 of them; give outliers"),
+        ("skvq:outliers=4,outlier_score=token-idz", "score='token-idz' is not one of recent, "),
         ("evict:power=2", "recipe 'evict' has no option 'power'"),  # of mass
         ("kivi-betwen", "did you mean 'kivi-between'?"),
         ("kivi-between:exact=x", "option 'exact' of recipe 'kivi-between' must be a whole number"),

@@ -15,16 +15,17 @@ import kvloom
 import probe
 import tiny
 from beams import assert_rows_follow_beams
-from for_each import for_each
 from kvloom.errors import RecipeError
+from kvloom.hf import geometry, model_rope, stock_layers
 from kvloom.keep import SCORERS, Budget, Keep, Scorer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference
+from kvloom.positions.rope import Rope
 from kvloom.recipe import Protect, Recipe, resolve
 from kvloom_lab.cli.app import app
 from kvloom_lab.inspect import trace_recipe
 from near import assert_near
-from pairwise import some_slow
+from sampling import slow_except
 
 RECIPES = {
     "score": "evict:score=value-norm,tokens=40,when=prompt,recent=8",
@@ -36,14 +37,15 @@ RECIPES = {
     "recipe": "kivi-between:residual=32",
     "recipe, start": "kivi-between:residual=32,start=90",
     "score, start": "evict:score=value-norm,tokens=40,when=prompt,recent=8,start=90",
-    "filter": "store:bits=2,group=16,sinks=2,recent=8,heavy=12,filter=token-ids",
-    "filter, start": "store:bits=2,group=16,sinks=2,recent=8,heavy=12,filter=token-ids,start=90",
+    "filter": "store:bits=2,group=16,sinks=2,recent=8,outliers=12,outlier_score=token-ids",
+    "filter, start": "store:bits=2,group=16,sinks=2,recent=8,outliers=12,outlier_score=token-ids,"
+    "start=90",
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-of_each_kind = some_slow(
-    "recipe", RECIPES, "score, every step", "format, layers", "index, format", "recipe, start",
+of_each_kind = pytest.mark.parametrize("recipe", slow_except(
+    RECIPES, "score, every step", "format, layers", "index, format", "recipe, start",
     "score, start", "filter",
-)  # fmt: skip
+))  # fmt: skip
 PROMPT, STEPS = 80, 20
 
 
@@ -147,7 +149,7 @@ class Wrong(Scorer):
         return self.returns(step)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("returns", "says"),
     [
         (lambda step: step.mass()[..., 1:], "score 'wrong' returned float32"),
@@ -155,7 +157,7 @@ class Wrong(Scorer):
         (lambda step: step.mass() * torch.nan, "score 'wrong' returned NaN"),
     ],
 )
-@for_each("when", ["prompt", "step"])
+@pytest.mark.parametrize("when", ["prompt", "step"])
 def test_a_wrong_score_is_refused_and_the_cache_is_as_before(
     model, monkeypatch, returns, says, when
 ):
@@ -382,3 +384,19 @@ def test_an_adapter_makes_a_model_work():
         kvloom.attach(model, "full")
         assert torch.equal(model.generate(ids, **options), plain)
         kvloom.detach(model)
+
+
+def test_an_adapter_describes_its_model():
+    model, rope = codegen(), Rope(torch.ones(4), interleaved=True)
+    with installed():
+        kvloom.register_adapter(
+            "codegen", type(model), alibi=lambda config: True, heads=lambda config: (4, 2)
+        )(print)
+        found = geometry(model)
+        assert (found.alibi, found.q_heads, found.kv_heads) == (True, 4, 2)
+        assert stock_layers(model)[0].token_nbytes == 2 * 2 * 16 * 4
+        assert model_rope(model) is None
+    with installed():
+        kvloom.register_adapter("codegen", type(model), rope=lambda config: rope)(print)
+        assert model_rope(model) is rope
+        assert not geometry(model).alibi

@@ -14,7 +14,9 @@ from kvloom.recipe import Protect, Recipe, resolve
 
 IDS = (16, 18)
 HEAVY, SINKS, RECENT, PROMPT = 6, 2, 8, 80
-RECIPE = f"store:bits=2,group=16,sinks={SINKS},recent={RECENT},heavy={HEAVY},filter=token-ids"
+RECIPE = (
+    f"store:bits=2,group=16,sinks={SINKS},recent={RECENT},outliers={HEAVY},outlier_score=token-ids"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def prompt(rows: int = 2) -> torch.Tensor:
 
 def found(cache, row: int) -> list[list[list[int]]]:
     """The logical indices of the outliers of each layer and head."""
-    found = [probe.outliers(one).index[row] for one in probe.layers(cache)]
+    found = [probe.outliers(one).logical_index[row] for one in probe.layers(cache)]
     return [sorted(x) for index in found for x in index.tolist()]
 
 
@@ -59,7 +61,7 @@ def test_tokens_with_the_ids_stay_exact(model):
     # what the first layer gets is the same in both
     held = probe.outliers(probe.layers(cache)[0])
     whole = probe.tokens(probe.layers(exact)[0]).exact_keys()
-    at = held.index.long()[..., None].expand(-1, -1, -1, 32)
+    at = held.logical_index.long()[..., None].expand(-1, -1, -1, 32)
     assert torch.equal(held.exact_keys(), whole.gather(2, at))
 
 

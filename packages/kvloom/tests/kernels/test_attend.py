@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import naive
-from for_each import for_each
 from kvloom.kernels.attend import reference as ref
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
-heads = for_each(("hq", "hk"), HEADS.values(), ids=HEADS)
+heads = pytest.mark.parametrize(("hq", "hk"), HEADS.values(), ids=HEADS)
 
 
 def drawn(hq, hk, t, n, d=16, batch=2, dtype=torch.float32, seed=0):
@@ -41,26 +40,27 @@ def agrees(state, q, k, v, scale, tol=2e-6, **options):
 
 
 @heads
-@for_each("n", [0, 1, 63, 64, 65])
-@for_each("t", [1, 3, 17])
-@for_each("causal", [False, True], ids=["past", "causal"])
-@for_each("softcap", [None, 2.0], ids=["plain", "softcap"])
-def test_attend_is_softmax_attention(hq, hk, n, t, causal, softcap):
-    q, k, v = drawn(hq, hk, t, n)
-    for visible in (None, hidden(2, 1, n), hidden(2, hk, n)):
-        got = ref.attend(q, k, v, 0.25, causal=causal, visible=visible, softcap=softcap)
-        agrees(got, q, k, v, 0.25, causal=causal, visible=visible, softcap=softcap)
+@pytest.mark.parametrize("n", [0, 1, 63, 64, 65])
+def test_attend_is_softmax_attention(subtests, hq, hk, n):
+    for t, causal, softcap in itertools.product((1, 3, 17), (False, True), (None, 2.0)):
+        with subtests.test(t=t, causal=causal, softcap=softcap):
+            q, k, v = drawn(hq, hk, t, n)
+            for visible in (None, hidden(2, 1, n), hidden(2, hk, n)):
+                given = {"causal": causal, "visible": visible, "softcap": softcap}
+                agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
 
 
 @heads
-@for_each(("t", "n"), [(1, 1), (1, 65), (3, 64), (17, 17)])
-@for_each("rows", [1, 2], ids=["one bias", "a bias for each row"])
-def test_a_bias_is_added_to_the_logits(hq, hk, t, n, rows):
-    q, k, v = drawn(hq, hk, t, n)
-    bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
-    for visible, softcap in ((None, None), (hidden(2, 1, n), 2.0), (hidden(2, hk, n), None)):
-        given = {"causal": t > 1, "visible": visible, "softcap": softcap, "bias": bias}
-        agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
+@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+def test_a_bias_is_added_to_the_logits(subtests, hq, hk, rows):
+    for t, n in ((1, 1), (1, 65), (3, 64), (17, 17)):
+        with subtests.test(t=t, n=n):
+            q, k, v = drawn(hq, hk, t, n)
+            bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
+            some, by_head = hidden(2, 1, n), hidden(2, hk, n)
+            for visible, softcap in ((None, None), (some, 2.0), (by_head, None)):
+                given = {"causal": t > 1, "visible": visible, "softcap": softcap, "bias": bias}
+                agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,7 +70,7 @@ def test_half_precision_inputs_are_attended_to_in_fp32(dtype):
 
 
 @heads
-@for_each("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
 def test_huge_logits_neither_overflow_nor_lose_the_winner(hq, hk, causal):
     # whole numbers, so that fp32 logits up to 1e4 are exact and the tolerance can stay
     q, k, v = drawn(hq, hk, 3, 65)
@@ -123,37 +123,40 @@ def test_blocks_of_query_rows_leave_no_seam(monkeypatch, causal):
 
 
 @heads
-@for_each(("t", "n"), [(1, 1), (1, 64), (3, 3), (3, 65), (17, 17), (17, 40)])
-@for_each("masked", [None, "a row", "a head"])
-@for_each("layout", ["contiguous", "heads inside"])
-def test_sdpa_is_attend(hq, hk, t, n, masked, layout):
-    q, k, v = drawn(hq, hk, t, n)
-    if layout == "heads inside":  # as models give it: [B, T, H, D] seen as [B, H, T, D]
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
-    got = ref.sdpa(q, k, v, 0.25, causal=t > 1, visible=visible)
-    want = ref.attend(q, k, v, 0.25, causal=t > 1, visible=visible)
-    assert got.shape == q.shape
-    sees = want.lse > -torch.inf  # a row that sees nothing is padding: anything but NaN
-    torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
-    assert not got.isnan().any()
+@pytest.mark.parametrize("masked", [None, "a row", "a head"])
+@pytest.mark.parametrize("layout", ["contiguous", "heads inside"])
+def test_sdpa_is_attend(subtests, hq, hk, masked, layout):
+    for t, n in ((1, 1), (1, 64), (3, 3), (3, 65), (17, 17), (17, 40)):
+        with subtests.test(t=t, n=n):
+            q, k, v = drawn(hq, hk, t, n)
+            if layout == "heads inside":  # as models give it: [B, T, H, D] seen as [B, H, T, D]
+                q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+            visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
+            got = ref.sdpa(q, k, v, 0.25, causal=t > 1, visible=visible)
+            want = ref.attend(q, k, v, 0.25, causal=t > 1, visible=visible)
+            assert got.shape == q.shape
+            sees = want.lse > -torch.inf  # a row that sees nothing is padding: anything but NaN
+            torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
+            assert not got.isnan().any()
 
 
 @heads
-@for_each("n", [1, 64])
-@for_each("masked", [None, "a row", "a head"])
-@for_each("rows", [1, 2], ids=["one bias", "a bias for each row"])
-def test_sdpa_of_one_query_takes_a_bias(hq, hk, n, masked, rows):
+@pytest.mark.parametrize("n", [1, 64])
+@pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])
+def test_sdpa_of_one_query_takes_a_bias(subtests, hq, hk, n, rows):
     q, k, v = drawn(hq, hk, 1, n)
     bias = 3 * torch.randn(rows, hq, n, generator=torch.Generator().manual_seed(1))
-    visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
-    got = ref.sdpa(q, k, v, 0.25, causal=False, visible=visible, bias=bias)
-    want = ref.attend(q, k, v, 0.25, visible=visible, bias=bias)
-    sees = want.lse > -torch.inf
-    torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
-    assert not got.isnan().any()
-    half = ref.sdpa(q.half(), k.half(), v.half(), 0.25, causal=False, visible=visible, bias=bias)
-    torch.testing.assert_close(half[sees].float(), want.out[sees], rtol=0, atol=1e-2)
+    masks = {"no mask": None, "a row": hidden(2, 1, n), "a head": hidden(2, hk, n)}
+    for name, visible in masks.items():
+        with subtests.test(name):
+            given = {"visible": visible, "bias": bias}
+            got = ref.sdpa(q, k, v, 0.25, causal=False, **given)
+            want = ref.attend(q, k, v, 0.25, **given)
+            sees = want.lse > -torch.inf
+            torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
+            assert not got.isnan().any()
+            half = ref.sdpa(q.half(), k.half(), v.half(), 0.25, causal=False, **given)
+            torch.testing.assert_close(half[sees].float(), want.out[sees], rtol=0, atol=1e-2)
 
 
 # --- merge -------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ def parts(draw):
     return states, ref.attend(q, k, v, scale, visible=visible)
 
 
-def close(a: ref.State, b: ref.State) -> None:
+def close(a: ref.AttentionState, b: ref.State) -> None:
     """Equal up to fp32: an lse of size s is off by eps * s, and so is a weight exp(lse)."""
     size = b.lse[b.lse > -torch.inf].abs().max().item()
     tol = 4e-6 + 4 * torch.finfo(torch.float32).eps * size
@@ -215,7 +218,7 @@ def test_merge_is_associative(drawn_parts, cut):
 @given(parts())
 def test_the_empty_part_is_the_identity(drawn_parts):
     _, whole = drawn_parts
-    empty = ref.State(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
+    empty = ref.AttentionState(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
     for order in ([whole, empty], [empty, whole], [empty, whole, empty]):
         merged = ref.merge(order)
         assert torch.equal(merged.out, whole.out)
@@ -232,7 +235,9 @@ def test_merge_of_nothing_seen_is_nothing_seen():
 
 def test_merge_weighs_parts_that_differ_by_more_than_exp_can_hold():
     out = torch.ones(1, 1, 1, 4)
-    states = [ref.State(out * i, torch.full((1, 1, 1), lse)) for i, lse in ((1, -1e4), (2, 1e4))]
+    states = [
+        ref.AttentionState(out * i, torch.full((1, 1, 1), lse)) for i, lse in ((1, -1e4), (2, 1e4))
+    ]
     merged = ref.merge(states)
     assert torch.equal(merged.out, out * 2)
     assert merged.lse.item() == 1e4
@@ -241,8 +246,8 @@ def test_merge_weighs_parts_that_differ_by_more_than_exp_can_hold():
 def test_merge_by_hand():
     # part 1: one token, logit 0, value 1; part 2: two tokens, logits ln 2 and ln 5, values 0 and 3:
     # lse 0 and ln 7, outs 1 and 15/7. Union: weights 1, 2, 5 of 8 -> (1 + 0 + 15) / 8 = 2.
-    one = ref.State(torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]]))
-    two = ref.State(torch.tensor([[[[15 / 7]]]]), torch.tensor([[[7.0]]]).log())
+    one = ref.AttentionState(torch.tensor([[[[1.0]]]]), torch.tensor([[[0.0]]]))
+    two = ref.AttentionState(torch.tensor([[[[15 / 7]]]]), torch.tensor([[[7.0]]]).log())
     merged = ref.merge([one, two])
     assert merged.out.item() == pytest.approx(2.0)
     assert merged.lse.item() == pytest.approx(np.log(8.0))

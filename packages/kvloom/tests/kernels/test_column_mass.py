@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import naive
-from for_each import for_each
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import Noise
@@ -88,7 +87,7 @@ TOGETHER = [
 ]
 
 
-@for_each("names", ALONE + TOGETHER, ids=lambda names: ", ".join(names) or "plain")
+@pytest.mark.parametrize("names", ALONE + TOGETHER, ids=lambda names: ", ".join(names) or "plain")
 def test_equals_the_full_softmax(names, monkeypatch):
     q, k, g = drawn(0, HQ, HK, T, N)
     given = options(names, g)
@@ -98,8 +97,8 @@ def test_equals_the_full_softmax(names, monkeypatch):
         agrees(backend.column_mass(q, k, 0.4, **given), q, k, 0.4, **given)
 
 
-@for_each(("hq", "hk"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
-@for_each(("t", "n"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("hq", "hk"), [(4, 4), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
+@pytest.mark.parametrize(("t", "n"), SHAPES.values(), ids=SHAPES)
 def test_every_shape(backend, hq, hk, t, n):
     q, k, g = drawn(hq * 100 + n, hq, hk, t, n)
     visible = torch.rand(2, hk, n, generator=g) > 0.3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.append import reference as ref
 from kvloom.kernels.append.cpu import append as cpu
@@ -41,8 +41,8 @@ def test_tokens_are_written_where_they_belong_and_nowhere_else(b, h, t, d, dtype
         assert torch.equal(mine.data, its.data)
 
 
-@for_each("dtype", DTYPES)
-@for_each("t", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("t", [1, 3])
 def test_every_head_may_have_a_place_of_its_own(t, dtype):
     new = drawn(2, 3, t, 48, dtype)
     at = torch.tensor([[4, 0, 6], [1, 2, 5]]).unsqueeze(-1)
@@ -57,9 +57,9 @@ def test_every_head_may_have_a_place_of_its_own(t, dtype):
         assert torch.equal(got[1].data[:, :, 2 : 2 + t], new[1])
 
 
-@for_each("dtype", DTYPES)
-@for_each("side", [0, 1])
-@for_each("append", [cpu.append, ref.append], ids=["cpu", "ref"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("append", [cpu.append, ref.append], ids=["cpu", "ref"])
 def test_numbers_that_may_not_be_held_are_found_wherever_they_are(append, side, dtype):
     for bad in (torch.nan, -torch.nan, torch.inf, -torch.inf, 10.25, -10.25):
         for where in ((0, 0, 0, 0), (1, 2, 3, 47), (0, 1, 2, 16)):
@@ -70,8 +70,8 @@ def test_numbers_that_may_not_be_held_are_found_wherever_they_are(append, side, 
             assert append(new, rooms(new[0], 9, (2, 5)), None), "nobody looks"
 
 
-@for_each("dtype", DTYPES)
-@for_each("most", [10.0, 448.0, 1.5 * 448, 65504.0, 32752.0, 131008.0, 0.1, 1e17])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("most", [10.0, 448.0, 1.5 * 448, 65504.0, 32752.0, 131008.0, 0.1, 1e17])
 def test_the_largest_number_that_may_be_held_may_be(dtype, most):
     top = torch.finfo(dtype).max
     x = torch.tensor(min(most, top), dtype=torch.float64).to(dtype)

@@ -14,13 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kv_views import agrees, attend, channel, draw, hidden, kv_view, mapped, problems, token
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.regions import KVView
 from kvloom.store import Encoding
 from kvloom.store.packed import PackedTokens
-from pairwise import some_slow
+from sampling import slow_except
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -43,12 +42,12 @@ FORMS = {  # keys, values, head dimension, dtype of the exact tokens
     "exact fp16": (None, None, 80, FP16),
     "exact bf16": (None, None, 128, BF16),
 }
-every_form = some_slow("form", list(FORMS), "small", "mixed")
+every_form = pytest.mark.parametrize("form", slow_except(list(FORMS), "small", "mixed"))
 HEADS = [(4, 4, 1), (4, 2, 1), (4, 1, 1), (6, 2, 2), (4, 1, 2), (2, 2, 3), (5, 1, 1)]  # Hq, Hk, T
 COMMON = (4, 2, 1), (4, 1, 2), (2, 2, 3)  # a kernel is compiled for one, two and more rows a head
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 63, 64, 65, 127, 128, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -56,17 +55,15 @@ def test_any_number_of_tokens(form, n):
         agrees(FORMS[form], 4, 2, 1, n, packed_end)
 
 
-@pytest.mark.sample("values")
-@some_slow("heads", {str(x): x for x in HEADS}, *map(str, COMMON))
-@some_slow("form", ("small", "kivi", "exact bf16"), "small")
+@pytest.mark.parametrize("heads", slow_except({str(x): x for x in HEADS}, *map(str, COMMON)))
+@pytest.mark.parametrize("form", slow_except(("small", "kivi", "exact bf16"), "small"))
 def test_any_grouping_of_heads_and_up_to_8_queries(form, heads):
     hq, hk, t = heads
     for n, causal in itertools.product((t, 64, 333), (False, True)):
         agrees(FORMS[form], hq, hk, t, n, (n - t, n - t), causal=causal)
 
 
-@pytest.mark.sample("values")
-@some_slow("form", ("small", "kivi", "mixed"), "small")
+@pytest.mark.parametrize("form", slow_except(("small", "kivi", "mixed"), "small"))
 @pytest.mark.parametrize("n", [1, 40, 300])
 @pytest.mark.parametrize("t", [1, 2])
 def test_masks_softcap_and_bias(form, n, t):
@@ -181,7 +178,7 @@ def test_what_is_not_covered_is_said():
     assert problems(1, like.to("meta")) == ["the tensors are on meta"]
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("fmt", "problem"),
     [
         (mapped(8, 32, rotation="group"), "8 bit have more levels than registers hold"),

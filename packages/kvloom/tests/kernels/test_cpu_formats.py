@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_views import agrees, balanced, channel, draw, hidden, known, mapped, rope, token
+from kv_views import agrees, channel, draw, hidden, known, mapped, rope, token
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Store
-from pairwise import some_slow
+from sampling import slow_except
 
 SKVQ = (
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),
@@ -36,8 +36,6 @@ FORMS = {  # keys, values, head dimension
     ),
     "turbo": (mapped(3, 0, rotation="group"), mapped(1.5, 16, "fp8", rotation="group"), 48),
     "rotated heads": (channel(2, 32, rotation="head"), mapped(3, 16, rotation="head"), 48),
-    "boosted": (channel(2, 32, boost=16), mapped(2, 0, rotation="group"), 32),
-    "balanced": (balanced(4, "channel", 128), balanced(2, "token", 32, "bf16"), 48),
     "more groups than a table holds, before RoPE": (
         mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True),
         mapped(2, 16, span="layer"),
@@ -47,7 +45,9 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow("form", list(FORMS), "skvq", "turbo", "balanced", "boosted")
+every_form = pytest.mark.parametrize(
+    "form", slow_except(list(FORMS), "skvq", "turbo", "rotated heads")
+)
 
 
 def check(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
@@ -55,7 +55,7 @@ def check(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     agrees((keys, values, d, torch.float32), hq, hk, t, n, packed_end, b, seed, **options)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every_form
 @pytest.mark.parametrize("n", [0, 1, 64, 127, 129, 500])
 def test_any_number_of_tokens(form, n):
@@ -75,7 +75,6 @@ def test_any_grouping_of_heads_and_several_queries(hq, hk, t):
         check("skvq", hq, hk, t, n, (n - t, n - t), causal=True)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("form", ["skvq", "turbo"])
 @pytest.mark.parametrize("n", [1, 300])
 def test_masks_softcap_and_bias(form, n):

@@ -32,7 +32,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.regions import KVView, Slots
 from kvloom.store import Encoding
-from pairwise import some_slow
+from sampling import slow_except
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -51,8 +51,7 @@ def agrees(form, *args, **options):
     return chosen_agree((*FORMS[form][:2], D, FORMS[form][2]), *args, **options)
 
 
-@pytest.mark.sample("values")
-@some_slow("form", list(FORMS), "exact", "3 and 1.5 bit")
+@pytest.mark.parametrize("form", slow_except(list(FORMS), "exact", "3 and 1.5 bit"))
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
     for packed_end in ((200, 200), (100, 163), (0, 0)):
@@ -65,7 +64,6 @@ def test_heads_choose_together_or_alone(heads):
     agrees("exact", heads, 300, 111, 260, 4)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("heads", [(4, 2, 2), (4, 2, 4)])
 @pytest.mark.parametrize("m", [1, 30, 200])
 def test_masks_softcap_and_bias(heads, m):
@@ -81,7 +79,7 @@ def test_masks_softcap_and_bias(heads, m):
     agrees("exact", heads, n, m, 210, 3, bias=bias)
 
 
-@some_slow("form", list(FORMS), "exact", "3 and 1.5 bit")
+@pytest.mark.parametrize("form", slow_except(list(FORMS), "exact", "3 and 1.5 bit"))
 @given(
     st.integers(1, 400),
     st.floats(0, 1),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_views import channel, chosen_agree, hidden, mapped, token
-from pairwise import some_slow
+from sampling import slow_except
 
 FORMS = {  # keys, values, head dimension
     "skvq": (
@@ -40,15 +40,16 @@ FORMS = {  # keys, values, head dimension
 }
 
 
-every_form = some_slow("form", list(FORMS), "skvq")
-rotated_is_slow = some_slow("form", ("skvq", "divided and rotated"), "skvq")
+every_form = pytest.mark.parametrize("form", slow_except(list(FORMS), "skvq"))
+rotated_is_slow = pytest.mark.parametrize(
+    "form", ["skvq", pytest.param("divided and rotated", marks=pytest.mark.slow)]
+)
 
 
 def check(form, *args, **options):
     chosen_agree((*FORMS[form], torch.float32), *args, **options)
 
 
-@pytest.mark.sample("values")
 @every_form
 @pytest.mark.parametrize(("m", "rest", "first"), [(1, 0, 0), (0, 5, 3), (40, 3, 16), (150, 70, 4)])
 def test_any_choice_of_any_format(form, m, rest, first):
@@ -56,7 +57,6 @@ def test_any_choice_of_any_format(form, m, rest, first):
         check(form, (4, 2, 2), 200 + rest, m, 200, first, packed_end)
 
 
-@pytest.mark.sample("values")
 @rotated_is_slow
 @pytest.mark.parametrize(  # the kernels for other numbers of rows take long to compile
     "heads", [(8, 2, 4), *(pytest.param(x, marks=pytest.mark.slow) for x in ((3, 1, 1), (2, 2, 2)))]
@@ -65,14 +65,18 @@ def test_heads_choose_together_or_alone(form, heads):
     check(form, heads, 300, 111, 260, 4, (280, 270))
 
 
-@some_slow("form", ("skvq", "interleaved before RoPE"), "skvq")
+@pytest.mark.parametrize(
+    "form", ["skvq", pytest.param("interleaved before RoPE", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("h", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_keys_before_rope_are_turned_to_positions_with_gaps(form, h):
     check(form, (4, 2, h), 400, 90, 350, 4, (352, 352), gaps=True)
     check(form, (4, 2, h), 900, 300, 850, 0, (870, 870), gaps=True)
 
 
-@some_slow("form", ("skvq", "rotated and divided"), "skvq")
+@pytest.mark.parametrize(
+    "form", ["skvq", pytest.param("rotated and divided", marks=pytest.mark.slow)]
+)
 def test_masks_softcap_and_bias(form):
     total = 3 + 50 + 30
     bias = torch.randn(2, 4, total, generator=torch.Generator().manual_seed(1))

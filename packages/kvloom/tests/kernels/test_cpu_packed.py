@@ -6,14 +6,13 @@ import pytest
 import torch
 
 import steps
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerMetadata, Packed, Store
 from kvloom.store.packed import PackedTokens
-from pairwise import some_slow
+from sampling import slow_except
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,8 @@ CACHES = {
 KNOWN = LayerMetadata(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
 
 
-@some_slow("name", list(CACHES), "kivi:group=32,residual=32")  # attention takes long to compile
+# Attention takes long to compile.
+@pytest.mark.parametrize("name", slow_except(list(CACHES), "kivi:group=32,residual=32"))
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(name, padded):
     recipe = CACHES[name]
@@ -78,8 +78,8 @@ def test_what_is_left_to_the_reference_says_why():
     }
 
 
-@for_each("backend", dispatch.CHOICES)
-@for_each("axis", ["channel", "token"])
+@pytest.mark.parametrize("backend", dispatch.CHOICES)
+@pytest.mark.parametrize("axis", ["channel", "token"])
 def test_no_tokens_are_packed_to_nothing(backend, axis):
     fmt = Packed(2, axis, 16, residual=16)
     with dispatch.use(backend):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from for_each import for_each
 from kv_views import page_table
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.reference import attend_regions
@@ -11,7 +10,7 @@ from kvloom.kernels.attend.regions import KVView, Paged, Region
 from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
 from kvloom.store.packed import PackedTokens
-from pairwise import some_slow
+from sampling import slow_except
 
 HEADS, D, BLOCKS = 2, 64, 9
 ROPE = Rope(500.0 ** -(torch.arange(D // 2) / (D // 2)))
@@ -21,23 +20,25 @@ def pool(fmt, page, dtype, generator):
     """Return all blocks of a side: each is a packed page, and exact tokens."""
     x = torch.randn(BLOCKS, HEADS, page, D, generator=generator).to(dtype)
     tokens, begin = PackedTokens(fmt, rope=ROPE), torch.zeros(1, 1, 1, dtype=torch.long)
-    tokens.append(x, at=begin + torch.arange(page))
+    tokens.append(x, positions=begin + torch.arange(page))
     return KVView(
-        tokens.view(at=begin), torch.randn(x.shape, generator=generator).to(dtype), fmt.encoding
+        tokens.view(positions=begin),
+        torch.randn(x.shape, generator=generator).to(dtype),
+        fmt.encoding,
     )
 
 
 RAW_KEYS = "skvq:reorder=false,clip=1.0,group=32"  # before RoPE
 PAGES = {
-    "kivi": 128, "near-lossless": 256, "balanced": 128, "rtn:bits=8": 128, "kitty": 128,
-    RAW_KEYS: 128, "kvarn": 128,
+    "kivi": 128, "near-lossless": 256, "balanced": 128, "rtn:bits=8": 128, RAW_KEYS: 128,
 }  # fmt: skip
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("sinks", [0, 5, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@some_slow("recipe", list(PAGES), "near-lossless", RAW_KEYS)  # keys by channel, and by token
+# Keys by channel, and by token.
+@pytest.mark.parametrize("recipe", slow_except(list(PAGES), "near-lossless", RAW_KEYS))
 def test_pages(recipe, dtype, sinks):
     page = PAGES[recipe]
     store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)
@@ -63,7 +64,7 @@ def test_pages(recipe, dtype, sinks):
         torch.testing.assert_close(mine.tail, copy.tail, atol=0, rtol=0)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "page", "why"),
     [("kivi", 96, "96 tokens"), ("kivi:bits=1.5", 160, "1.5 bit"), ("turbo:bits=8", 128, "8 bit")],
 )

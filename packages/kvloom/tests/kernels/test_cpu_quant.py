@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bound_encodings import bound
-from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
@@ -42,7 +41,7 @@ def every_format(test):
     """Run a test on all metadata and dtypes, by default on a sample; each case takes all bits."""
     for name, values in (("meta", META), ("dtype", DTYPES)):
         test = pytest.mark.parametrize(name, values, ids=str)(test)
-    return pytest.mark.sample("values")(test)
+    return pytest.mark.sample(test)
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +178,7 @@ def test_every_format_of_rotated_groups(meta, dtype, size):
         agrees(x, bound(x, bits, "token", group, meta, rotation="group"))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [128, 96, 80, 20])
@@ -190,7 +189,6 @@ def test_rotated_heads_are_quantized_by_range(bits, dtype, dim, axis):
     agrees(x, bound(x, bits, axis, group, "fp16", rotation="head"))
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("meta", META)
 def test_rotated_vectors_of_any_size(bits, meta):
@@ -248,13 +246,8 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    rotated = {"rotation": "head"}
-    tiles = rotated | {"balance": group}
-    how = data.draw(st.sampled_from([{}, rotated, tiles, {"boost": 8}, {"boost": 32}]))
-    bits = 2 if "boost" in how else bits
-    by_token = how is tiles and data.draw(st.booleans())
-    how = how if how.get("boost", 0) < d else {}
-    spec = bound(x, bits, *("token", d) if by_token else ("channel", group), meta, **how)
+    how = data.draw(st.sampled_from([{}, {"rotation": "head"}]))
+    spec = bound(x, bits, "channel", group, meta, **how)
     agrees(x, spec, ends[:-1], real, (lo, hi))
 
 
@@ -286,8 +279,8 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
     assert torch.equal(got, rope.rotate(flat, at).to(dtype))
 
 
-@for_each("meta", META.values(), ids=META)
-@for_each("axis", ["channel", "token"])
+@pytest.mark.parametrize("meta", META.values(), ids=META)
+@pytest.mark.parametrize("axis", ["channel", "token"])
 def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     """Subnormal, vanishing and, where a format has infinity, too large ones; and ties."""
     g = torch.Generator().manual_seed(0)
@@ -307,7 +300,7 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     assert torch.equal(raw(held.zero), raw(want[1]))
 
 
-@for_each("values", [(65504.0, -65504.0, 1.0), (6e-8, 0.0, 1.8e-7), (-0.0, 0.0)])
+@pytest.mark.parametrize("values", [(65504.0, -65504.0, 1.0), (6e-8, 0.0, 1.8e-7), (-0.0, 0.0)])
 def test_extremes_of_fp16(values):
     x = torch.tensor(values, dtype=torch.float16).repeat(64)[:64].expand(1, 1, 64, 64)
     for bits, axis in itertools.product(BITS[1:], ("channel", "token")):

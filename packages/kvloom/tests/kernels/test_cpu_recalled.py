@@ -45,7 +45,7 @@ OPERATIONS = {"attend", "kmeans", "page_bounds", "page_scores", "cluster_scores"
 OPERATIONS |= {"select_clusters", "select_pages"}
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("more", ["", "padding", "padding, alibi", "softcap"])
 def test_steps_by_kernels_are_steps_by_the_reference(name, more):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import naive
 import steps
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
@@ -85,8 +84,8 @@ def agrees(q, k, scale=0.3, **options):
 
 
 # A micro-tile is 12 or 6 rows and 32 or 16 keys, a block up to 48 rows, a tile 256 keys.
-@for_each("t", [1, 11, 12, 13, 48, 49])
-@for_each("n", [49, 255, 256, 257, 530])
+@pytest.mark.parametrize("t", [1, 11, 12, 13, 48, 49])
+@pytest.mark.parametrize("n", [49, 255, 256, 257, 530])
 def test_ragged_blocks_and_tiles(t, n):
     agrees(*drawn(1, 2, 1, t, n, 20), window=40 if n > 256 else None)
 
@@ -176,26 +175,27 @@ def test_noise_is_that_of_the_counters(kind):
     torch.testing.assert_close(got - got[0], want - want[0], rtol=0, atol=2e-5)
 
 
-@for_each(("hq", "hk"), HEADS)
-@for_each("t", [1, 2, 8])
-@for_each("n", [8, 16, 127, 128, 300])
-def test_a_step_leaves_its_products_and_they_give_its_mass(hq, hk, t, n):
-    q, k = drawn(2, hq, hk, t, n, 32, seed=n)
-    given = masks(2, hk, t, n)
-    given["bias"] = given["bias"].expand(-1, hq, -1)
-    region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], own=t)
-    products = attend_cpu.attend(q, [region], 0.3, softcap=4.0, products=True).products
-    wide = k.repeat_interleave(hq // hk, dim=1)
-    torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)
-    given |= {"softcap": 4.0, "tau": 1.4}
-    given["noise"] = Noise("gumbel", 1, torch.arange(n)[None, None], n - t)
-    want = naive.column_mass(
-        q.double().numpy(), k.double().numpy(), 0.3, **numpy(given, hk, hq, t, n, 2)
-    )
-    held = products[..., :n].clone()
-    for backend in (cpu, ref):
-        close(backend.step_mass(products, n, hk, **given), want)
-    assert torch.equal(products[..., :n], held)
+@pytest.mark.parametrize(("hq", "hk"), HEADS)
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_a_step_leaves_its_products_and_they_give_its_mass(subtests, hq, hk, t):
+    for n in (8, 16, 127, 128, 300):
+        with subtests.test(n=n):
+            q, k = drawn(2, hq, hk, t, n, 32, seed=n)
+            given = masks(2, hk, t, n)
+            given["bias"] = given["bias"].expand(-1, hq, -1)
+            region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], own=t)
+            products = attend_cpu.attend(q, [region], 0.3, softcap=4.0, products=True).products
+            wide = k.repeat_interleave(hq // hk, dim=1)
+            torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)
+            given |= {"softcap": 4.0, "tau": 1.4}
+            given["noise"] = Noise("gumbel", 1, torch.arange(n)[None, None], n - t)
+            want = naive.column_mass(
+                q.double().numpy(), k.double().numpy(), 0.3, **numpy(given, hk, hq, t, n, 2)
+            )
+            held = products[..., :n].clone()
+            for backend in (cpu, ref):
+                close(backend.step_mass(products, n, hk, **given), want)
+            assert torch.equal(products[..., :n], held)
 
 
 def test_a_step_on_several_threads_leaves_no_seam():
@@ -209,8 +209,8 @@ def test_a_step_on_several_threads_leaves_no_seam():
         torch.set_num_threads(before)
 
 
-@for_each("n", [1, 2, 15, 16, 17, 200])
-@for_each("hidden", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 200])
+@pytest.mark.parametrize("hidden", [0.0, 0.2, 1.0])
 def test_the_lowest_of_what_may_go(n, hidden):
     g = torch.Generator().manual_seed(n)
     for most in (3, 10**6):  # many equal scores, and none
@@ -304,7 +304,6 @@ WHOLE = {
 }
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("recipe", WHOLE.values(), ids=WHOLE)
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
 def test_a_cache_keeps_the_same_tokens_by_kernels_and_by_the_reference(recipe, padded):

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from for_each import for_each
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference as ref
 from kvloom.kernels.select.cpu import select as cpu
@@ -37,8 +36,8 @@ def some(*shape, share=0.9, seed=0):
 # --- k-means -------------------------------------------------------------------------------------
 
 
-@for_each("distance", ref.DISTANCES)
-@for_each("iterations", [1, 3, 20])
+@pytest.mark.parametrize("distance", ref.DISTANCES)
+@pytest.mark.parametrize("iterations", [1, 3, 20])
 def test_kmeans_is_the_loop(distance, iterations):
     x, start = draw(2, 2, 200), torch.tensor([3, 20, 21, 50, 77, 180]).expand(2, 1, -1)
     alive, real = torch.ones(2, 1, 6, dtype=torch.bool), torch.ones(2, 1, 200, dtype=torch.bool)
@@ -211,7 +210,7 @@ def test_scores_need_not_lie_in_order():
     assert torch.equal(cpu.select_pages(scores, 9, 4), ref.select_pages(scores.contiguous(), 9, 4))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("page", [1, 5, 16])
 def test_bounds_of_pages_are_keys(dtype, page):

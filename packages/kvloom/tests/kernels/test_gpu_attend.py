@@ -113,10 +113,10 @@ def kv_view(fmt, packed_end, n, d, dtype, known, seed):
         packed_end -= packed_end % fmt.group
     if fmt is None or not packed_end:
         return KVView(None, x, fmt and fmt.encoding), x.float()
-    layer = known and LayerEncoding(fmt.encoding, HK, d, **dict(known))
-    if layer and layer.group_of is None:
-        layer = replace(layer, group_of=fmt.consecutive(HK, d))
-    held = PackedTokens(fmt, layer)
+    layer_encoding = known and LayerEncoding(fmt.encoding, HK, d, **dict(known))
+    if layer_encoding and layer_encoding.group_of is None:
+        layer_encoding = replace(layer_encoding, group_of=fmt.consecutive(HK, d))
+    held = PackedTokens(fmt, layer_encoding)
     held.append(x[:, :, :packed_end].contiguous())
     view = held.view()
     if fmt.meta != "fp8":  # what lies behind the last group is not read
@@ -161,7 +161,7 @@ def hidden(b, h, n, seed=0):
 
 
 @needs_interpreter
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(
     ("n", "packed_end"), [(141, (128, 70)), (133, (128, 133))], ids=["keys ahead", "values ahead"]
@@ -193,6 +193,16 @@ def test_masks_softcap_and_bias(form):
     bias = torch.randn(B, hq, n, generator=torch.Generator().manual_seed(1))
     agrees(form, hq, t, n, packed_end, visible=hidden(B, 1, n), softcap=2.0, bias=bias[:1])
     agrees(form, hq, t, n, packed_end, visible=hidden(B, HK, n), causal=True, bias=bias)
+
+
+@needs_interpreter
+def test_attention_sinks():
+    q, k, v = (draw((1, 4 if i == 0 else 2, n, 64), i) for i, n in enumerate((1, 100, 100)))
+    regions, sinks = [Region.exact(k, v, own=1)], torch.tensor([0.5, -30.0, 40.0, 2.0])
+    got = gpu.attend(q, regions, 0.1, sink_logits=sinks)
+    want = ref.attend_regions(q, regions, 0.1, sink_logits=sinks)
+    torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
+    torch.testing.assert_close(got.lse, want.lse, rtol=2e-6, atol=2e-6)
 
 
 @needs_interpreter

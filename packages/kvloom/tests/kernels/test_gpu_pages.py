@@ -35,8 +35,8 @@ def pool(fmt, page, dtype, seed, channels=None):
     """Return the blocks of a side, packed pages and exact tokens, between blocks of NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(BLOCKS, HEADS, page, D, generator=generator).to(dtype)
-    layer = None if channels is None else LayerEncoding(fmt.encoding, HEADS, D, channels)
-    tokens = PackedTokens(fmt, layer)
+    layer_encoding = None if channels is None else LayerEncoding(fmt.encoding, HEADS, D, channels)
+    tokens = PackedTokens(fmt, layer_encoding)
     tokens.append(x)
     tail = torch.full((2 * BLOCKS, HEADS, page, D), torch.nan, dtype=dtype)[::2]
     return KVView(tokens.view(), tail, fmt.encoding)

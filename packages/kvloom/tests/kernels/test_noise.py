@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from for_each import for_each
 from kvloom.kernels.score.noise import KINDS, Noise
 
 EULER, DEVIATION = 0.5772156649, math.pi / math.sqrt(6)
@@ -39,7 +38,9 @@ def test_the_constant_is_the_mean_of_the_others():
     assert draw("constant").unique().tolist() == pytest.approx([EULER])
 
 
-@for_each("step", [(0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0)])
+@pytest.mark.parametrize(
+    "step", [(0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1), (0, 0, 1, 1), (1, 0, 0, 0)]
+)
 def test_neighbors_are_not_correlated(step):
     """Heads of two key/value heads, heads of one, queries, keys, and both."""
     g, r, row, key = step
@@ -70,7 +71,7 @@ def test_a_key_has_its_noise_wherever_it_is_stored():
     assert torch.equal(there, here[..., order].expand(3, -1, -1, -1, -1))
 
 
-@for_each("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_by_hand(kind):
     """The formula in Python's own integers."""
     mask = 0xFFFFFFFF

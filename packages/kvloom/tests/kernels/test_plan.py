@@ -14,7 +14,7 @@ from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.plan import OpPlan
 from kvloom.store import Packed
 from kvloom.store.kv_side import KVSide
-from pairwise import some_slow
+from sampling import slow_except
 
 KEYS = Packed(2, "channel", 32, residual=32)
 VALUES = Packed(2, "token", 32)
@@ -131,7 +131,8 @@ def changed(q, keys, values):
 CASES = ["query heads", "queries", "formats", "dtype", "head dimension"]
 
 
-@some_slow("what", CASES, "query heads", "queries", "formats")  # others compile kernels, too
+# The others compile kernels, too.
+@pytest.mark.parametrize("what", slow_except(CASES, "query heads", "queries", "formats"))
 def test_another_case_is_bound_anew_and_the_first_one_again(monkeypatch, what):
     made, attend, q = bindings(monkeypatch), OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     first = q, *(side.kv_view() for side in packed())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from for_each import for_each
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.encoding import META
 from kvloom.store import Packed
@@ -74,7 +75,7 @@ def check_against_naive(x, bits, axis, group, meta):
     return back
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize(("axis", "group", "dim"), FORMATS)
 @pytest.mark.parametrize("meta", META)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,8 +84,8 @@ def test_quantize_is_the_formula(axis, group, dim, meta, dtype):
         check_against_naive(drawn(axis, group, dim, dtype), bits, axis, group, meta)
 
 
-@for_each("bits", BITS)
-@for_each("axis", ["channel", "token"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
 def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
     x = torch.rand(2, 3, 64, 64)
     codes, scale, zero = ref.quantize(x, bits, axis, 32, torch.float32)
@@ -94,7 +95,6 @@ def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
     assert ((x - back).abs() <= step / 2 + 2**-22).all()
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("axis", ["channel", "token"])
 @pytest.mark.parametrize("meta", META)
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_extremes_of_fp16_stay_finite_and_within_bounds(axis, meta, values):
         assert np.isfinite(back).all()
 
 
-@for_each("axis", ["channel", "token"])
-@for_each("bits", BITS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("bits", BITS)
 def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     x = torch.full((1, 2, 32, 32), 0.3, dtype=torch.float16)
     codes, scale, zero = ref.quantize(x, bits, axis, 16, torch.float16)
@@ -130,8 +130,8 @@ def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
 
 
-@for_each("bits", BITS)
-@for_each("pads", [(0, 5), (16, 31), (3, 48)])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("pads", [(0, 5), (16, 31), (3, 48)])
 def test_padding_does_not_widen_a_groups_range(bits, pads):
     """Scale and zero of a group are those of its real tokens; without any, both are 0."""
     real = torch.arange(48) >= torch.tensor(pads)[:, None, None]
@@ -153,8 +153,8 @@ def test_padding_does_not_widen_a_groups_range(bits, pads):
         assert ((back - x)[row, :, pad:].abs() <= step / 2 + 2**-18).all()
 
 
-@for_each("axis", ["channel", "token"])
-@for_each("n", [0, 16, 48])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("n", [0, 16, 48])
 def test_batch_rows_and_heads_are_quantized_apart(axis, n):
     x = torch.randn(3, 2, n, 48)
     whole = ref.quantize(x, 2, axis, 16, torch.float16)
@@ -165,8 +165,8 @@ def test_batch_rows_and_heads_are_quantized_apart(axis, n):
                 assert torch.equal(a[i : i + 1, h : h + 1], b)
 
 
-@for_each("axis", ["channel", "token"])
-@for_each("every", [1, 2])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("every", [1, 2])
 def test_memory_layout_of_the_input_does_not_matter(axis, every):
     x = torch.randn(2, 64, 3, 128).transpose(1, 2)[:, :, ::every, ::every]
     got, want = (ref.quantize(y, 4, axis, 16, torch.float16) for y in (x, x.contiguous()))
@@ -174,7 +174,7 @@ def test_memory_layout_of_the_input_does_not_matter(axis, every):
         assert torch.equal(a, b)
 
 
-@for_each("bits", BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_packing_codes_is_the_stated_layout_and_is_undone(bits):
     for tokens in (0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33):
         codes = torch.randint(0, ref.top(bits) + 1, (2, 3, tokens, 5), dtype=torch.uint8)
@@ -187,7 +187,7 @@ def test_packing_codes_is_the_stated_layout_and_is_undone(bits):
         np.testing.assert_array_equal(naive.unpack(its_bytes, bits, tokens), one)
 
 
-@for_each("bits", BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_every_byte_of_whole_atoms_means_something(bits):
     rows = 6 * ref.PACK_BLOCK[bits][1]
     values = 3**5 if bits == 1.5 else 256
@@ -212,19 +212,19 @@ def test_packing_whole_atoms_apart_is_packing_them_together(bits, lengths, seed)
     assert torch.equal(torch.cat(apart, dim=2), ref.pack_codes(codes, bits))
 
 
-@for_each("bits", BITS)
-@for_each("axis", ["channel", "token"])
-@for_each("meta", META)
-@for_each("dim", [64, 128])
-def test_bytes_are_what_the_format_says(bits, axis, meta, dim):
-    fmt = Packed(bits, axis, 32, meta, residual=32)
-    for tokens in (0, 32, 96) if axis == "channel" else (0, 1, 5, 7, 8, 33):
-        x = torch.randn(1, 1, tokens, dim)
-        codes, scale, zero = ref.quantize(x, bits, axis, 32, META[meta])
-        held = (ref.pack_codes(codes, bits), scale, zero)
-        assert fmt.nbytes(tokens, dim) == sum(x.nbytes for x in held)
-    # whole pack blocks: exactly the effective bits of a value
-    assert fmt.nbytes(160, dim) * 8 == pytest.approx(fmt.bits_a_value() * 160 * dim)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_bytes_are_what_the_format_says(subtests, bits, axis):
+    for meta, dim in itertools.product(META, (64, 128)):
+        with subtests.test(meta=meta, dim=dim):
+            fmt = Packed(bits, axis, 32, meta, residual=32)
+            for tokens in (0, 32, 96) if axis == "channel" else (0, 1, 5, 7, 8, 33):
+                x = torch.randn(1, 1, tokens, dim)
+                codes, scale, zero = ref.quantize(x, bits, axis, 32, META[meta])
+                held = (ref.pack_codes(codes, bits), scale, zero)
+                assert fmt.nbytes(tokens, dim) == sum(x.nbytes for x in held)
+            # whole pack blocks: exactly the effective bits of a value
+            assert fmt.nbytes(160, dim) * 8 == pytest.approx(fmt.bits_a_value() * 160 * dim)
 
 
 # --- groups of any channels of any heads ---------------------------------------------------------
@@ -241,33 +241,34 @@ def scattered(heads: int, dim: int, seed: int = 0) -> torch.Tensor:
     return group_of.view(heads, dim)
 
 
-@for_each("bits", BITS)
-@for_each("meta", META)
-@for_each("clip", [1.0, 0.9, "each"])
-def test_scattered_groups_are_the_formula(bits, meta, clip):
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("alpha", [1.0, 0.9, ALPHA], ids=["unclipped", "clipped", "each clipped"])
+def test_scattered_groups_are_the_formula(subtests, bits, alpha):
     x = drawn("token", 16, 48, torch.float32).expand(2, 3, -1, -1)
     group_of = scattered(3, 48)
     x = x * torch.tensor([1.0, -2.0, 0.3]).view(3, 1, 1)
-    alpha = ALPHA if clip == "each" else clip
-    codes, scale, zero = ref.quantize_mapped(x, bits, group_of, META[meta], alpha)
-    assert codes.shape == x.shape
-    assert scale.shape == zero.shape == (2, 1, x.shape[2], 6)
-    assert int(codes.max()) <= naive.top(bits)
-    back = ref.dequantize_mapped(codes, scale, zero, group_of, torch.float32)
-    want, true_scale, true_zero = naive.mapped(
-        x[0].double().numpy(), bits, group_of.numpy(), meta, np.asarray(alpha, dtype=np.float32)
-    )
-    ulp = torch.finfo(META[meta]).eps
-    np.testing.assert_allclose(scale[1, 0].float().numpy(), true_scale, rtol=ulp, atol=1e-6)
-    np.testing.assert_allclose(zero[0, 0].float().numpy(), true_zero, rtol=ulp, atol=1e-6)
-    if meta == "fp32":  # no rounding of metadata between the two: only ties may go either way
-        step = ref.spread(scale, group_of)[0].numpy()
-        off = np.abs(back[0].numpy() - want)
-        assert (off <= step * (1 + 1e-5)).all()
-        assert (off > 1e-4).mean() < 0.01
+    for meta, dtype in META.items():
+        with subtests.test(meta):
+            codes, scale, zero = ref.quantize_mapped(x, bits, group_of, dtype, alpha)
+            assert codes.shape == x.shape
+            assert scale.shape == zero.shape == (2, 1, x.shape[2], 6)
+            assert int(codes.max()) <= naive.top(bits)
+            back = ref.dequantize_mapped(codes, scale, zero, group_of, torch.float32)
+            clip = np.asarray(alpha, dtype=np.float32)
+            want, true_scale, true_zero = naive.mapped(
+                x[0].double().numpy(), bits, group_of.numpy(), meta, clip
+            )
+            ulp = torch.finfo(dtype).eps
+            np.testing.assert_allclose(scale[1, 0].float().numpy(), true_scale, rtol=ulp, atol=1e-6)
+            np.testing.assert_allclose(zero[0, 0].float().numpy(), true_zero, rtol=ulp, atol=1e-6)
+            if meta == "fp32":  # no rounding of metadata: only ties may go either way
+                step = ref.spread(scale, group_of)[0].numpy()
+                off = np.abs(back[0].numpy() - want)
+                assert (off <= step * (1 + 1e-5)).all()
+                assert (off > 1e-4).mean() < 0.01
 
 
-@for_each("bits", BITS)
+@pytest.mark.parametrize("bits", BITS)
 def test_consecutive_groups_of_a_head_are_a_case_of_scattered_ones(bits):
     x = drawn("token", 16, 64, torch.float32).expand(2, 3, -1, -1).contiguous()
     group_of = torch.arange(12).repeat_interleave(16).view(3, 64)

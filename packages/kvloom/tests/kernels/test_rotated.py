@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 
-from for_each import for_each
 from kvloom.kernels.quantize.encoding import META
 from kvloom.kernels.quantize.rotated import (
     dequantize_rotated,
@@ -30,7 +30,7 @@ TABLE = {
 }
 
 
-@for_each("bits", TABLE)
+@pytest.mark.parametrize("bits", TABLE)
 def test_levels_are_those_of_max(bits):
     found = levels(bits)
     upper = found[found >= 0].numpy()
@@ -38,7 +38,7 @@ def test_levels_are_those_of_max(bits):
     assert torch.equal(found, -found.flip(0))
 
 
-@for_each("dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     r = rotate(torch.eye(dim)).T
     torch.testing.assert_close(r @ r.T, torch.eye(dim), rtol=0, atol=1e-5)
@@ -49,20 +49,20 @@ def test_rotations_are_orthogonal_and_spread_a_single_channel(dim):
     assert torch.equal(rotate(x)[1:2], rotate(x[1:2]))
 
 
-@for_each("bits", BITS)
-@for_each(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
-@for_each("meta", META)
-def test_the_norm_of_every_vector_is_kept(bits, dim, group, meta):
-    x = torch.randn(2, 3, 5, dim) * torch.logspace(-1, 1, dim)
-    codes, scale = quantize_rotated(x, bits, group, META[meta])
-    assert codes.shape == x.shape
-    assert scale.shape == (2, 3, 5, dim // group)
-    back = dequantize_rotated(codes, scale, bits, group, torch.float32)
-    norms = (y.unflatten(-1, (-1, group)).norm(dim=-1) for y in (back, x))
-    torch.testing.assert_close(*norms, rtol=torch.finfo(META[meta]).eps / 2 + 1e-5, atol=0)
+@pytest.mark.parametrize(("dim", "group"), [(64, 64), (128, 32), (80, 80), (256, 256)])
+def test_the_norm_of_every_vector_is_kept(subtests, dim, group):
+    for bits, (meta, dtype) in itertools.product(BITS, META.items()):
+        with subtests.test(bits=bits, meta=meta):
+            x = torch.randn(2, 3, 5, dim) * torch.logspace(-1, 1, dim)
+            codes, scale = quantize_rotated(x, bits, group, dtype)
+            assert codes.shape == x.shape
+            assert scale.shape == (2, 3, 5, dim // group)
+            back = dequantize_rotated(codes, scale, bits, group, torch.float32)
+            norms = (y.unflatten(-1, (-1, group)).norm(dim=-1) for y in (back, x))
+            torch.testing.assert_close(*norms, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=0)
 
 
-@for_each("bits", TABLE)
+@pytest.mark.parametrize("bits", TABLE)
 def test_the_error_is_the_tables_whatever_the_channels_are(bits):
     """Squared error over squared norm; one outlier channel in 128 changes nothing."""
     x = torch.randn(1, 1, 400, 128)
@@ -87,24 +87,26 @@ def test_codes_are_the_nearest_levels():
     assert torch.equal(codes.long(), nearest)
 
 
-@for_each("meta", META)
-@for_each("bits", BITS)
-def test_zero_vectors_and_tiny_ones_stay_finite(meta, bits):
+@pytest.mark.parametrize("meta", META)
+def test_zero_vectors_and_tiny_ones_stay_finite(subtests, meta):
     x = torch.zeros(1, 1, 3, 32)
     x[..., 1, :], x[..., 2, 5] = 1e-30, 1e-4
-    codes, scale = quantize_rotated(x, bits, 32, META[meta])
-    back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
-    assert torch.isfinite(back).all()
-    assert not back[:, :, 0].any()
-    assert back.abs().max() < 0.02
+    for bits in BITS:
+        with subtests.test(bits=bits):
+            codes, scale = quantize_rotated(x, bits, 32, META[meta])
+            back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
+            assert torch.isfinite(back).all()
+            assert not back[:, :, 0].any()
+            assert back.abs().max() < 0.02
 
 
-@for_each("bits", BITS)
-@for_each("meta", META)
-def test_the_largest_numbers_let_in_do_not_overflow_the_scale(bits, meta):
-    fmt = Packed(bits, "token", 32, meta, rotation="group")
-    x = fmt.largest * torch.stack([torch.ones(32), *rotate(torch.eye(32)).T.sign()[:3]])[None, None]
-    codes, scale = quantize_rotated(x, bits, 32, META[meta])
-    back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
-    assert torch.isfinite(back).all()
-    assert 0 < back.norm() <= 1.1 * x.norm()
+@pytest.mark.parametrize("meta", META)
+def test_the_largest_numbers_let_in_do_not_overflow_the_scale(subtests, meta):
+    signs = torch.stack([torch.ones(32), *rotate(torch.eye(32)).T.sign()[:3]])[None, None]
+    for bits in BITS:
+        with subtests.test(bits=bits):
+            x = Packed(bits, "token", 32, meta, rotation="group").largest * signs
+            codes, scale = quantize_rotated(x, bits, 32, META[meta])
+            back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
+            assert torch.isfinite(back).all()
+            assert 0 < back.norm() <= 1.1 * x.norm()

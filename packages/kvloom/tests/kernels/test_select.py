@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
-from for_each import for_each
 from kvloom.kernels.quantize import reference as quant
 from kvloom.kernels.select import reference as ref
 
@@ -24,8 +24,8 @@ def everything(tokens: int) -> torch.Tensor:
     return torch.ones(B, 1, tokens, dtype=torch.bool)
 
 
-@for_each("distance", ref.DISTANCES)
-@for_each("iterations", [1, 3, 20])
+@pytest.mark.parametrize("distance", ref.DISTANCES)
+@pytest.mark.parametrize("iterations", [1, 3, 20])
 def test_kmeans_is_the_loop(distance, iterations):
     x, start = keys(90), torch.tensor([3, 20, 21, 50, 77, 80]).expand(B, 1, -1)
     alive = torch.ones(B, 1, 6, dtype=torch.bool)
@@ -126,9 +126,9 @@ def test_padding_widens_no_bound_and_an_empty_page_is_last():
     assert not scores.isnan().any()
 
 
-@for_each("bits", sorted(quant.PACK_BLOCK))
-@for_each("axis", ["channel", "token"])
-@for_each("r", [1, 2])
+@pytest.mark.parametrize("bits", sorted(quant.PACK_BLOCK))
+@pytest.mark.parametrize("axis", ["channel", "token"])
+@pytest.mark.parametrize("r", [1, 2])
 def test_gathering_packed_tokens_is_unpacking_all_of_them(bits, axis, r):
     g = torch.Generator().manual_seed(int(2 * bits))
     x = torch.randn(B, HK, 96, 32, generator=g)

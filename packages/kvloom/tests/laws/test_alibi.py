@@ -12,7 +12,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels.attend import reference as ref
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe.resolve import resolve
-from pairwise import some_slow
+from sampling import slow_except
 from steps import SCALE, draw, feed, unpacked
 
 SLOPES = torch.tensor([0.5, 0.02, 0.1, 0.25])
@@ -64,7 +64,7 @@ def stored(cache):
     return [torch.cat(parts, dim=2) for parts in held] or None
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "padded"),
     [(name, False) for name in BY_AGE + SINKS + BY_SCORE + RENUMBERED]
@@ -110,8 +110,7 @@ def test_every_step_is_attention_at_the_tokens_own_distances(name, padded):
         np.testing.assert_allclose(out.double().numpy()[seen], expected[seen], rtol=0, atol=1e-5)
 
 
-@pytest.mark.sample("values")
-@some_slow("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED)
+@pytest.mark.parametrize("name", slow_except([*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED))
 @pytest.mark.parametrize("prompt", [5, 50])
 def test_a_rejected_draft_leaves_no_trace(name, prompt):
     q, k, v = draw(0, prompt + 5, batch=2, hq=4, hk=2)
@@ -129,7 +128,7 @@ def test_a_rejected_draft_leaves_no_trace(name, prompt):
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@some_slow("name", [*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED)
+@pytest.mark.parametrize("name", slow_except([*BY_AGE, *SINKS, *BY_SCORE, *RENUMBERED], *DRAFTED))
 def test_beams_in_the_middle_of_a_draft(name):
     beams = torch.tensor([2, 0, 0])
     qkv, draft, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((50, 3, 6)))

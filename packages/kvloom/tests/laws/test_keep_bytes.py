@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
@@ -39,8 +38,8 @@ NAMES = (
 
 
 @by_reference
-@for_each("name", NAMES)
-@for_each("tokens", [100, 103, 257])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("tokens", [100, 103, 257])
 def test_predicted_bytes_are_measured_bytes(name, tokens):
     recipe, layers = resolve(name), 4
     caches = [LayerCache(recipe, f"layer {i}", i, layers) for i in range(layers)]

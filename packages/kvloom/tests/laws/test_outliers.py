@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 import naive
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
@@ -26,15 +25,15 @@ from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 pytestmark = by_reference  # their formats take long to compile
 TOKEN = Store(Packed(2, "token", 16), Packed(1.5, "token", 32, "fp8"))
 KIVI = Store(Packed(2, "channel", 16, residual=32), Packed(2, "token", 16))
-KITTY = Store(
-    Packed(2, "channel", 16, residual=32, boost=8),
+ROTATED = Store(
+    Packed(2, "channel", 16, residual=32),
     Packed(2, "token", 16, rotation="head"),
 )
 STORES = {
     "per token": (TOKEN, 6),
     "kivi": (KIVI, (0, 32)),
     "keys": (Store(TOKEN.keys), 6),
-    "boosted keys, rotated values": (KITTY, (0, 32)),
+    "kivi, rotated values": (ROTATED, (0, 32)),
 }
 every_store = pytest.mark.parametrize(("store", "recent"), STORES.values(), ids=STORES)
 seeds = st.integers(0, 99)
@@ -48,7 +47,7 @@ def cached(store, recent, tokens=5, sinks=0, rule=None) -> LayerCache:
 def marked(cache: LayerCache) -> torch.Tensor:
     """The logical indices of the outliers, [B, Hk, K]."""
     assert isinstance(cache, LayerCache)
-    return probe.outliers(cache).index.long()
+    return probe.outliers(cache).logical_index.long()
 
 
 @every_store
@@ -174,10 +173,10 @@ def test_rules_are_written_down_by_name():
     own = Recipe(store=TOKEN, protect=Protect(outliers=Outliers(9, lambda step: step.k[..., 0])))
     with pytest.raises(RecipeError, match="a rule that is a function cannot be written down"):
         own.to_toml()
-    assert resolve("skvq:heavy=9").protect.outliers == Outliers(9, Mass())
+    assert resolve("skvq:outliers=9").protect.outliers == Outliers(9, Mass())
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: Outliers(0), "tokens=0 of outliers must be a whole number, 1 or more"),

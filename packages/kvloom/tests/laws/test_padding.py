@@ -134,7 +134,7 @@ def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
     assert torch.equal(run(resolve(name), litter(qkv, visible, 1e38, 1), visible), want)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core_recipes
 @pytest.mark.parametrize("turn", [1, 3, 30])
 @given(st.data(), st.integers(0, 999))
@@ -154,7 +154,7 @@ def test_padding_between_turns_is_irrelevant_too(recipe, turn, data, seed):
         assert torch.equal(got, want)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["full", "rtn:group=16", "streaming:tokens=200,sinks=4"])
 @pytest.mark.parametrize("turn", [1, 3, 30])
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=2), st.integers(0, 999))

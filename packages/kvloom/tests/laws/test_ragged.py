@@ -101,7 +101,6 @@ def held(cache: LayerCache, row: int) -> list[list[int]]:
     return [sorted(i for i in head if i >= 0) for head in cache.logical()[row].tolist()]
 
 
-@pytest.mark.sample("values")
 @stores
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("heads", [0.0, 0.2, 0.5])
@@ -144,7 +143,6 @@ def test_tokens_move_between_layers_of_equal_store_alone():
     assert sum(cache.nbytes for cache in plain) == mixed.nbytes(PROMPT, geometry, batch=2)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("options", [{}, {"heads": 0.0, "recent": 0, "sinks": 0}])
 def test_a_step_is_masked_attention_in_float64(layers, options):
@@ -233,7 +231,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
             torch.testing.assert_close(together, its, rtol=0, atol=2e-6)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @stores
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("rows", [[1, 0, 0], [1], [0, 1, 1, 1]])

@@ -9,7 +9,6 @@ import torch
 
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
@@ -19,7 +18,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from near import assert_near
-from pairwise import some_slow
+from sampling import slow_except
 from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
 
 PROMPT, SINKS, KEPT = 120, 4, 64
@@ -47,7 +46,9 @@ RECIPES = {
     ),
     "snapkv, clusters on the host": evicting(Observation(8), CLUSTERS, tier=Tier()),
 }
-every = some_slow("recipe", RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
+every = pytest.mark.parametrize(
+    "recipe", slow_except(RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
+)
 
 
 def fresh(recipe: Recipe, rank: int = 1):
@@ -58,7 +59,7 @@ def heads(seed: int, tokens: int, batch: int = 2):
     return draw(seed, tokens, batch=batch, hq=4, hk=2)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every
 @pytest.mark.parametrize("sizes", [[PROMPT, *STEPS], [100, 20, 7, *STEPS[7:]]])
 @pytest.mark.parametrize("pads", [[0, 0], [80, 3]])
@@ -87,7 +88,7 @@ def test_nothing_that_stayed_is_lost(recipe):
     assert_same_state(state(cache), state(want))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every
 @pytest.mark.parametrize("pads", [None, [90, 10], [0, 118]])
 def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, pads):
@@ -147,7 +148,7 @@ def test_the_index_follows_the_beams(recipe):
     assert_follows_beams(lambda: fresh(recipe), PROMPT)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every
 @pytest.mark.parametrize("rejected", [0, 3, 5])
 def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
@@ -193,8 +194,8 @@ def test_a_keep_without_recall_refuses_the_same_crop():
 
 
 @by_reference
-@for_each("recipe", RECIPES.values(), ids=RECIPES)
-@for_each("tokens", [1, 3, 40, 120, 333])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("tokens", [1, 3, 40, 120, 333])
 def test_predicted_bytes_are_measured_bytes(recipe, tokens):
     q, k, v = heads(0, tokens)
     caches = [fresh(recipe, rank) for rank in range(2)]
@@ -224,7 +225,7 @@ def test_layers_that_wait_for_each_other_are_indexed_when_the_last_has_decided(k
 
 
 @by_reference
-@for_each(
+@pytest.mark.parametrize(
     ("keep", "says"),
     [
         ({"when": "step"}, 'use a keep by score with when="prompt", or leave one of the two out'),

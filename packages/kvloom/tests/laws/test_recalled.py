@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.recall import Recall, Tier
 from kvloom.recipe.geometry import Geometry
@@ -20,7 +19,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from near import assert_near
-from pairwise import some_slow
+from sampling import slow_except
 from steps import (
     assert_follows_beams,
     assert_same_state,
@@ -71,7 +70,6 @@ RECIPES = {
     "pages, packed": small("pages", packed=True, recent=3),
     "pages, no sinks": small("pages", sinks=0),
     "pages, packed, rotated": small("pages", packed="near-lossless:group=16,residual=16", recent=3),
-    "pages, packed, boosted": small("pages", packed="kitty:boost=8,group=16,residual=16", recent=3),
     "topk": small("topk", recent=5),
     "topk, packed": small("topk", packed=True),
     "partial": small("partial", recent=5),
@@ -85,10 +83,10 @@ RECIPES = {
         store=Store(keys=Packed(3, "channel", 16, "fp8", residual=16)),
     ),
 }
-core = some_slow(
-    "recipe", RECIPES, "clusters, window", "pages, packed, rotated", "topk", "partial, packed",
+core = pytest.mark.parametrize("recipe", slow_except(
+    RECIPES, "clusters, window", "pages, packed, rotated", "topk", "partial, packed",
     "keys packed, file",
-)  # fmt: skip
+))  # fmt: skip
 STEPS = [1] * 40
 
 
@@ -104,7 +102,7 @@ def heads(seed: int, tokens: int, batch: int = 2):
     return draw(seed, tokens, batch=batch, hq=4, hk=2)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core
 @pytest.mark.parametrize(
     "sizes", [[PROMPT, *STEPS], [70, 50, 7, *STEPS[7:]], [1] * (PROMPT + len(STEPS))]
@@ -192,7 +190,7 @@ def test_the_clusters_hold_every_token_once(name, pads, seed):
         assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core
 @pytest.mark.parametrize("rejected", [0, 2, 5])
 def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
@@ -215,11 +213,12 @@ def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
     assert probe.indexed(drafted) == probe.indexed(never) > 0
 
 
-NO_PACKED = [name for name in RECIPES if "packed" not in name]
+# What is packed stays packed, and partial keys stay rotated as the whole prompt was.
+EXACT = [name for name in RECIPES if "packed" not in name and "partial" not in name]
 
 
-@pytest.mark.sample("values")
-@pytest.mark.parametrize("name", NO_PACKED)
+@pytest.mark.sample
+@pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("tokens", [3, 30, 110])
 @pytest.mark.parametrize("pad", [0, 20])
 def test_a_crop_into_the_index_is_as_if_the_tokens_had_never_been(name, tokens, pad):
@@ -294,8 +293,8 @@ def test_padding_between_turns_is_irrelevant(recipe):
 
 
 @by_reference
-@for_each("recipe", RECIPES.values(), ids=RECIPES)
-@for_each("batch", [1, 3])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("batch", [1, 3])
 def test_predicted_bytes_are_measured_bytes(recipe, batch):
     for tokens in (1, 3, 7, 20, 120, 333):
         q, k, v = heads(0, tokens, batch)
@@ -341,7 +340,7 @@ def test_alibi_counts_from_each_tokens_own_place():
     torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("size", [1, 8, 50])
 @pytest.mark.parametrize("n", [1, 2, 7, 49])
 def test_fewer_tokens_than_clusters(size, n):

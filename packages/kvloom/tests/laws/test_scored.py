@@ -11,7 +11,7 @@ import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
-from pairwise import some_slow
+from sampling import slow_except
 from steps import draw, feed
 
 NAMES = (
@@ -28,11 +28,11 @@ NAMES = (
     "minikv-snap:window=8,residual=32",
 )
 SIZES = [1, 1, 5, 1, 1, 1]
-every = some_slow(
-    "name", NAMES, "h2o:tokens=30,recent=0.0", "h2o:tokens=20,limit=40,damping=0.9",
+every = pytest.mark.parametrize("name", slow_except(
+    NAMES, "h2o:tokens=30,recent=0.0", "h2o:tokens=20,limit=40,damping=0.9",
     "keyformer:noise=none,tau_end=1.5", "dilated:tokens=20", "snapkv:tokens=24,window=8,heads=0.2",
     "minikv:group=16,residual=32",
-)  # fmt: skip
+))  # fmt: skip
 
 
 def fresh(name, *qkv, sizes=None, visible=None):
@@ -41,7 +41,7 @@ def fresh(name, *qkv, sizes=None, visible=None):
     return cache
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every
 @pytest.mark.parametrize("rejected", [0, 2, 5])
 @pytest.mark.parametrize("prompt", [5, 50])
@@ -187,4 +187,4 @@ def test_a_limit_keeps_what_scoring_every_step_keeps(sizes):
     once = fresh(
         "h2o:tokens=20,limit=53", *(torch.cat(both, 2) for both in zip(qkv, new, strict=True))
     )
-    assert torch.equal(probe.tokens(cache).index, probe.tokens(once).index)
+    assert torch.equal(probe.tokens(cache).logical_index, probe.tokens(once).logical_index)

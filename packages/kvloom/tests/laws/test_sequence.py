@@ -45,7 +45,7 @@ def test_any_split_of_the_tokens_gives_the_same_cache(recipe, sizes, seed):
     torch.testing.assert_close(feed(chunks, *new), feed(at_once, *new), rtol=0, atol=2e-6)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core_recipes
 @pytest.mark.parametrize("n", [1, 33, 130])
 def test_one_token_at_a_time_gives_the_same_cache(recipe, n):

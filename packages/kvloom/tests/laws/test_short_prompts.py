@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache import fill
 from kvloom.keep.policy import FLOOR_TOKENS
 from kvloom.recipe.geometry import Geometry
@@ -23,7 +22,7 @@ GEOMETRY = Geometry(LAYERS, 6, 3, 32, torch.float32)
 NAMED = {name: resolve(name) for name in RECIPES}
 EVICTING = {name: recipe for name, recipe in NAMED.items() if recipe.keep is not None}
 EVERY = EVICTING | {f"{name}, 0.2": recipe.with_budget(0.2) for name, recipe in EVICTING.items()}
-every_recipe = for_each("recipe", EVERY.values(), ids=EVERY)
+every_recipe = pytest.mark.parametrize("recipe", EVERY.values(), ids=EVERY)
 
 
 def kept(recipe: Recipe, tokens: int) -> int:
@@ -53,15 +52,15 @@ def test_a_quarter_of_the_budget_is_chosen_by_score(recipe):
         assert 4 * (budget - window - recipe.protect.sinks) >= budget
 
 
-@for_each("recent", [200, 1000])
+@pytest.mark.parametrize("recent", [200, 1000])
 def test_a_wide_window_leaves_half_of_a_fraction(recent):
     for n in LENGTHS:
         budget = resolve(f"tiny:recent={recent}").keep.budget
         assert budget.window(n) <= budget.resolve(n) / 2
 
 
-@for_each("heads", [1, 3, 8])
-@for_each("name", ["small", "tiny", "snapkv:fraction=0.25,heads=0.2"])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize("name", ["small", "tiny", "snapkv:fraction=0.25,heads=0.2"])
 def test_heads_compete_for_a_third_of_what_is_chosen_by_score(name, heads):
     keep, store = resolve(name).keep, resolve(name).store
     for n in range(FLOOR_TOKENS + 1, 1025):

@@ -13,7 +13,6 @@ import torch
 
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
@@ -47,7 +46,7 @@ def tokens(seed: int, n: int = PROMPT + STEPS):
     return q.cumsum(dim=2) / torch.arange(1, n + 1).sqrt()[:, None] * 2, k, v
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize("index", ["clusters", "pages", PACKED])
@@ -91,7 +90,7 @@ def test_what_lies_on_the_device_does_not_grow_with_the_context():
     assert len(set(sizes.values())) == 1
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_a_copy_of_a_cache_goes_its_own_way(kind, index):
@@ -110,7 +109,7 @@ def shared(batch: int, n: int, seed: int):
     return draw(seed, n, batch=batch, hq=HQ, hk=HK)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
 def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
@@ -159,7 +158,6 @@ def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
     )  # rows outside the batch are released
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("n", [3, 50, 300])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
@@ -198,7 +196,6 @@ def test_what_is_no_folder_is_refused_at_once(tmp_path):
         layer(recipe("clusters", Tier("file", str(tmp_path / "file"))))
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize(("harm", "says"), [("unlink", "vanished"), ("cut", "been cut off")])
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("index", ["clusters", PACKED])
@@ -252,7 +249,7 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
 
 
 @by_reference
-@for_each(
+@pytest.mark.parametrize(
     ("build", "says"),
     [
         (lambda: Tier("cloud"), "tier kind='cloud' is not one of host, file"),
@@ -264,9 +261,9 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
             "keys: a tier takes tokens that are packed after RoPE, each head by itself",
         ),
         (
-            lambda: replace(resolve("clusterkv:tier=host"), store=resolve("kitty").store),
+            lambda: replace(resolve("clusterkv:tier=host"), store=resolve("turbo").store),
             "keys: a tier takes tokens that are packed after RoPE, each head by itself, and not "
-            "rotated or boosted; use kivi or rtn without rotate, or leave out the tier",
+            "rotated; use kivi or rtn without rotate, or leave out the tier",
         ),
         (
             lambda: replace(recipe("clusters", Tier()), store=resolve("kivi").store),

@@ -13,10 +13,9 @@ from transformers import DynamicCache
 import kvloom
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.errors import CacheMisuse
 from kvloom.hf import adapters, compat
-from kvloom.hf.adapter_registry import ADAPTERS
+from kvloom.hf.compat import ADAPTERS
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROMPT, TOKENS = 60, 90
@@ -46,7 +45,7 @@ def held(layer, tokens):
     return torch.zeros(*index.shape[:2], tokens, dtype=torch.bool).scatter_(2, index, True)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @every
 @pytest.mark.parametrize(
     "recipe", ["h2o:tokens=24", "keyformer:tokens=24", "snapkv:tokens=24,window=8"]
@@ -165,7 +164,6 @@ def test_without_a_kvloom_cache_the_models_own_code_runs(name):
         assert torch.equal(model(**prompt, use_cache=False).logits, expected)
 
 
-@pytest.mark.sample("values")
 @every
 def test_detach_leaves_nothing_behind(name):
     model = zoo.build(name)
@@ -289,7 +287,7 @@ def test_the_cache_of_another_model_is_refused(name):
 
 
 @by_reference
-@for_each("name", ["gptj", "mpt", "falcon-mqa", "falcon-gqa"])
+@pytest.mark.parametrize("name", ["gptj", "mpt", "falcon-mqa", "falcon-gqa"])
 def test_a_4d_mask_is_refused(name):
     model = zoo.build(name)
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]

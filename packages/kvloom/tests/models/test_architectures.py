@@ -10,9 +10,11 @@ from transformers.models.falcon import modeling_falcon
 import kvloom
 import probe
 from backends import by_reference
-from pairwise import some_slow
+from sampling import slow_except
 
-of_each_kind = some_slow("model", list(zoo.CONFIGS), *zoo.OF_EACH_KIND, indirect=True)
+of_each_kind = pytest.mark.parametrize(
+    "model", slow_except(list(zoo.CONFIGS), *zoo.OF_EACH_KIND), indirect=True
+)
 
 
 @pytest.fixture(params=list(zoo.CONFIGS))
@@ -20,7 +22,7 @@ def model(request):
     return zoo.build(request.param)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("beams", [1, 4])
 def test_full_gives_the_tokens_of_plain_transformers(model, beams):
     options = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams}
@@ -72,7 +74,7 @@ def decode(model, cache, ids, **step):
     return torch.cat(steps, dim=1).log_softmax(-1)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @of_each_kind
 @pytest.mark.parametrize(("recipe", "sinks"), [("window", 0), ("streaming", 4)])
 def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks, monkeypatch):
@@ -106,6 +108,10 @@ def test_dropping_equals_hiding_in_a_full_cache(model, recipe, sinks, monkeypatc
     torch.testing.assert_close(dropped, oracle, rtol=1e-4, atol=2e-5)
 
 
+def gemma4(model):
+    return model.config.model_type == "gemma4_text"
+
+
 @by_reference
 @of_each_kind
 def test_fewer_bits_stray_further_from_the_full_cache(model):
@@ -119,5 +125,7 @@ def test_fewer_bits_stray_further_from_the_full_cache(model):
     if not any(layer.nbytes for layer in probe.layers(cache)):
         assert divergence == {2: 0, 4: 0, 8: 0}
     else:
-        assert divergence[8] < 1e-4
-        assert divergence[8] < divergence[4] < divergence[2] < 0.15
+        # divergence grows with the square of the logits, which Gemma 4 does not divide by sqrt(D)
+        sharpness = probe.layers(cache)[0].state.like.shape[3] if gemma4(model) else 1
+        assert divergence[8] < 1e-4 * sharpness
+        assert divergence[8] < divergence[4] < divergence[2] < 0.15 * sharpness

@@ -12,9 +12,9 @@ from zoo import batch, build
 import kvloom
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.calibrate import Settings, calibrate, cut_contexts
 from kvloom.calibrate.ranges import _share_added
+from kvloom.calibrate.recorder import record
 from kvloom.errors import CalibrationError, IncompatibleRecipe, NotFinite
 from kvloom.hf import rotary
 from kvloom.recipe.resolve import resolve
@@ -27,7 +27,7 @@ SETTINGS = Settings(
 )
 SKVQ = "skvq:group=16,window=8,sinks=2"
 OTHERS = [
-    f"{SKVQ},heavy=4",
+    f"{SKVQ},outliers=4",
     "skvq:group=32,bits=4,value_bits=1.5,window=0",
     "rptq:group=16",
     "smoothquant:group=16",
@@ -63,7 +63,7 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
     found, cache = Calibration.load(path), kvloom.Cache(model, "full")
     with torch.inference_mode():
         model(input_ids=ids(), past_key_values=cache)
-    rope, at = rotary.rope(model), torch.arange(64).view(1, 1, -1)
+    rope, at = rotary.model_rope(model), torch.arange(64).view(1, 1, -1)
     for number, layer in enumerate(probe.layers(cache)):
         body = probe.tokens(layer)
         k, v = body.keys.tail.view(), body.values.tail.view()
@@ -73,7 +73,7 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
             torch.testing.assert_close(high, x.amax(dim=(0, 2)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("spec", [SKVQ, *OTHERS])
 @pytest.mark.parametrize("pads", [(0, 0), (0, 17)])
 def test_calibrated_recipes_generate_and_hold_what_is_predicted(llama, spec, pads):
@@ -269,12 +269,12 @@ def test_a_group_larger_than_the_layer_is_refused(llama):
     assert "group=64 does not divide the layer's channels=32; use 16 or 32" in message
 
 
-@for_each("name", ["gpt2", "mpt", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "mpt", "bloom"])
 def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp_path, name):
     model, path = build(name), tmp_path / "c.kvcal"
     with pytest.raises(CalibrationError, match=f"{type(model).__name__} has no rotary embedding"):
         calibrated(model, path)
-    after = f"{SKVQ},pre_rope=false,heavy=4"
+    after = f"{SKVQ},pre_rope=false,outliers=4"
     calibrated(model, path, [after])
     outs = []
     for spec in ("full", f"{after},bits=8,value_bits=8,clip=1.0,meta=fp32"):
@@ -286,6 +286,18 @@ def test_models_without_rope_are_refused_before_rope_and_calibrated_after_it(tmp
     fmt = kvloom.Packed(2, "token", 16, pre_rope=True)
     message = refused(build(name), kvloom.Recipe(store=kvloom.Store(keys=fmt)))
     assert "has no rotary embedding" in message
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "gemma4-shared"])
+def test_the_recorded_model_is_the_plain_model(name):
+    """With attention sinks, and with layers that share the keys and values of another."""
+    model, outputs, numbers = build(name), [], []
+    model.base_model.norm.register_forward_hook(lambda *hook: outputs.append(hook[2]))
+    with torch.inference_mode():
+        model(input_ids=ids(count=2))
+    record(model, ids(count=2), lambda number, _: numbers.append(number))
+    torch.testing.assert_close(outputs[-1], outputs[0], rtol=1e-4, atol=1e-5)
+    assert numbers == [0, 2]
 
 
 def test_too_little_text_is_refused():

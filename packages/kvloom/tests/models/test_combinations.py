@@ -7,7 +7,7 @@ that the layer holds or recalls, and what it holds are the model's own keys and 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from kvloom.hf import rotary
 from kvloom.keep import SCORERS, Budget, Keep
 from kvloom.recall import Clusters, Pages, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe, resolve
-from pairwise import cover
+from sampling import set_cover
 
 PROMPT, STEPS = 150, (*[1] * 4, 5, 1, 70, 1, 1)
 BUDGET = Budget(tokens=110, recent=10)
@@ -52,8 +52,6 @@ STORES = {
     "rtn": resolve("rtn:bits=3,group=16"),
     "turbo": resolve("turbo:window=5"),
     "near-lossless": resolve("near-lossless:group=16,residual=32"),
-    "kitty": resolve("kitty:boost=8,group=16,residual=32,sinks=3"),
-    "kvarn": resolve("kvarn:bits=3,group=16,residual=32,sinks=3"),
     "minikv": resolve("minikv:residual=32"),
 }
 
@@ -77,7 +75,7 @@ KINDS = {  # of parts that a layer treats alike
     "heads": "heads", "heads of all layers": "heads", "renumbered": "renumbered",
     "every step, renumbered": "renumbered", "window, renumbered": "renumbered",
     "topk": "index", "partial": "index", "clusters": "index", "pages": "index",
-    "kivi": "channels", "kvarn": "channels", "kitty": "channels", "near-lossless": "channels",
+    "kivi": "channels", "near-lossless": "channels",
     "rtn": "tokens", "turbo": "tokens", "minikv": "tokens",
 }  # fmt: skip
 
@@ -85,6 +83,11 @@ KINDS = {  # of parts that a layer treats alike
 def kinds(case: dict) -> dict:
     """A case whose parts are kinds of parts."""
     return {axis: KINDS.get(part, part) for axis, part in case.items()}
+
+
+def pairs(case: dict) -> set:
+    """Every two parts of a case."""
+    return set(combinations(case.items(), 2))
 
 
 def made(keep: str, store: str, recall: str, sinks: int) -> Recipe | None:
@@ -103,8 +106,9 @@ CASES = [
     for values in product(*AXES.values())
     if made(*values[:-1]) and not (values[-1] and "renumbered" in values[0])
 ]
-PAIRS = [CASES[i] for i in cover(CASES)]  # of all parts
-DEFAULT = {*cover([kinds(case) for case in PAIRS]), *cover(PAIRS, 1)}  # of kinds, and every part
+# Every pair of parts is in some case; by default, every pair of kinds of parts, and every part.
+PAIRS = [CASES[i] for i in sorted(set_cover([pairs(case) for case in CASES]))]
+DEFAULT = set_cover([pairs(kinds(case)) | set(case.items()) for case in PAIRS])
 every = pytest.mark.parametrize(
     "case",
     [
@@ -131,7 +135,7 @@ def run(model, recipe: Recipe, padded: bool = False, spoil=None):
     mask = torch.ones_like(ids)
     mask[1, : 40 if padded else 0] = 0
     cache, at = kvloom.Cache(model, recipe), 0
-    found = check(cache, rotary.rope(model))
+    found = check(cache, rotary.model_rope(model))
     with torch.no_grad():
         for t in (PROMPT, *STEPS):
             some = {"input_ids": ids[:, at : at + t]} | (
@@ -164,7 +168,7 @@ def a_code(layer):
 
 
 def a_place(layer):
-    probe.tokens(layer).index[0, 0, 5] += 1
+    probe.tokens(layer).logical_index[0, 0, 5] += 1
 
 
 @pytest.mark.rare

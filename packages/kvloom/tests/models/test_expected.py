@@ -11,11 +11,10 @@ from transformers import DynamicCache
 import kvloom
 import naive_recipes as rules
 from backends import by_reference
-from for_each import for_each
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
 from kvloom.recipe.resolve import resolve
-from pairwise import some_slow
+from sampling import slow_except
 
 EXPECTED = "expected:tokens=24,recent=6,future=50"
 
@@ -38,7 +37,9 @@ def test_the_tokens_that_later_queries_expect_stay(name):
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
-@some_slow("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
+@pytest.mark.parametrize(
+    "name", slow_except(sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
+)
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     model = zoo.build(name)
     together = prefilled(model, EXPECTED)
@@ -53,7 +54,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
 
 
 @by_reference
-@for_each(
+@pytest.mark.parametrize(
     "spelled",
     [
         "expected:tokens=40,recent=8,store=kivi-4",

@@ -10,8 +10,8 @@ from test_saved import CALIBRATED, FORMS, IDS, PROMPT, llama, step
 import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse, NotFinite
-from kvloom.hf.fan_out import Follower, prefill_together
-from pairwise import some_slow
+from kvloom.hf.shared_pass import Follower, prefill_together
+from sampling import slow_except
 
 __all__ = ["llama"]
 KIVI = "kivi:group=16,residual=32"
@@ -42,7 +42,7 @@ def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
 
 
 @by_reference
-@some_slow("name", sorted(zoo.CONFIGS), *zoo.OF_EACH_KIND)
+@pytest.mark.parametrize("name", slow_except(sorted(zoo.CONFIGS), *zoo.OF_EACH_KIND))
 def test_every_model(name):
     model = zoo.build(name)
     forms = [KIVI, "snapkv:tokens=20,window=8", "streaming:tokens=24,positions=renumbered"]
@@ -65,7 +65,7 @@ def test_positions_that_some_alibi_models_round_are_read_apart():
     cache = kvloom.Cache(model, "h2o:tokens=20,positions=renumbered")
     follower = Follower(cache)
     prefill_together(model, kvloom.Cache(model, "full"), [follower], **prompt(70))
-    assert follower.apart
+    assert follower.reads_alone
     assert follower.error is None
     assert cache.get_seq_length() == 70
 

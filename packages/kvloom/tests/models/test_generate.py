@@ -13,15 +13,14 @@ from transformers import DynamicCache
 import kvloom
 import probe
 from backends import by_reference
-from for_each import for_each
 from near import assert_near
-from pairwise import some_slow
+from sampling import slow_except
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 KIVI = "kivi:group=16,residual=32"
 
 
-KINDS = ("llama-gqa", "gemma2", "falcon-gqa", "bloom")
+KINDS = ("llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "falcon-gqa", "bloom")
 SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi")  # others have what these have
 
 
@@ -59,7 +58,9 @@ def test_a_stock_cache_given_to_an_attached_model_is_used(model):
     assert stock.get_seq_length() == expected.shape[1] - 1
 
 
-@some_slow("name", ["llama-gqa", "gemma2", *zoo.ADAPTED], *KINDS)
+@pytest.mark.parametrize(
+    "name", slow_except(["llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", *zoo.ADAPTED], *KINDS)
+)
 def test_no_cache_at_all(name):
     model = zoo.build(name)
     expected = model.generate(**zoo.batch(), **GREEDY, use_cache=False)
@@ -67,7 +68,12 @@ def test_no_cache_at_all(name):
     assert torch.equal(model.generate(**zoo.batch(), **GREEDY, use_cache=False), expected)
 
 
-@some_slow("name", ["llama-gqa", "gemma2", "gemma3", *zoo.ADAPTED], *KINDS)
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["llama-gqa", "gemma2", "gemma3", "gpt-oss", "gemma4-shared", *zoo.ADAPTED], *KINDS
+    ),
+)
 def test_stock_cache_takes_a_second_prompt_on_an_attached_model(name):
     model = zoo.build(name)
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
@@ -95,7 +101,7 @@ def test_sampling(model):
     assert torch.equal(sample(), expected)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["full", KIVI, "window:tokens=40"])
 def test_assisted_decoding(model, recipe):
     """Drafts change no token, whatever is packed or dropped between two tokens of a draft."""
@@ -147,7 +153,7 @@ def test_a_plain_turn_after_an_assisted_one_packs_again():
     assert cache.nbytes < 0.7 * cache.full_nbytes
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["full", KIVI, "rtn:group=16", "streaming:tokens=40"])
 def test_a_second_prompt_on_the_same_cache(model, recipe):
     ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
@@ -185,7 +191,7 @@ def test_inputs_embeds(model):
     assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), expected)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("recipe", ["full", KIVI, "streaming:tokens=40"])
 def test_one_prefix_many_continuations(model, recipe, duplicate):
@@ -211,7 +217,7 @@ def test_padding_changes_nothing_for_other_rows(model):
     assert torch.equal(model.generate(**together, **GREEDY)[:1], model.generate(**alone, **GREEDY))
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["full", "window:tokens=40", "streaming:tokens=40"])
 def test_a_padded_row_generates_what_it_generates_alone(model, recipe):
     kvloom.attach(model, recipe)
@@ -222,7 +228,7 @@ def test_a_padded_row_generates_what_it_generates_alone(model, recipe):
         assert torch.equal(out[row, pad:], alone[0])
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @by_reference
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(model, dtype):
@@ -345,7 +351,7 @@ def test_bytes_count_the_states_of_linear_attention():
     assert cache.nbytes == cache.full_nbytes == states + 2 * 61 * cache.geometry.token_nbytes()
 
 
-@for_each("name", ["llama-gqa", "gemma3", "mistral-sliding"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "mistral-sliding"])
 def test_a_cache_shows_its_recipe_tokens_and_bytes(name):
     model = zoo.build(name)
     cache = kvloom.Cache(model, kvloom.Recipe(name="<mine>"))

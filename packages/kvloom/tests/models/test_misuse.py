@@ -13,9 +13,8 @@ import zoo
 import kvloom
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
-from kvloom.hf.report import report
+from kvloom.hf.attach import report
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
@@ -102,7 +101,7 @@ def test_detach_without_attach(model):
         kvloom.detach(model)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "error", "says"),
     [
         ("kivvi", RecipeError, r"did you mean 'kivi'\?.*there are full, .*kivi"),
@@ -120,7 +119,7 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
         assert untouched(model)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         (tf.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=99),
@@ -223,7 +222,6 @@ def test_crop_into_packed_tokens_touches_no_layer(model):
     assert cache.get_seq_length() == 96
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
@@ -238,7 +236,7 @@ def test_nan_in_keys_or_values_names_the_layer(model, bad, side):
     assert probe.layers(cache)[1].nbytes == 0
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("recipe", [KIVI, "full", "h2o"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "falcon-gqa"])
 def test_a_cache_on_a_model_that_is_not_routed(name, recipe):
@@ -306,7 +304,7 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert "3 of 3 layers" in repr(full)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "prompts", "small"),
     [("full", False, False), ("kivi:group=16", True, True), ("kivi-4:group=16", True, False),
      ("h2o", True, False), ("skvq-k2v1.5:group=16,calibration=x", True, True)],
@@ -317,7 +315,7 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "few"),
     [("tiny", False), ("tiny:fraction=0.14", True), ("h2o:fraction=0.1", True), ("h2o", False),
      ("snapkv", False), ("kivi", False)],
@@ -340,7 +338,7 @@ def test_a_model_of_sliding_layers_alone_has_nothing_to_compress(subtests):
             assert untouched(model)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "recipe", "says"),
     [
         ("llama-gqa", "pyramidkv:tokens=40", "leaves layer 2 of 3 without a heavy hitter; use a"),

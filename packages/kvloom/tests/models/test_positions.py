@@ -16,7 +16,7 @@ import probe
 from backends import by_reference
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
-from pairwise import some_slow
+from sampling import slow_except
 
 LEARNED = ("gpt2", "opt")
 MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
@@ -32,6 +32,7 @@ BY_SCORE = (
 
 def one_layer(name):
     full = {"layer_types": ["full_attention"]} if name.startswith("gemma") else {}
+    full |= {"num_kv_shared_layers": 0} if name == "gemma4-shared" else {}
     return zoo.build(name, num_hidden_layers=1, **full)
 
 
@@ -60,7 +61,7 @@ def steps(model, recipe, remember=False):
 
 
 @pytest.mark.parametrize("recipe", BY_AGE)
-@some_slow("name", MOVABLE, "llama-gqa", "gemma2", "glm4", *zoo.ADAPTED)
+@pytest.mark.parametrize("name", slow_except(MOVABLE, "llama-gqa", "gemma2", "glm4", *zoo.ADAPTED))
 def test_tokens_kept_by_age(name, recipe):
     model = one_layer(name)
     for ids, at, t, before, got in steps(model, recipe):
@@ -112,7 +113,7 @@ def test_learned_positions_of_new_tokens(name):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2", "opt", "gpt-neox"])
 @pytest.mark.parametrize(
     "recipe",

@@ -15,11 +15,21 @@ from beams import assert_rows_follow_beams
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 
-NAMES = ["llama-gqa", "gemma2", "gptj", "mpt", "falcon-gqa", "bloom", "opt"]
+NAMES = [
+    "llama-gqa",
+    "gemma2",
+    "gpt-oss",
+    "gemma4-shared",
+    "gptj",
+    "mpt",
+    "falcon-gqa",
+    "bloom",
+    "opt",
+]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("recipe", ["clusterkv", "quest", "infinigen", "topk"])
 @pytest.mark.parametrize("beams", [1, 4])

@@ -37,7 +37,11 @@ def turn():
 
 
 def test_an_unknown_argument_of_attention(turn):
-    turn(r"layer 0: the model's attention takes 's_aux' \(attention sinks\)", s_aux=torch.ones(4))
+    turn("layer 0: the model's attention takes 'position_bias', which", position_bias=torch.ones(4))
+
+
+def test_sinks_that_are_not_the_models_own(turn):
+    turn("layer 0: the model's attention takes 's_aux' that are not its own", s_aux=torch.ones(4))
 
 
 def test_an_argument_of_none_is_not_given():

@@ -16,16 +16,15 @@ import kvloom
 import naive_recipes as rules
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache import fill
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
-from kvloom.hf.observe import observe
+from kvloom.hf.observe import observe_steps
 from kvloom.hf.repetition import Repetition
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.workload.layers import LayerShape, empty_layers, random_qkv
-from pairwise import some_slow
+from sampling import slow_except
 
 PROMPT = 61
 IDS = zoo.batch(3, PROMPT)
@@ -60,7 +59,7 @@ def recorded(model):
     return calls
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mha", "qwen3"])
 @pytest.mark.parametrize("instruction", [(), (5, 6, 7)])
 @pytest.mark.parametrize("chunk", [20, 100])
@@ -88,7 +87,9 @@ def test_the_tokens_that_repeating_needs_most_stay(name, instruction, chunk):
             assert found[0, h].tolist() == rules.kept(head, 24, 4, 6)
 
 
-@some_slow("name", sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
+@pytest.mark.parametrize(
+    "name", slow_except(sorted(set(zoo.CONFIGS) - {"mistral-sliding"}), *zoo.OF_EACH_KIND, "glm4")
+)
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     model = zoo.build(name)
     recipe = KVZIP.replace("chunk=20", "chunk=70")  # in chunks of its own a row would differ
@@ -104,7 +105,9 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
             assert torch.equal(kept, two[0])
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "bloom", "opt"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "bloom", "opt"]
+)
 def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     """With a budget above the prompt nothing is evicted, so the cache must equal an exact one."""
     model = zoo.build(name)
@@ -130,9 +133,13 @@ GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
 
 
 @by_reference
-@for_each("options", ["", ",store=kivi-4", ",store=turbo", ",positions=renumbered",
-                                     ",layers=variance", ",fraction=0.5", ",heads=0.2,store=turbo",
-                                     f"{JOINT},store=kivi-4", GROUPS])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        "", ",store=kivi-4", ",store=turbo", ",positions=renumbered", ",layers=variance",
+        ",fraction=0.5", ",heads=0.2,store=turbo", f"{JOINT},store=kivi-4", GROUPS,
+    ],
+)  # fmt: skip
 def test_predicted_bytes_are_exact(options):
     model, ids = zoo.build("llama-gqa", head_dim=32), torch.cat([IDS["input_ids"][:1]] * 5, dim=1)
     recipe = resolve(f"{CHUNKS}{options}")
@@ -215,7 +222,7 @@ def logical_of(cache):
 
 
 @by_reference
-@for_each("chunk", [32, 50])
+@pytest.mark.parametrize("chunk", [32, 50])
 def test_a_chunk_is_as_long_as_the_positions_of_the_model_allow(chunk):
     limit, lengths = PROMPT + 3 + 8 + chunk, []  # beside the instruction and the lead
     model, roomy = (zoo.build("llama-gqa", max_position_embeddings=n) for n in (limit, 500))
@@ -228,7 +235,7 @@ def test_a_chunk_is_as_long_as_the_positions_of_the_model_allow(chunk):
 
 
 @by_reference
-@for_each(
+@pytest.mark.parametrize(
     ("limit", "chunk", "remedy"),
     [(PROMPT + 42, 100, "of at most 60 tokens, or another"), (PROMPT + 30, 20, "of at most 60"),
      (20, 100, "; use another recipe, such as snapkv")],
@@ -257,7 +264,7 @@ def test_what_cannot_be_repeated_is_refused():
 
 
 @by_reference
-@for_each(
+@pytest.mark.parametrize(
     ("spelled", "message"),
     [
         ("kvzip:start=100", "leave out start"),
@@ -297,7 +304,7 @@ def test_recall_finds_tokens_among_those_that_stay():
 def test_an_observer_does_not_see_the_repetition():
     model, seen = zoo.build("llama-gqa"), []
     cache = kvloom.Cache(model, KVZIP)
-    observe(cache, lambda step: seen.append((step.q.shape[2], step.keys.shape[2])))
+    observe_steps(cache, lambda step: seen.append((step.q.shape[2], step.keys.shape[2])))
     with torch.no_grad():
         model(**IDS, past_key_values=cache)
         mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)

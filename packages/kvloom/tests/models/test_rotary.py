@@ -7,9 +7,8 @@ import torch
 import zoo
 
 from backends import by_reference
-from for_each import for_each
 from kvloom.errors import UnsupportedModel
-from kvloom.hf.rotary import rope
+from kvloom.hf.rotary import model_rope
 
 pytestmark = by_reference  # none of this depends on kernels
 
@@ -26,11 +25,12 @@ SCALED = {
 NONE = ("gpt2", "opt", "mpt", "falcon-alibi", "bloom")
 
 
-@for_each("name", [n for n in zoo.CONFIGS if n not in NONE])
+@pytest.mark.parametrize("name", [n for n in zoo.CONFIGS if n not in NONE])
 def test_keys_of_a_shifted_prompt_are_the_turned_keys(name):
-    full = {"layer_types": ["full_attention"]} if name == "gemma3" else {}
+    full = {"layer_types": ["full_attention"]} if name in ("gemma3", "gemma4-shared") else {}
+    full |= {"num_kv_shared_layers": 0} if name == "gemma4-shared" else {}
     model = zoo.build(name, num_hidden_layers=1, **full)
-    found = rope(model)
+    found = model_rope(model)
     ids = zoo.batch(1, 9, (0,))["input_ids"]
     held = []
     for start in (0, 31):
@@ -41,28 +41,20 @@ def test_keys_of_a_shifted_prompt_are_the_turned_keys(name):
     assert not torch.allclose(held[0], held[1], atol=1e-2)
 
 
-@for_each("kind", SCALED)
+@pytest.mark.parametrize("kind", SCALED)
 def test_scaled_frequencies(kind):
     model = zoo.build(
         "llama-gqa", rope_parameters={"rope_type": kind, "rope_theta": 1e4} | SCALED[kind]
     )
-    assert not torch.equal(rope(model).inv_freq, rope(zoo.build("llama-gqa")).inv_freq)
+    assert not torch.equal(model_rope(model).inv_freq, model_rope(zoo.build("llama-gqa")).inv_freq)
 
 
-@for_each("name", NONE)
+@pytest.mark.parametrize("name", NONE)
 def test_learned_positions_and_alibi_do_not_rotate(name):
-    assert rope(zoo.build(name)) is None
+    assert model_rope(zoo.build(name)) is None
 
 
 def test_frequencies_that_change_are_refused():
     changing = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
     with pytest.raises(UnsupportedModel, match=r"changes with the length.*positions=\"original\""):
-        rope(zoo.build("llama-gqa", rope_parameters=changing))
-
-
-def test_an_embedding_that_is_not_understood_is_refused(monkeypatch):
-    model = zoo.build("llama-gqa")
-    module = __import__(type(model).__module__, fromlist=["x"])
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k * cos))
-    with pytest.raises(UnsupportedModel, match="does not understand its rotary embedding"):
-        rope(model)
+        model_rope(zoo.build("llama-gqa", rope_parameters=changing))

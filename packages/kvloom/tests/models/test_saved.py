@@ -22,7 +22,7 @@ from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store.buffer import Allocation
 from kvloom.store.calibration import Calibration
-from pairwise import some_slow
+from sampling import slow_except
 
 # Every recipe, so small that after 180 tokens it has dropped, packed and is within a block.
 SMALL = {
@@ -38,11 +38,9 @@ SMALL = {
     "h2o": "",
     "infinigen": "tokens=40,sinks=4,recent=8,full_layers=1",
     "keyformer": "",
-    "kitty": "boost=8,group=16,residual=32,sinks=3",
     "kivi": "group=16,residual=32",
     "kivi-4": "group=16,residual=32,meta=fp8",
     "knorm": "tokens=40,recent=8",
-    "kvarn": "group=16,residual=32,sinks=3",
     "kvzip": "tokens=40,recent=8,chunk=50",
     "minikv": "residual=32",
     "minikv-pyramid": "residual=32",
@@ -73,18 +71,20 @@ SPECIAL = [
     "h2o:tokens=40,limit=120,positions=renumbered",
     "keyformer:tokens=40,positions=renumbered",
     "kivi:group=16,residual=32,rotate=true",
-    "skvq:group=16,window=8,sinks=2,heavy=4",
+    "skvq:group=16,window=8,sinks=2,outliers=4",
     "small:fraction=0.8,group=16,residual=16,recent=8,chunk=50",
     "snapkv:tokens=40,window=8,heads=0.2",
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]
 FORMS = [*(f"{name}:{options}" for name, options in SMALL.items()), *SPECIAL]
-core_forms = some_slow(
+core_forms = pytest.mark.parametrize(
     "form",
-    FORMS,
-    *(form for form in SPECIAL if not form.startswith(("keyformer", "window"))),
-    *(f"{name}:{SMALL[name]}" for name in ("kitty", "kivi", "quest", "streaming", "turbo")),
+    slow_except(
+        FORMS,
+        *(form for form in SPECIAL if not form.startswith(("keyformer", "window"))),
+        *(f"{name}:{SMALL[name]}" for name in ("kivi", "quest", "streaming", "turbo")),
+    ),
 )
 """Every form with `-m slow`; by default, forms with every part of a cache between them."""
 CALIBRATED = [form for form in FORMS if resolve(form).store.calibrated]
@@ -178,11 +178,13 @@ def test_a_loaded_cache_goes_on_as_the_one_that_was_saved(llama, form, tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["prefix.kv"]
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
         ("gemma3", "kivi:group=16,residual=32"),
+        ("gpt-oss", "near-lossless:group=16,residual=16"),
+        ("gemma4-shared", "snapkv:tokens=20,window=8"),
         ("mistral-sliding", "full"),
         ("gpt2", "streaming:tokens=40,positions=renumbered"),
         ("gptj", "h2o:tokens=40,positions=renumbered"),

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 import kvloom
 from backends import by_reference
-from for_each import for_each
 from kvloom.cache.layer_state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
 from kvloom.hf.metadata import identity
@@ -83,7 +82,7 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     assert "cannot be restored (ValueError: zip() argument 2 is shorter" in refused(model, path)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("damage", "says"),
     [
         ({"store": {"keys": {"bits": 5, "axis": "channel"}}}, "bits=5 is not one of 1, 1.5"),

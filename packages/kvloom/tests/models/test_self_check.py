@@ -7,7 +7,6 @@ import torch
 import transformers as tf
 import zoo
 from test_misuse import untouched
-from torch.nn import init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvloom
@@ -111,30 +110,8 @@ def test_a_model_that_plain_transformers_cannot_run(monkeypatch):
     assert untouched(model)
 
 
-def gpt_oss(**changes):
-    torch.manual_seed(0)
-    config = tf.GptOssConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=199, num_local_experts=4,
-        num_experts_per_tok=2, sliding_window=16, max_position_embeddings=1024, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, **changes,
-    )  # fmt: skip
-    model = tf.AutoModelForCausalLM.from_config(config).eval()
-    for layer in model.model.layers:
-        init.normal_(layer.self_attn.sinks)
-    return model
-
-
-def test_attention_sinks_are_refused_by_name():
-    model = gpt_oss()
-    for use in (kvloom.attach, kvloom.Cache):
-        with pytest.raises(UnsupportedModel, match=r"'s_aux' .attention sinks., which kvloom does"):
-            use(model, "full")
-    assert untouched(model)
-
-
 def test_sinks_of_layers_that_kvloom_leaves_to_transformers_are_computed():
-    model = gpt_oss(layer_types=["sliding_attention", "sliding_attention"])
+    model = zoo.build("gpt-oss", layer_types=["sliding_attention"] * 3)
     expected = model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False)
     kvloom.attach(model, "full")
     assert torch.equal(model.generate(**zoo.batch(), max_new_tokens=8, do_sample=False), expected)
@@ -142,10 +119,10 @@ def test_sinks_of_layers_that_kvloom_leaves_to_transformers_are_computed():
 
 def test_a_longer_sliding_window_is_not_exceeded():
     model = zoo.build("mistral-sliding")
-    assert self_check.batch(model)["input_ids"].shape == (2, 48)
-    assert self_check.batch(model)["attention_mask"].sum(dim=1).tolist() == [48, 41]
+    assert self_check.sample_batch(model)["input_ids"].shape == (2, 48)
+    assert self_check.sample_batch(model)["attention_mask"].sum(dim=1).tolist() == [48, 41]
     model.config.sliding_window = 4096
-    assert self_check.batch(model)["input_ids"].shape == (2, 24)
+    assert self_check.sample_batch(model)["input_ids"].shape == (2, 24)
 
 
 def test_steps_are_compared_up_to_the_first_other_token():
@@ -156,10 +133,12 @@ def test_steps_are_compared_up_to_the_first_other_token():
         return SimpleNamespace(logits=logits)
 
     first, second = run(same, 1.1 * same, same), run(same, same, other)
-    assert self_check.difference(first, second) == pytest.approx(2**0.5 / spread)
+    assert self_check.logits_difference(first, second) == pytest.approx(2**0.5 / spread)
     late = run(same, other, 5 * same)
-    assert self_check.difference(run(same, same, same), late) == pytest.approx(2**0.5 / spread)
-    assert self_check.difference(run(same), run(same * torch.nan)) == torch.inf
+    assert self_check.logits_difference(run(same, same, same), late) == pytest.approx(
+        2**0.5 / spread
+    )
+    assert self_check.logits_difference(run(same), run(same * torch.nan)) == torch.inf
 
 
 def test_a_model_that_stores_nothing_in_its_cache_is_refused(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 import zoo
 
 import kvloom
-from pairwise import some_slow
+from sampling import slow_except
 
 NO_TOKEN = 10_000  # to end at: prompt lookup of transformers 5.10 needs one
 RECIPES = (
@@ -22,7 +22,6 @@ RECIPES = (
     "snapkv:tokens=40,window=8",
     "snapkv:tokens=40,window=8,heads=0.2",
     "minikv:residual=16",
-    "kitty:group=32,residual=32,sinks=4",
     "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "infinigen:tokens=32,sinks=4,recent=8,full_layers=1",
@@ -51,14 +50,14 @@ def steps_of(model, **kwargs):
     return out, len(calls)
 
 
-@pytest.mark.sample("values")
-@some_slow(
-    "recipe", RECIPES, "kivi:group=16,residual=32", "turbo", "store:recent=5,sinks=3",
+@pytest.mark.sample
+@pytest.mark.parametrize("recipe", slow_except(
+    RECIPES, "kivi:group=16,residual=32", "turbo", "store:recent=5,sinks=3",
     "streaming:tokens=40", "keyformer:fraction=0.5", "snapkv:tokens=40,window=8,heads=0.2",
     "minikv:residual=16", "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
-)  # fmt: skip
+))  # fmt: skip
 @pytest.mark.parametrize("draft", [2, 7])
 def test_prompt_lookup_generates_the_same_tokens(recipe, draft):
     model = zoo.build("llama-gqa", head_dim=32)
@@ -74,10 +73,10 @@ def test_prompt_lookup_generates_the_same_tokens(recipe, draft):
     assert calls < most
 
 
-@some_slow(
-    "recipe", RECIPES, "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,heads=0.2",
+@pytest.mark.parametrize("recipe", slow_except(
+    RECIPES, "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,heads=0.2",
     "streaming:tokens=40", "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
-)  # fmt: skip
+))  # fmt: skip
 def test_an_assistant_generates_the_same_tokens(recipe, assistant):
     model = zoo.build("llama-gqa", head_dim=32)
     kvloom.attach(model, recipe)

@@ -12,7 +12,17 @@ from backends import by_reference
 pytestmark = by_reference  # no kvloom cache runs
 
 # With and without sliding layers, a soft cap, RoPE, and adapters.
-MODELS = ("llama-gqa", "gemma2", "gemma3", "mistral-sliding", "gpt2", "gptj", "falcon-alibi")
+MODELS = (
+    "llama-gqa",
+    "gemma2",
+    "gemma3",
+    "gpt-oss",
+    "gemma4-shared",
+    "mistral-sliding",
+    "gpt2",
+    "gptj",
+    "falcon-alibi",
+)
 RECIPE = dict.fromkeys(MODELS, "window:tokens=24") | {"mistral-sliding": "full"}
 CACHES = {
     "dynamic": lambda config: tf.DynamicCache(config=config),

@@ -19,7 +19,6 @@ import zoo
 
 import kvloom
 import kvloom_lab
-from for_each import for_each
 from kvloom.calibrate import calibrate
 from kvloom.errors import SavedCacheError
 from kvloom.recipe.resolve import resolve
@@ -99,10 +98,12 @@ def field(found: dict, key: str) -> dict:
     return {recipe: its[key] for recipe, its in found.items()}
 
 
-@for_each("name", MODELS)
-def test_tokens_are_those_of_one_process(results, name):
-    for rank in results["ranks"]:
-        assert field(rank["recipes"][name], "tokens") == field(results["one"][name], "tokens")
+def test_tokens_are_those_of_one_process(subtests, results):
+    for name in MODELS:
+        with subtests.test(name):
+            for rank in results["ranks"]:
+                found = field(rank["recipes"][name], "tokens")
+                assert found == field(results["one"][name], "tokens")
 
 
 @pytest.mark.parametrize("name", ranks.NEW)
@@ -130,27 +131,28 @@ def test_full_gives_the_tokens_of_plain_transformers(results, name):
         assert rank["recipes"][name]["full"]["tokens"] == plain
 
 
-@for_each("name", MODELS)
-def test_each_rank_holds_its_heads_and_their_bytes(results, name):
-    parts = 1 if name == "phi3" else ranks.RANKS  # it gathers the keys of all ranks
-    for rank in results["ranks"]:
-        for recipe, found in rank["recipes"][name].items():
-            one = results["one"][name][recipe]
-            assert [n * parts for n in found["heads"]] == one["heads"], recipe
-            for count in ("nbytes", "predicted"):  # the heads of a layer may share 8 bytes
-                assert 0 <= found[count] * parts - one[count] <= 8 * len(one["heads"]), recipe
+def test_each_rank_holds_its_heads_and_their_bytes(subtests, results):
+    for name in MODELS:
+        with subtests.test(name):
+            parts = 1 if name == "phi3" else ranks.RANKS  # it gathers the keys of all ranks
+            for rank in results["ranks"]:
+                for recipe, found in rank["recipes"][name].items():
+                    one = results["one"][name][recipe]
+                    assert [n * parts for n in found["heads"]] == one["heads"], recipe
+                    for count in ("nbytes", "predicted"):  # the heads of a layer may share 8 bytes
+                        over = found[count] * parts - one[count]
+                        assert 0 <= over <= 8 * len(one["heads"]), recipe
 
 
-@for_each("recipe", ["near-lossless", "keyformer", "clusterkv:tokens=96"])
-def test_a_rank_goes_on_from_the_file_that_it_saved_and_refuses_that_of_another(results, recipe):
-    for i, rank in enumerate(results["ranks"]):
-        saved = rank["saved"][recipe]
-        assert saved["again"] == saved["on"]
-        assert saved["other"].startswith("SavedCacheError")
-        assert (
-            f"holds the cache of rank {1 - i} of 2, and this process is rank {i} of 2"
-            in (saved["other"])
-        )
+def test_a_rank_goes_on_from_the_file_that_it_saved_and_refuses_that_of_another(subtests, results):
+    for recipe in ("near-lossless", "keyformer", "clusterkv:tokens=96"):
+        for i, rank in enumerate(results["ranks"]):
+            with subtests.test(recipe=recipe, rank=i):
+                saved = rank["saved"][recipe]
+                assert saved["again"] == saved["on"]
+                assert saved["other"].startswith("SavedCacheError")
+                says = f"holds the cache of rank {1 - i} of 2, and this process is rank {i} of 2"
+                assert says in saved["other"]
 
 
 def test_files_of_a_rank_and_of_one_process_are_refused_by_each_other(results):

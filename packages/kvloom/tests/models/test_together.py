@@ -12,10 +12,9 @@ from test_fan_out import prompt
 import kvloom
 import probe
 from backends import by_reference
-from for_each import for_each
 from kvloom.errors import CacheMisuse
 from kvloom.hf import read_tokens as forward
-from kvloom.hf.together import Together, can_step_together
+from kvloom.hf.shared_pass import Together, can_step_together
 from kvloom_lab.workload.passes import ForwardRequest, run_alone, run_batch
 from near import assert_near
 
@@ -46,9 +45,9 @@ def test_each_cache_steps_as_if_alone(name, tokens):
     for step in range(4):
         ids = torch.randint(3, 199, (2 * len(caches), tokens), generator=torch.manual_seed(step))
         with torch.no_grad():
-            out = forward(model, ids, Together(model, caches), every=True)
+            out = forward(model, ids, Together(model, caches), all_logits=True)
             rows = zip(ids.split(2), alone, strict=True)
-            each = [forward(model, x, cache, every=True) for x, cache in rows]
+            each = [forward(model, x, cache, all_logits=True) for x, cache in rows]
         assert_near(out, torch.cat(each), 1e-5)
     assert [c.nbytes for c in caches] == [c.nbytes for c in alone]
     assert [c.get_seq_length() for c in caches] == [70 + 4 * tokens] * len(caches)
@@ -69,7 +68,7 @@ def test_a_failure_in_one_cache_leaves_all_as_they_were():
     assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
 
 
-@for_each("name", ["gpt2", "opt", "bloom", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma3"])
 def test_models_that_need_more_than_the_caches_are_refused(name):
     model = zoo.build(name)
     form = (
@@ -102,7 +101,7 @@ def test_measurements_give_what_each_gives_alone(name):
 
     def measure(i, form):
         cache = kvloom.Cache(model, form)
-        logits = [(yield ForwardRequest(first, cache, every=True))[0]]
+        logits = [(yield ForwardRequest(first, cache, all_logits=True))[0]]
         for k in range(4 + i):
             logits.append((yield ForwardRequest(first[:, k : k + 1 + k % 2], cache)))
         return torch.cat(logits)

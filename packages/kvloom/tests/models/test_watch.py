@@ -8,7 +8,7 @@ import zoo
 
 from backends import by_reference
 from kvloom.hf.cache import Cache
-from kvloom.hf.observe import observe
+from kvloom.hf.observe import observe_steps
 from kvloom.kernels.score import reference as ref
 from kvloom_lab.analyse.attention import weight_blocks
 
@@ -35,7 +35,7 @@ def test_the_exact_attention_of_every_step(name):
             whole[look.layer] = torch.cat(list(rows), dim=1)
 
     cache = Cache(model, "full")
-    observe(cache, saw)
+    observe_steps(cache, saw)
     for lo, hi in ((0, 30), (30, 31), (31, 40)):
         model(input_ids=ids[:, lo:hi], past_key_values=cache, use_cache=True)
     assert mass == pytest.approx([40.0 * want[0].shape[1]] * len(want), rel=1e-4)

@@ -16,7 +16,17 @@ from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.store import Store
 
 KEEPERS = [name for name in RECIPES if resolve(name).keep is not None]
-MODELS = ("llama-gqa", "gpt2", "gpt-neox", "gemma2", "gptj", "bloom", "falcon-gqa")
+MODELS = (
+    "llama-gqa",
+    "gpt2",
+    "gpt-neox",
+    "gemma2",
+    "gpt-oss",
+    "gemma4-shared",
+    "gptj",
+    "bloom",
+    "falcon-gqa",
+)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -32,7 +42,7 @@ def generated(model, inputs, beams, **more):
     )
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("name", KEEPERS)
 def test_nothing_is_lost_within_the_budget(plain, name, positions):

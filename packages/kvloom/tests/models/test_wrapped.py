@@ -32,7 +32,7 @@ def saved(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "opt", "bloom", "falcon-alibi", "gptj"])
 @pytest.mark.parametrize("way", [pickled, saved, copy.deepcopy])
 def test_a_copy_of_an_attached_model_is_attached(name, way):

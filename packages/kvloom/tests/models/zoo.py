@@ -41,6 +41,15 @@ CONFIGS = {
         query_pre_attn_scalar=16,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     ),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **_GQA, sliding_window=24, num_local_experts=4, num_experts_per_tok=2,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "gemma4-shared": lambda: tf.Gemma4TextConfig(
+        **{**_GQA, "num_hidden_layers": 5}, global_head_dim=32, sliding_window=24,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=199,
+        layer_types=["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    ),
     "glm4": lambda: tf.Glm4Config(**_GQA, partial_rotary_factor=0.5),
     "gpt2": lambda: tf.GPT2Config(
         n_embd=64, n_layer=3, n_head=4, vocab_size=199, n_positions=1024,
@@ -71,8 +80,11 @@ CONFIGS = {
     "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
 }  # fmt: skip
 
-# With and without RoPE, sliding layers, grouped heads and an adapter.
-OF_EACH_KIND = ("llama-gqa", "gemma2", "gpt2", "gptj", "falcon-gqa", "bloom")
+# With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers
+# and an adapter.
+OF_EACH_KIND = (
+    "llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "gpt2", "gptj", "falcon-gqa", "bloom",
+)  # fmt: skip
 
 # Their attention does not go through transformers' interface.
 ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
@@ -85,12 +97,15 @@ def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions
-    attention = "eager" if name in ("gemma2", "gptj", "mpt", "bloom") else "sdpa"
+    eager = "gemma2", "gpt-oss", "gptj", "mpt", "bloom"
+    attention = "eager" if name in eager else "sdpa"
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
+        for path, parameter in model.named_parameters():
+            if parameter.dim() == 2 and name != "gemma4-shared":  # which normalizes its logits
                 parameter.mul_(4)
+            elif path.endswith("sinks"):
+                parameter.normal_()
     model.generation_config.eos_token_id = None  # random models: never stop early
     return model
 

@@ -106,7 +106,6 @@ def run(recipe, r, turns, window=None, at_step=True, sharp=2.0, slopes=None):
     return layer, simulated
 
 
-@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("r", [1, 2])
 @pytest.mark.parametrize("recent", ["0.5", "0.25", "0.0", "1.0"])
 @pytest.mark.parametrize("turns", [[40, *[1] * 25], [40, 1, 1, 7, 1, 1, 1], [5, *[1] * 30]])

@@ -10,7 +10,7 @@ import naive
 import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.named.kivi import kivi, kivi_4
+from kvloom.recipe.named.quantization import kivi, kivi_4
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import Packed, Store
@@ -97,7 +97,7 @@ def test_bytes_by_hand():
 # --- step by step ------------------------------------------------------------------------------
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize(("hq", "hk"), [(2, 2), (4, 2), (3, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("prompt", [1, 20, 31, 32, 33, 64, 75])
 @pytest.mark.parametrize(
@@ -166,7 +166,6 @@ def test_the_step_that_fills_the_residual_still_sees_exact_keys():
     assert exact(cache) == (0, 32)  # and then all keys are packed
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("prompt", [1, 100, 128, 129, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["kivi", "kivi-4", "kivi:group=64,residual=64,meta=fp32"])

@@ -104,7 +104,7 @@ SPECS = {
 }
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("group", ["mean", "max", "turns", "each"])
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_step_is_attention_over_the_listed_tokens(kind, group):

@@ -15,8 +15,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels.quantize import reference as ref
 from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.named.skvq import skvq, skvq_k2v1_5
-from kvloom.recipe.named.turbo import turbo
+from kvloom.recipe.named.quantization import skvq, skvq_k2v1_5, turbo
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerEncoding, LayerMetadata, Packed, Store
@@ -58,12 +57,12 @@ def test_a_group_over_two_heads_by_hand():
     fmt = Packed(2, "token", 16, "fp32", span="layer", reorder=True, clip="group")
     group_of = torch.tensor([[0, 1, 1], [1, 0, 0]])
     x = torch.tensor([[-4.0, 9, 9], [9, 6, 2]]).view(1, 2, 1, 3)
-    layer = LayerEncoding(fmt.encoding, 2, 3, group_of, torch.tensor([0.5, 1.0]))
-    codes, scale, zero = ref.to_codes(x, layer)
+    layer_encoding = LayerEncoding(fmt.encoding, 2, 3, group_of, torch.tensor([0.5, 1.0]))
+    codes, scale, zero = ref.to_codes(x, layer_encoding)
     assert codes[0, :, 0].tolist() == [[0, 0, 0], [0, 3, 2]]
     assert scale[0, 0, 0].tolist() == pytest.approx([5 / 3, 0])
     assert zero[0, 0, 0].tolist() == [-2, 9]
-    back = ref.from_codes(codes, scale, zero, layer)[0, :, 0]
+    back = ref.from_codes(codes, scale, zero, layer_encoding)[0, :, 0]
     np.testing.assert_allclose(back, [[-2, 9, 9], [9, 3, 4 / 3]], rtol=1e-6)
 
 
@@ -121,8 +120,8 @@ class Skvq:
                 self.v[b, :, i] = self._fake(self.v[b, :, i], self.known.values)
             self.done += 1
 
-    def _fake(self, x, layer: LayerEncoding):
-        args = layer.group_of.numpy(), self.meta, layer.clip.numpy()
+    def _fake(self, x, layer_encoding: LayerEncoding):
+        args = layer_encoding.group_of.numpy(), self.meta, layer_encoding.clip.numpy()
         return naive.mapped(x[:, None], self.bits, *args)[0][:, 0]
 
     @staticmethod
@@ -134,7 +133,7 @@ class Skvq:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @pytest.mark.parametrize("prompt", [1, 2, 3, 14, 15, 16, 60])
 @pytest.mark.parametrize("bits", [1.5, 2, 4])
 @pytest.mark.parametrize("meta", ["fp32", "fp8"])

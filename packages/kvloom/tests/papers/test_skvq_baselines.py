@@ -32,7 +32,6 @@ def calibrated(seed: int, hk: int, fmt: Packed) -> LayerEncoding:
     return LayerEncoding(fmt.encoding, hk, D, group_of.view(hk, D), None, divisor)
 
 
-@pytest.mark.sample("pairs")
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("bits", [1.5, 2, 4])
 @pytest.mark.parametrize("prompt", [1, 21])

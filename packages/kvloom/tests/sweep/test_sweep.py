@@ -15,7 +15,7 @@ from workers import Worker
 
 import kvloom
 from kvloom.hf.routed import RoutedLayer
-from pairwise import some_slow
+from sampling import slow_except
 
 # One of each kind of layer, mask, position and refusal.
 QUICK = (
@@ -29,7 +29,9 @@ PUBLISHED = published.load()
 LLAMA = "llama", "LlamaForCausalLM"
 
 
-@some_slow("pair", MODELS, *(name for name, pair in MODELS.items() if pair[0] in QUICK))
+@pytest.mark.parametrize(
+    "pair", slow_except(MODELS, *(name for name, pair in MODELS.items() if pair[0] in QUICK))
+)
 def test_full_is_plain_transformers_or_refused_by_name(pair):
     records = comparison.outcomes(*pair)
     assert [r for r in records if not allowed(r)] == []

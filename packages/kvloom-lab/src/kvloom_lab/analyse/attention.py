@@ -147,15 +147,15 @@ def measure(
 
     There must be at least one other token. Returns one `LayerAttention` for each layer that kvloom
     compresses; the model is left as it was. progress: called with units that sum to
-    tokens - context + 1. Raises what `Cache` and `watch` raise.
+    tokens - context + 1. Raises what `Cache` and `observe_steps` raise.
     """
-    supported_model(model, whole="an analysis")
+    supported_model(model, needs_all_heads="an analysis")
     on_step = progress or (lambda what, units: None)
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, recipe)
         layers = [_LayerObserver(number) for number in cache.geometry.numbers]
-        observe_steps(cache, lambda look: layers[look.layer].before_attention(look))
+        observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
         for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             on_step("reading the prompt" if lo == 0 else "decoding", 0)
             read_tokens(model, text[:, lo:hi], cache)

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +55,6 @@ class ModeCheck:
     tokens: float | None
     seconds: float
     note: str = ""
-
-    def data(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return asdict(self)
 
 
 def check_modes(
@@ -120,7 +116,7 @@ def _embedded(model: PreTrainedModel) -> Any:
 
 
 def _second_turn(model: PreTrainedModel, through: Callable[[Any], Any] = lambda x: x) -> Any:
-    """A second prompt behind the tokens of a first answer; `through` changes the cache between."""
+    """A second prompt after a first answer; `through` changes the cache in between."""
     sample = {name: x[:1] for name, x in sample_batch(model).items()}
     first = generate_sample(model, sample)
     ids = torch.cat([first.sequences, sample["input_ids"][:, :5]], dim=1)
@@ -178,7 +174,7 @@ def _limit(model: PreTrainedModel) -> float:
         with routed_trial(model, None):
             plain = generate_sample(model, sample)
         return rounding_tolerance(model, sample, plain)
-    except Exception:  # each mode says so
+    except Exception:  # the check of each mode reports it
         return math.inf
 
 
@@ -200,7 +196,7 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
     note = comparison.note or (
         ", ".join(ran) if ran else "no kernel covers it; the reference runs it"
     )
-    return ModeCheck(**{**asdict(comparison), "note": note})
+    return replace(comparison, note=note)
 
 
 def _compare(
@@ -208,18 +204,18 @@ def _compare(
 ) -> ModeCheck:
     begin = time.perf_counter()
     try:
-        want = expected()
+        plain_output = expected()
     except Exception as error:
         known = isinstance(error, KvloomError)
         result = REFUSED if known else PLAIN_FAILS
         note = str(error) if known else f"{type(error).__name__}: {error}"
         return ModeCheck(mode, result, None, None, time.perf_counter() - begin, note)
     try:
-        got = routed()
+        routed_output = routed()
     except KvloomError as error:
         return ModeCheck(mode, REFUSED, None, None, time.perf_counter() - begin, str(error))
-    off, tokens = logits_difference(want, got), None
-    if want.sequences is not None:
-        tokens = float((want.sequences == got.sequences).float().mean())
+    off, tokens = logits_difference(plain_output, routed_output), None
+    if plain_output.sequences is not None:
+        tokens = float((plain_output.sequences == routed_output.sequences).float().mean())
     result = EQUAL if off <= limit else DIFFERENT
     return ModeCheck(mode, result, off, tokens, time.perf_counter() - begin)

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvloom.cache import LayerCache, fill, read_nbytes
-from kvloom.recipe import Recipe, resolve
+from kvloom.recipe import resolve
 from kvloom.store import PromptPacker
 
 from ..workload.layers import (
@@ -52,7 +52,7 @@ def decode_candidates(
 ) -> list[Candidate]:
     """Return the candidates at one context, with filled caches.
 
-    peers: some of `PEERS`. limit_s: see `transformers_caches.candidate`.
+    peers: some of `DECODE_PEERS`. limit_s: see `transformers_caches.candidate`.
     """
     q, k, v = random_qkv(shape, context)
     q = q[:, :, -1:]
@@ -121,111 +121,73 @@ def _decode_recipe(name: str, shape: LayerShape, context: int) -> list[Candidate
     return [Candidate(name, attend, kv_bytes=lambda: cache.nbytes, read_bytes=read_bytes)]
 
 
-PREFILL_BASELINES = tuple(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values())
-"""Only the one in the dtype of the shape is measured."""
+PACK_BASELINE = "the prompt's attention"
+PROMPT_BASELINES = (*(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values()), PACK_BASELINE)
+"""Only those of the command, in the dtype of the shape, are measured."""
 
 
-def prefill_candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
-    """Return all candidates at one prompt length."""
-    q, k, v = random_prompt(shape, context)
-    candidates = [prompt_sdpa(f"SDPA {short_name(shape.dtype)}", q, k, v)]
+def prompt_candidates(
+    command: str, shape: LayerShape, recipes: Sequence[str], context: int
+) -> list[Candidate]:
+    """Return the candidates of `prefill` or `pack` at one prompt length."""
+    _, k, v = random_qkv(shape, context)
+    g = torch.Generator().manual_seed(1)
+    size = shape.batch, shape.q_heads, context, shape.head_dim
+    q = torch.randn(size, generator=g).to(shape.dtype)
+    baseline = PACK_BASELINE if command == "pack" else f"SDPA {short_name(shape.dtype)}"
+    gqa = shape.q_heads != shape.kv_heads
+    candidates = [
+        Candidate(
+            baseline,
+            lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
+            kv_bytes=lambda: k.nbytes + v.nbytes,
+        )
+    ]
+    of_recipe = _pack_recipe if command == "pack" else _prefill_recipe
     for name in recipes:
-        candidates += built(name, partial(_prefill_recipe, name, shape, q, k, v))
+        candidates += built(name, partial(of_recipe, name, shape, q, k, v))
     return candidates
 
 
 def _prefill_recipe(
     name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor
 ) -> list[Candidate]:
-    layer = _EmptyLayer(name, shape)
-    attend, store = partial(layer.attend, q, k, v), partial(layer.store, q, k, v)
+    recipe, scale = resolve(name), shape.head_dim**-0.5
+
+    def make() -> LayerCache:
+        return empty_layers(recipe, shape)[0]
+
     return [
-        Candidate(name, attend, layer.renew, layer.nbytes),
-        Candidate(f"{name}, storing", store, layer.renew, layer.nbytes),
+        _renewed(name, make, lambda layer: layer.attend(q, k, v, scale=scale)),
+        _renewed(f"{name}, storing", make, lambda layer: fill(layer, q, k, v)),
     ]
 
 
-def random_prompt(shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random q [B, Hq, tokens, D], and k and v [B, Hk, tokens, D]."""
-    _, k, v = random_qkv(shape, tokens)
-    g = torch.Generator().manual_seed(1)
-    size = shape.batch, shape.q_heads, tokens, shape.head_dim
-    return torch.randn(size, generator=g).to(shape.dtype), k, v
-
-
-def prompt_sdpa(name: str, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
-    """Return a prompt's attention by torch's SDPA, without a cache."""
-    gqa = q.shape[1] != k.shape[1]
-    return Candidate(
-        name,
-        lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa),
-        kv_bytes=lambda: k.nbytes + v.nbytes,
-    )
-
-
-class _EmptyLayer:
-    """A layer's cache that is renewed before every call."""
-
-    def __init__(self, name: str, shape: LayerShape) -> None:
-        self.recipe, self.shape = resolve(name), shape
-        self.renew()
-
-    def renew(self) -> None:
-        self.cache: LayerCache = empty_layers(self.recipe, self.shape)[0]
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.cache.attend(q, k, v, scale=q.shape[3] ** -0.5)
-
-    def store(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        fill(self.cache, q, k, v)
-
-    def nbytes(self) -> int:
-        return self.cache.nbytes
-
-
-PACK_BASELINES = ("the prompt's attention",)
-
-
-def pack_candidates(shape: LayerShape, recipes: Sequence[str], context: int) -> list[Candidate]:
-    """Return all candidates at one prompt length."""
-    q, k, v = random_prompt(shape, context)
-    candidates = [prompt_sdpa(PACK_BASELINES[0], q, k, v)]
-    for name in recipes:
-        candidates += built(name, partial(_pack_recipe, name, shape, k, v))
-    return candidates
-
-
-def _pack_recipe(name: str, shape: LayerShape, k: Tensor, v: Tensor) -> list[Candidate]:
-    store, nbytes = _EmptyStore(resolve(name), shape), k.nbytes + v.nbytes
-    if store.recipe.store.exact:
+def _pack_recipe(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) -> list[Candidate]:
+    recipe = resolve(name)
+    if recipe.store.exact:
         return [Candidate(name, problem="it packs nothing")]
-    pack = partial(store.pack, k, v)
-    return [Candidate(name, pack, store.renew, store.nbytes, lambda: nbytes)]
+
+    def make() -> PromptPacker:
+        metadata = random_calibration(recipe, shape)
+        return PromptPacker(recipe.store, recipe.protect.recents, metadata)
+
+    candidate = _renewed(name, make, lambda packer: packer.pack(k, v))
+    candidate.read_bytes = lambda: k.nbytes + v.nbytes
+    return [candidate]
 
 
-class _EmptyStore:
-    """The store of one layer's keys and values, renewed before every call."""
+def _renewed(name: str, make: Callable[[], Any], call: Callable[[Any], object]) -> Candidate:
+    """Return a candidate that works on a new object before every call. make: is not timed."""
+    subject = make()
 
-    def __init__(self, recipe: Recipe, shape: LayerShape) -> None:
-        self.recipe, self.shape = recipe, shape
-        self.renew()
+    def prepare() -> None:
+        nonlocal subject
+        subject = make()
 
-    def renew(self) -> None:
-        metadata = random_calibration(self.recipe, self.shape)
-        self.packer = PromptPacker(self.recipe.store, self.recipe.protect.recents, metadata)
-
-    def pack(self, k: Tensor, v: Tensor) -> None:
-        self.packer.pack(k, v)
-
-    def nbytes(self) -> int:
-        return self.packer.nbytes
+    return Candidate(name, lambda: call(subject), prepare, lambda: subject.nbytes)
 
 
-PROMPT_COMMANDS = {
-    "prefill": (prefill_candidates, PREFILL_BASELINES),
-    "pack": (pack_candidates, PACK_BASELINES),
-}
-"""The candidates of a prompt and their baselines, by command."""
 GENERATE_BASELINES = ("DynamicCache",)
 GENERATE_PEERS = tuple(transformers_caches.NAMES)
 """What recipes are compared with, by the names that `--baselines` takes."""
@@ -241,20 +203,30 @@ def generate_candidates(
 ) -> list[Candidate]:
     """Return the candidates at one context, with filled caches.
 
-    peers: some of `PEERS`. limit_s: see `transformers_caches.candidate`.
+    peers: some of `GENERATE_PEERS`. limit_s: see `transformers_caches.candidate`.
     """
     _, k, v = random_qkv(shape, context)
     ids = torch.ones(shape.batch, 1, dtype=torch.long)
     weights = sum(p.nbytes for p in plain.parameters()) - plain.get_input_embeddings().weight.nbytes
 
+    def step(
+        name: str, model: Any, cache: Any, kv_bytes: Callable[[], int], read: Callable[[], int]
+    ) -> Candidate:
+        return Candidate(
+            name,
+            lambda: model(input_ids=ids, past_key_values=cache, use_cache=True).logits,
+            kv_bytes=kv_bytes,
+            read_bytes=lambda: weights + read(),
+        )
+
     def peer(name: str, cache: Any) -> Candidate:
         nbytes = partial(transformers_caches.nbytes, cache)
-        return _step_candidate(name, plain, ids, cache, weights, nbytes, nbytes)
+        return step(name, plain, cache, nbytes, nbytes)
 
-    caches = [name for short, name in transformers_caches.NAMES.items() if short in peers]
-    measurable = [
+    candidates = [
         transformers_caches.candidate(name, plain.config, k, v, partial(peer, name), limit_s)
-        for name in caches
+        for short, name in transformers_caches.NAMES.items()
+        if short in peers
     ]
     shared = {id(p): p for p in plain.parameters()}
     routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention
@@ -264,29 +236,11 @@ def generate_candidates(
             cache = filled_cache(routed, resolve(name), shape, context)
         layers = [layer.cache for layer in cache.routed]
         return [
-            _step_candidate(
-                name, routed, ids, cache, weights, lambda: cache.nbytes,
-                lambda: sum(map(read_nbytes, layers)),
+            step(
+                name, routed, cache, lambda: cache.nbytes, lambda: sum(map(read_nbytes, layers))
             )
         ]  # fmt: skip
 
     for name in recipes:
-        measurable += built(name, partial(recipe, name))
-    return measurable
-
-
-def _step_candidate(
-    name: str,
-    model: Any,
-    ids: torch.Tensor,
-    cache: Any,
-    weights: int,
-    kv_bytes: Callable[[], int],
-    read_kv_bytes: Callable[[], int],
-) -> Candidate:
-    return Candidate(
-        name,
-        lambda: model(input_ids=ids, past_key_values=cache, use_cache=True).logits,
-        kv_bytes=kv_bytes,
-        read_bytes=lambda: weights + read_kv_bytes(),
-    )
+        candidates += built(name, partial(recipe, name))
+    return candidates

@@ -1,7 +1,7 @@
 """Time candidates alternately, so that other load on the machine affects all of them.
 
-Decides what a time is: the wall time of one call, without the compilation of kernels, after warm-up
-rounds that are not counted.
+A time is the wall time of one call, without the compilation of kernels, after warm-up rounds that
+are not counted.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ from ..workload.errors import logged_line
 
 WARM_UP = 3
 """Rounds that are not counted."""
-_SLOW_S = 20.0  # a candidate whose counted calls took longer in all ...
+_SLOW_S = 20.0  # a candidate whose counted calls took longer in total ...
 _SLOW_CALLS = 3  # ... is left out of further rounds after this many of them
 
 
@@ -34,7 +33,7 @@ class TooSlow(BaseException):
 
 @contextmanager
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise `TooSlow` in the work of this context after so many seconds; None: no limit.
+    """Raise `TooSlow` in the work of this context after `seconds` seconds; None: no limit.
 
     what: the work, for the reason. A call into compiled code ends first. Without SIGALRM, as on
     Windows, and outside the main thread, there is no limit.
@@ -135,11 +134,6 @@ def time_candidates(
     return times
 
 
-def rounds(repeats: int) -> int:
-    """Return how many units `time_candidates` reports to `on_step`."""
-    return WARM_UP + repeats
-
-
 def _time(candidate: Candidate) -> tuple[float, set[str]]:
     """Return the milliseconds of a call, and the operations that fell back to the reference."""
     assert candidate.call is not None
@@ -212,10 +206,3 @@ def make_rows(
             row.fell = sorted(times[candidate.name].fallbacks)
         rows.append(row)
     return rows
-
-
-def bench_data(
-    rows: Sequence[TimedRow], environment: dict[str, Any], limits: dict[str, Any]
-) -> dict[str, Any]:
-    """Return plain data. limits: `read_gb_s`."""
-    return {"environment": environment, "limits": limits, "rows": [asdict(row) for row in rows]}

@@ -43,9 +43,9 @@ def candidate(
         return Candidate(name, problem=missing(name, error))
     except (Exception, TooSlow) as error:
         return Candidate(name, problem=problem(error))
-    built = build(cache)
-    built.limit_s = limit_s
-    return built
+    made = build(cache)
+    made.limit_s = limit_s
+    return made
 
 
 def filled(name: str, config: Any, k: Tensor, v: Tensor) -> transformers.Cache:

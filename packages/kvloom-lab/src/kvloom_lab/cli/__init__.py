@@ -1,4 +1,4 @@
-"""The command line, `kvloom`: one file for each command.
+"""The command line, `kvloom`: a file for each group of commands.
 
 Each command imports what it needs when it runs.
 """

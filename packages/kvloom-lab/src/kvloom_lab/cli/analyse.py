@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -10,6 +11,7 @@ import typer
 
 from kvloom.errors import InputError
 
+from ..recommended import DEFAULT_RECIPE
 from .options import (
     RECIPE_HELP,
     RECIPES_HELP,
@@ -163,7 +165,7 @@ def distribution(
 
 
 class _Inputs(NamedTuple):
-    """The options that all analyses have. recipe: as it is spelled."""
+    """The options that all analyses have. recipe: its name."""
 
     files: list[Path] | None
     text: list[Path] | None
@@ -220,7 +222,7 @@ def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
     ] = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "near-lossless",
+    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = DEFAULT_RECIPE,
     dtype: Dtype = "auto",
     json: Json = None,
 ) -> None:
@@ -238,14 +240,14 @@ def check(
 
         chosen = resolve(recipe)
         check_outputs(json)
-        known = ChosenModel(model, dtype)
+        chosen_model = ChosenModel(model, dtype)
         with show_progress() as progress:
-            loaded = known.load(progress)
+            loaded = chosen_model.load(progress)
             chosen.check(geometry(supported_model(loaded)))
             checks = list(check_modes(loaded, chosen, progress))
         data = {
-            "model": known.name, "class": type(loaded).__name__, **machine(loaded),
-            "modes": [check.data() for check in checks],
+            "model": chosen_model.name, "class": type(loaded).__name__, **machine(loaded),
+            "modes": [asdict(check) for check in checks],
         }  # fmt: skip
         show_results(data, json, modes_table(f"{type(loaded).__name__}, {loaded.dtype}", checks))
     sys.exit(any(check.result == DIFFERENT for check in checks))

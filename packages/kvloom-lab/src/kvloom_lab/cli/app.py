@@ -11,19 +11,7 @@ import typer
 
 from kvloom import __version__
 
-from . import (
-    analyse,
-    bench,
-    calibrate,
-    compare,
-    eval,
-    generate,
-    inspect,
-    papers,
-    plan,
-    recipes,
-    tune,
-)
+from . import analyse, bench, eval, generate, recipes
 
 app = typer.Typer(
     name="kvloom",
@@ -33,17 +21,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("calibrate")(calibrate.command)
+app.command("calibrate")(recipes.calibrate_command)
 app.command("check")(analyse.check)
-app.command("compare")(compare.command)
-app.command("eval")(eval.command)
-app.command("generate")(generate.command)
-app.command("inspect")(inspect.command)
-app.command("papers")(papers.command)
-app.command("plan")(plan.command)
-app.command("recipes")(recipes.command)
-app.command("report")(eval.report)
-app.command("tune")(tune.command)
+app.command("compare")(eval.compare_command)
+app.command("eval", cls=eval.EvalCommand)(eval.eval_command)
+app.command("generate")(generate.generate_command)
+app.command("inspect")(generate.inspect_command)
+app.command("papers")(eval.papers_command)
+app.command("plan")(recipes.plan_command)
+app.command("recipes")(recipes.recipes_command)
+app.command("report")(eval.report_command)
+app.command("tune")(recipes.tune_command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +56,7 @@ _BASELINES_HELP = (
 @app.command("decode")
 def decode(
     context: _CONTEXT = "8192,32768",
-    recipes: _RECIPES = "full,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
+    recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
     baselines: Annotated[
         str, typer.Option(help=_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
     ] = "all",
@@ -89,7 +91,7 @@ def decode(
 
 
 def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, caption: str) -> None:
-    """Add a command that measures a part of a layer's work on a prompt, as `bench.<name>` does."""
+    """Add a command that measures a part of a layer's work on a prompt."""
 
     @app.command(name, help=about)
     def command(
@@ -106,13 +108,12 @@ def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, ca
     ) -> None:
         with user_errors():
             from ..bench import LayerShape
-            from ..bench.candidates import PROMPT_COMMANDS
+            from ..bench.candidates import PROMPT_BASELINES, prompt_candidates
 
-            candidates, baselines = PROMPT_COMMANDS[name]
             shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
             _run(
                 name, shape, context, recipes, threads, repeats, json, plot,
-                lambda names, tokens: candidates(shape, names, tokens), baselines, caption,
+                partial(prompt_candidates, name, shape), PROMPT_BASELINES, caption,
             )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ _add_prompt_command(
 @app.command("generate")
 def generate(
     context: _CONTEXT = "512,8192",
-    recipes: _RECIPES = "full,kivi,kivi-4,h2o,clusterkv",
+    recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,h2o,clusterkv",
     baselines: Annotated[
         str, typer.Option(help=_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))
     ] = "all",
@@ -207,7 +208,7 @@ def _run(
     from kvloom.kernels import compile_seconds
 
     from ..bench import transformers_caches
-    from ..bench.timing import TimedRow, bench_data, make_rows, rounds, time_candidates
+    from ..bench.timing import WARM_UP, TimedRow, make_rows, time_candidates
     from ..show.plots import bench_plot
     from ..show.tables import bench_line, bench_table
     from ..workload import clock
@@ -222,7 +223,7 @@ def _run(
     compiled_before = compile_seconds()
     limits = {"read_gb_s": clock.read_bandwidth_gb_s()}
     with show_progress() as progress:
-        on_step = progress.counter(len(contexts) * rounds(repeats))
+        on_step = progress.counter(len(contexts) * (WARM_UP + repeats))
 
         def measure() -> Iterator[TimedRow]:
             for tokens in contexts:
@@ -250,8 +251,10 @@ def _run(
         bench_plot(measured_rows, environment, plot)
     if measured_rows:
         shares = name in ("prefill", "pack")
-        shown = bench_table(measured_rows, environment, limits, caption, shares)
-        show_results(bench_data(measured_rows, environment, limits), json, shown)
+        table = bench_table(measured_rows, environment, limits, caption, shares)
+        rows = [asdict(row) for row in measured_rows]
+        data = {"environment": environment, "limits": limits, "rows": rows}
+        show_results(data, json, table)
     failed = [
         r.name for r in measured_rows if r.problem and r.name not in transformers_caches.INSTALL
     ]
@@ -269,12 +272,12 @@ def _parse_baselines(option: str, peers: Sequence[str]) -> tuple[Sequence[str], 
         return peers, transformers_caches.LIMIT_S
     if option == "none":
         return (), None
-    chosen = [name.strip() for name in option.split(",")]
-    if not set(chosen) <= set(peers):
+    names = [name.strip() for name in option.split(",")]
+    if not set(names) <= set(peers):
         raise InputError(
             f"--baselines {option!r} is not all, none or some of {', '.join(peers)}; choose of them"
         )
-    return chosen, None
+    return names, None
 
 
 def _parse_heads(option: str) -> tuple[int, int]:

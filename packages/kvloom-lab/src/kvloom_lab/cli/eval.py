@@ -1,4 +1,4 @@
-"""`kvloom eval`: tasks on many recipes, written sample by sample into a folder."""
+"""`kvloom compare`, `eval`, `report` and `papers`: measure recipes, and show the results."""
 
 from __future__ import annotations
 
@@ -6,37 +6,172 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvloom.errors import InputError
 
+from ..recommended import RECOMMENDED
 from .options import (
     RECIPES_HELP,
     ChosenModel,
     ChosenText,
     Dtype,
+    Files,
+    Json,
     Model,
     Text,
+    conditions,
     parse_budget,
     parse_numbers,
     parse_recipes,
     with_budget,
 )
-from .outputs import check_outputs, print_rich, user_errors, write_file
+from .outputs import (
+    EarlyEnd,
+    check_outputs,
+    collect_rows,
+    finish,
+    print_rich,
+    show_results,
+    user_errors,
+    write_file,
+)
 from .progress import show_progress
+
+TASKS_HELP = (
+    "{}; parts of a task follow a colon: "
+    '"niah:single+passkey", "ruler:vt+cwe", "longbench:trec+lcc".'
+)
 
 if TYPE_CHECKING:
     from kvloom.recipe import Geometry, Recipe
 
     from ..eval.results import RunResults
+    from ..papers import Verdict
 
 
-def command(
+def compare_command(
+    files: Files = None,
+    text: Text = None,
+    model: Model = "reference",
+    recipes: Annotated[
+        str | None,
+        typer.Option(help=f"{RECIPES_HELP}; default: all that name a method (see kvloom recipes)."),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens to prefill; default: 2048, or as many as the model can take."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=32, help="Tokens of the text to decode one by one after the context.")
+    ] = 160,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Rows of text, and questions, in one batch.")
+    ] = 4,
+    questions: Annotated[int, typer.Option(min=0, help="Questions about needles; 0: none.")] = 48,
+    ask: Annotated[
+        str,
+        typer.Option(
+            help="Ask about needles after the context is compressed (after), or at the end of the "
+            "prompt (inside)."
+        ),
+    ] = "after",
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens that recipes keep, or that a step reads in recipes with recall: a number "
+            "(512), or a fraction of the context (0.25). Other recipes, such as kivi, have no "
+            "budget."
+        ),
+    ] = None,
+    dtype: Dtype = "auto",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed for the parts of the text and the needles.")
+    ] = 0,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot quality against bits per value.")
+    ] = None,
+) -> None:
+    """Compare recipes: memory, speed, perplexity, agreement with the full cache, needles found.
+
+    Every recipe reads the same context, then decodes the text that follows, one token at a time;
+    full is always measured too. Needles are facts hidden in the text; questions ask about them
+    after the text is compressed.
+
+    Progress and finished rows are printed on stderr, the table on stdout. After Ctrl-C, the table
+    shows the finished rows. The exit status is 1 if a recipe failed, or if a recipe that you named
+    does not fit the model.
+    """
+    with user_errors():
+        from kvloom.recipe import RECIPES, part_options
+
+        from .. import eval as evaluation
+        from ..eval.comparison import DEFAULT_CONTEXT
+        from ..show.plots import comparison_plot
+        from ..show.tables import comparison_line, comparison_table
+
+        named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
+        chosen = parse_recipes(",".join(named) if recipes is None else recipes)
+        settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
+        share = None if budget is None else parse_budget(budget)
+        # A wrong budget is refused before anything is loaded.
+        with_budget(chosen, share, context or DEFAULT_CONTEXT)
+        check_outputs(json, plot=plot)
+        source, chosen_model = ChosenText(files, text), ChosenModel(model, dtype)
+        task = evaluation.prepare(
+            chosen_model.config, chosen_model.tokenizer, source.content, settings
+        )
+        chosen = evaluation.with_full(with_budget(chosen, share, task.context))
+        with show_progress() as progress:
+            loaded = chosen_model.load(progress)
+            environment = evaluation.environment(loaded, chosen_model.name, task, seed, source.name)
+            on_step = progress.counter(task.units * len(chosen))
+            rows, early_end = collect_rows(
+                evaluation.iter_rows(loaded, chosen, task, on_step),
+                lambda row: comparison_line(row, environment),
+                progress,
+            )
+        missing = [recipe.name for recipe in chosen[len(rows) :]]
+        if missing:
+            environment["missing"] = missing
+        if share is not None:
+            environment["budget"] = share
+            environment["without_budget"] = [r.name for r in chosen if not r.budgeted]
+        if plot and rows:
+            comparison_plot(rows, environment, plot)
+        if rows:
+            show_results(
+                evaluation.to_data(rows, environment), json, comparison_table(rows, environment)
+            )
+        failed = [r.recipe for r in rows if r.failed or (r.problem and recipes is not None)]
+        finish(early_end, missing, failed)
+
+
+class EvalCommand(TyperCommand):
+    """`kvloom eval`, whose help names the tasks; they are imported for the help, not before."""
+
+    def name_tasks(self) -> None:
+        """Write the names of the tasks into the help of the argument."""
+        from ..eval.tasks import TASKS
+
+        argument = next(param for param in self.params if param.name == "tasks")
+        argument.help = TASKS_HELP.format(", ".join(TASKS))  # type: ignore[attr-defined]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help."""
+        self.name_tasks()
+        super().format_help(ctx, formatter)
+
+
+def eval_command(
     tasks: Annotated[
         list[str],
         typer.Argument(
             metavar="TASK...",
-            help="perplexity, free, niah, ruler, longbench, summarize, multiturn; parts of a task "
-            'follow a colon: "niah:single+passkey", "ruler:vt+cwe", "longbench:trec+lcc".',
+            help=TASKS_HELP,
         ),
     ],
     out: Annotated[
@@ -51,9 +186,9 @@ def command(
         ),
     ] = None,
     model: Model = "reference",
-    recipes: Annotated[
-        str, typer.Option(help=RECIPES_HELP)
-    ] = "full,near-lossless,balanced,small,tiny,kivi",
+    recipes: Annotated[str, typer.Option(help=RECIPES_HELP)] = ",".join(
+        ("full", *RECOMMENDED, "kivi")
+    ),
     context: Annotated[
         str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
     ] = "2048",
@@ -118,26 +253,26 @@ def command(
         if shares and budget is not None:
             raise InputError("--bytes and --budget both set the budget; give one of them")
         chosen = parse_recipes(recipes)
-        read, known = ChosenText(None, text), ChosenModel(model, dtype)
+        chosen_text, chosen_model = ChosenText(None, text), ChosenModel(model, dtype)
         source = Source.of(
-            known.tokenizer, read.content, lengths=lengths, samples=samples,
+            chosen_model.tokenizer, chosen_text.content, lengths=lengths, samples=samples,
             new_tokens=max_new_tokens, batch=batch, seed=seed, ask=ask,
             data=None if data is None else str(data),
         )  # fmt: skip
-        batches = task_batches(chosen_tasks, source, max_positions(known.config))
+        batches = task_batches(chosen_tasks, source, max_positions(chosen_model.config))
         with show_progress() as progress:
-            loaded = known.load(progress)
+            loaded = chosen_model.load(progress)
             geometry = model_geometry(loaded)
             measured = _with_bytes(chosen, shares, budget, lengths, geometry)
             settings = {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
                 "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
-                "text": read.name, "data": None if data is None else data.name,
+                "text": chosen_text.name, "data": None if data is None else data.name,
             }  # fmt: skip
             run = {
                 "environment": machine(loaded),
-                "model": model_facts(loaded, known.name, geometry),
+                "model": model_facts(loaded, chosen_model.name, geometry),
                 "settings": settings,
             }
             folder = ResultFolder.open(out, run)
@@ -180,7 +315,7 @@ def _with_bytes(
     return measured
 
 
-def report(
+def report_command(
     folders: Annotated[
         list[Path],
         typer.Argument(
@@ -195,7 +330,7 @@ def report(
     """Show results of kvloom eval: one HTML page that needs no network and no other file.
 
     The page shows which recipe keeps quality at which bytes, with 95% intervals; retrieval by
-    length and depth; divergence by position; speed beside quality; and every sample's prompt,
+    length and depth; divergence by position; speed and quality; and every sample's prompt,
     answer and reference, with two recipes compared token by token. Of several folders, the reader
     chooses those to see. Results of kvpress count tokens instead of bytes; the page marks them.
     """
@@ -225,3 +360,66 @@ def _read(folder: Path) -> list[RunResults]:
     if not (folder / "run.json").exists() and is_kvpress(folder):
         return read_kvpress(folder)
     return [read_run(folder)]
+
+
+def papers_command(
+    paper: Annotated[
+        str, typer.Argument(metavar="PAPER", help="kivi, skvq, keyformer, minikv or clusterkv.")
+    ],
+    text: Text = None,
+    model: Model = "reference",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Shorter contexts and fewer samples.")
+    ] = False,
+    dtype: Dtype = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Seed for texts and needles.")] = 0,
+    json: Json = None,
+) -> None:
+    """Test a paper's claims: show its figures and ours, and a verdict for each.
+
+    A claim is reproduced, not reproduced (with the cause), or not testable here (with the reason).
+    """
+    with user_errors():
+        from ..papers import DEFAULT, PAPERS, QUICK, Lab, check
+        from ..show.tables import verdict_block, verdict_data, verdict_line, verdict_summary
+
+        if paper not in PAPERS:
+            raise InputError(f"there is no paper {paper!r}; choose from {', '.join(PAPERS)}")
+        title, claims = PAPERS[paper]
+        check_outputs(json)
+        size, chosen_text = QUICK if quick else DEFAULT, ChosenText(None, text)
+        chosen = ChosenModel(model, dtype)
+        verdicts: list[Verdict] = []
+        early_end: EarlyEnd = None
+        with show_progress() as progress:
+            loaded = chosen.load(progress)
+            count = progress.counter(len(claims))
+            lab = Lab(
+                loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
+                is_reference=model == "reference", progress=lambda what, units: count(what, 0),
+            )  # fmt: skip
+            if json != "-":
+                with progress.hidden():
+                    typer.echo(f"{title}\n")
+            try:
+                for claim in claims:
+                    count(claim.name, 0)
+                    verdicts.append(check(claim, lab))
+                    count("", 1)
+                    with progress.hidden():
+                        if json == "-":
+                            typer.echo(verdict_line(verdicts[-1]), err=True)
+                        else:
+                            print_rich(verdict_block(verdicts[-1], chosen.name))
+            except KeyboardInterrupt as interrupt:
+                early_end = interrupt
+            finally:
+                lab.close()
+        environment = conditions(
+            loaded, chosen, chosen_text.name, quick=quick, seed=seed, **vars(size)
+        )
+        missing = [claim.name for claim in claims[len(verdicts) :]]
+        if missing:
+            environment["missing"] = missing
+        show_results(verdict_data(paper, verdicts, environment), json, verdict_summary(verdicts))
+        finish(early_end, missing, [v.claim.name for v in verdicts if v.status == "failed"])

@@ -69,7 +69,7 @@ def split_recipes(option: str) -> list[str]:
 
 
 def with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
-    """Return the recipes with a budget for a context of so many tokens; None changes nothing."""
+    """Return the recipes with a budget for a context of `context` tokens; None changes nothing."""
     if share is None:
         return recipes
     changed = []

@@ -1,4 +1,4 @@
-"""`kvloom recipes`: list all recipes, or show one recipe in full."""
+"""`kvloom recipes`, `plan`, `tune` and `calibrate`: choose a recipe, and prepare a model for it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,38 @@ import inspect
 import json as js
 import re
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .outputs import output_width, print_rich, user_errors
+from kvloom.errors import InputError
+
+from .options import (
+    RECIPES_HELP,
+    ChosenModel,
+    Dtype,
+    Json,
+    Text,
+    conditions,
+    parse_recipes,
+    silence_transformers,
+    text_name,
+)
+from .outputs import (
+    check_outputs,
+    finish,
+    output_width,
+    print_rich,
+    show_results,
+    user_errors,
+    write_file,
+)
+from .progress import ProgressDisplay, show_progress
 
 
-def command(
+def recipes_command(
     name: Annotated[
         str | None,
         typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4" or recipe.toml.'),
@@ -50,14 +74,19 @@ def describe(spec: str) -> dict[str, Any]:
     recipe = resolve(spec)
     name = re.split("[:@]", spec)[0].strip()
     if name in RECIPES:
-        module = sys.modules.get(RECIPES[name].__module__)
-        docs = (module and module.__doc__) or RECIPES[name].__doc__ or ""
-        about = {**_summary(name), "docs": inspect.cleandoc(docs)}
+        about = {**_summary(name), "docs": _docs(RECIPES[name])}
         if choices := part_options(name):
             about["choices"] = choices
     else:
         about = {"name": spec, "summary": "A recipe file.", "options": {}, "docs": ""}
     return {**about, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+
+
+def _docs(build: Callable[..., Any]) -> str:
+    """Return the docstring of a recipe without its summary, and that of its family, the module."""
+    _, _, details = (inspect.getdoc(build) or "").partition("\n")
+    family = inspect.cleandoc(getattr(sys.modules.get(build.__module__), "__doc__", None) or "")
+    return "\n\n".join(text for text in (details.strip(), family) if text)
 
 
 def _summary(name: str) -> dict[str, Any]:
@@ -103,3 +132,214 @@ def _print_list(descriptions: list[dict[str, Any]]) -> None:
         table.add_row(Text(recipe["name"], "bold"), Group(*lines))
         narrow += [Text(recipe["name"], "bold"), Padding(Group(*lines), (0, 0, 0, 2))]
     print_rich(table if output_width() >= 50 else Group(*narrow))
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder with config.json, config file, or hub id; no weights are needed.",
+        ),
+    ],
+    recipes: Annotated[
+        str | None, typer.Option(help=f"{RECIPES_HELP}; default: fourteen (see the guide).")
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory, such as 24GiB or 80GB; default: the hardware's.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
+            "machine once), or a TOML file. Without it, the plan has no times."
+        ),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Decode speed to reach, such as 20tok/s; needs --hardware.")
+    ] = None,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot memory and speed by context.")
+    ] = None,
+) -> None:
+    """Plan: bytes, the longest context, the largest batch and the decode speed of recipes.
+
+    The command reads only the model's config. Bytes are exact. Times are estimates with low and
+    high bounds; "this" measures the machine once and stores the result.
+
+    The exit status is 1 if a recipe that you named does not fit the model, or if nothing reaches
+    the target.
+    """
+    with user_errors():
+        from ..planner.units import parse_bytes, parse_rate, parse_tokens
+
+        # A wrong option is refused before anything is loaded.
+        chosen = None if recipes is None else parse_recipes(recipes)
+        tokens = None if context is None else parse_tokens(context)
+        nbytes = None if memory is None else parse_bytes(memory)
+        rate = None if target is None else parse_rate(target)
+        check_outputs(json, plot=plot)
+        from ..planner import plan
+        from ..planner.plan_recipes import RECIPES
+        from ..show.plots import plan_plot
+        from ..show.tables import plan_table
+
+        silence_transformers()
+        with show_progress() as progress:
+            progress(f"reading the config of {model}")
+            planned = plan(
+                model, chosen or RECIPES, context=tokens, batch=batch, memory=nbytes,
+                hardware=hardware, target=rate, on_step=_measuring(progress),
+            )  # fmt: skip
+        if plot:
+            plan_plot(planned, plot)
+        show_results(planned.to_dict(), json, plan_table(planned))
+        failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
+        if rate is not None and not failed and not any(row.reaches for row in planned.rows):
+            raise typer.Exit(1)
+        finish(None, [], failed)
+
+
+def _measuring(progress: ProgressDisplay) -> Callable[[int], Callable[[str, int], None]]:
+    """Return the function that announces measurements, and returns what reports them."""
+
+    def begin(units: int) -> Callable[[str, int], None]:
+        progress.line("kvloom: measuring this machine once; keep it idle until the end")
+        return progress.counter(units)
+
+    return begin
+
+
+def tune_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model, or a known name.")
+    ],
+    text: Annotated[
+        list[Path],
+        typer.Option("--text", metavar="FILE", help="Text file to tune on, repeatable."),
+    ],
+    bytes: Annotated[
+        float | None, typer.Option(help="The most bytes, as a share of the exact cache's: 0.2.")
+    ] = None,
+    quality: Annotated[
+        str | None,
+        typer.Option(help='The largest mean divergence from the exact cache, in nats: "kl=0.01".'),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(min=256, help="Tokens of a context, which are compressed.")
+    ] = 2048,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the recipe (.toml).")
+    ] = None,
+    dtype: Dtype = "auto",
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot divergence against bytes.")
+    ] = None,
+) -> None:
+    """Tune a recipe: formats and kept tokens of each layer, within bytes or a divergence.
+
+    The layers are scored once; another bound uses the same scores. An interrupted run is continued
+    by the same command. Scores are in kvloom's cache folder.
+    """
+    with user_errors():
+        from ..show.plots import tuning_plot
+        from ..show.tables import tuning_data, tuning_table
+        from ..tuner import tune
+        from ..workload.text import read_files
+
+        kl = None if quality is None else _quality(quality)
+        _check_bound(bytes, kl)
+        check_outputs(json, out, plot=plot)
+        content = read_files(text)
+        chosen = ChosenModel(model, dtype)
+        with show_progress() as progress:
+            loaded = chosen.load(progress)
+            tuning = tune(
+                loaded, chosen.tokenizer, content, bytes=bytes, kl=kl, context=context,
+                progress=progress,
+            )  # fmt: skip
+        if out is not None:
+            write_file(out, tuning.recipe.to_toml())
+        if plot is not None:
+            tuning_plot(tuning, chosen.name, plot)
+        environment = conditions(loaded, chosen, text_name(text))
+        show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
+
+
+def _check_bound(share: float | None, kl: float | None) -> None:
+    """Raise `InputError` for an invalid bound, before the model is loaded."""
+    from ..tuner.problem import Bound
+
+    Bound(share, kl, 0)
+
+
+def _quality(option: str) -> float:
+    """Return the divergence of "kl=0.01"."""
+    name, _, number = option.partition("=")
+    try:
+        if name.strip() == "kl":
+            return float(number)
+    except ValueError:
+        pass
+    raise InputError(f'--quality {option!r} must be a divergence in nats, such as "kl=0.01"')
+
+
+DEFAULT_RECIPES = "skvq,skvq-k2v1.5,rptq,smoothquant"
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write (.kvcal).")],
+    text: Text = None,
+    recipes: Annotated[
+        str, typer.Option(help="Recipes to calibrate for, with their options.")
+    ] = DEFAULT_RECIPES,
+    contexts: Annotated[int, typer.Option(min=4, help="Contexts to read at most.")] = 64,
+    context: Annotated[int, typer.Option(min=64, help="Tokens of a context.")] = 1024,
+    dtype: Dtype = "auto",
+) -> None:
+    """Calibrate a model: ranges of its channels, groups of channels, clip factors.
+
+    Reading stops early when 8 more contexts hardly widen the ranges. An interrupted run leaves
+    FILE.partial; the same command continues it.
+    """
+    with user_errors():
+        from kvloom.calibrate import Settings, calibrate, cut_contexts
+
+        from ..models import load
+        from ..workload.text import calibration_text, leading_ids, read_files, tokenize
+
+        chosen = parse_recipes(recipes)
+        plain = [r.name for r in chosen if not any(store.calibrated for store in r.stores)]
+        if plain:
+            raise InputError(f"recipe {plain[0]!r} needs no calibration; name other recipes")
+        check_outputs(out)
+        if out.suffix == ".safetensors" and (out.absolute().parent / "config.json").exists():
+            raise InputError(
+                f"model loaders would read {str(out)!r} as weights, since it ends in .safetensors "
+                f"next to a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
+            )
+        content = read_files(text) if text else calibration_text()
+        silence_transformers()
+        loaded, tokenizer = load(model, dtype)
+        settings = Settings(contexts=contexts, context=context)
+        ids = cut_contexts(tokenize(tokenizer, content), leading_ids(tokenizer), settings)
+        with show_progress() as progress:
+
+            def on_step(what: str, done: int, total: int) -> None:
+                progress(f"{what}, {done} of {total}", done, total)
+
+            calibration = calibrate(loaded, ids, chosen, out, settings, on_step)
+        size, read = out.stat().st_size, calibration.settings["read"]
+        typer.echo(
+            f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read"
+        )

@@ -5,7 +5,7 @@
     task = prepare(model, tokenizer, text, Settings(context=1024))
     rows = compare(model, ["full", "kivi:bits=4"], task)
 
-`evaluate` measures recipes on tasks: those in `tasks`, for `kvloom eval`, and that of `compare`.
+`evaluate` measures recipes on tasks: those in `tasks`, for `kvloom eval`, and that of `comparison`.
 `results` and `kvpress` read results, `summary` computes figures of them. Nothing here knows how a
 cache works.
 """
@@ -13,7 +13,7 @@ cache works.
 from __future__ import annotations
 
 from ..models import load
-from .compare import (
+from .comparison import (
     ComparisonTask,
     Row,
     Settings,

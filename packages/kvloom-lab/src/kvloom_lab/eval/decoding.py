@@ -19,7 +19,6 @@ from kvloom.hf import read_tokens
 
 from ..workload import clock
 from ..workload.passes import ForwardRequest, Measurement
-from .sample import Run
 
 WARM_UP_STEPS = 2  # before steps that are timed
 
@@ -35,15 +34,15 @@ def decode(
     cache: Cache, first: Tensor, steps: int, fed: Tensor | None = None
 ) -> Measurement[Decoded]:
     """Run `steps` steps from tokens first [B]; then feed `fed` [B, steps], or the likeliest."""
-    each, greedy = [], []
+    log_probs, tokens = [], []
     new = first[:, None]
     for i in range(steps):
         logits = yield ForwardRequest(new, cache)  # [B, V]
         best = logits.argmax(-1)
-        each.append(torch.log_softmax(logits.float(), dim=-1).cpu())
-        greedy.append(best)
+        log_probs.append(torch.log_softmax(logits.float(), dim=-1).cpu())
+        tokens.append(best)
         new = (best if fed is None else fed[:, i])[:, None]
-    return Decoded(torch.stack(each, dim=1), torch.stack(greedy, dim=1).cpu())
+    return Decoded(torch.stack(log_probs, dim=1), torch.stack(tokens, dim=1).cpu())
 
 
 def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
@@ -61,15 +60,6 @@ def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
     return (clock.seconds(model.device) - begin) / timed
 
 
-def exact_logp(cache: Cache, ids: Tensor) -> Measurement[Tensor]:
-    """Append ids [B, N] to an exact cache; return log-probabilities fp32 [B, N, V] after each.
-
-    All ids are one step: an exact cache attends to them as if they came one by one.
-    """
-    logits = yield ForwardRequest(ids, cache, every=True)
-    return torch.log_softmax(logits.float(), dim=-1).cpu()
-
-
 def divergence(exact: Tensor, other: Tensor) -> Tensor:
     """Return KL(exact || other) [B, N] in nats, from log-probabilities [B, N, V]."""
     rows = zip(exact.unbind(1), other.unbind(1), strict=True)
@@ -77,24 +67,28 @@ def divergence(exact: Tensor, other: Tensor) -> Tensor:
 
 
 def answers(
-    run: Run[None], questions: Sequence[list[int]], tokens: Sequence[int]
+    model: PreTrainedModel,
+    cache: Cache,
+    questions: Sequence[list[int]],
+    tokens: Sequence[int],
+    batch: int,
 ) -> Measurement[list[list[int]]]:
-    """Return the ids of an answer to each question, on a copy of a cache that read one context.
+    """Return the ids of an answer to each question, on copies of a cache that read one context.
 
     questions: their ids. tokens: how many to generate for each. An answer ends before the model's
-    end-of-text token. Questions of one length are answered together, as many as the source's batch;
-    none attends to another.
+    end-of-text token. Questions of one length are answered together, at most `batch`; none attends
+    to another.
     """
-    stop, device = stop_ids(run.model), run.model.device
-    generated: dict[int, list[int]] = {}
-    for together in equal_lengths(list(map(len, questions)), run.source.batch):
-        ids = torch.tensor([questions[i] for i in together], device=device)
-        most = max(tokens[i] for i in together)
-        rows = yield from greedy(repeated(run.cache, len(together)), ids, most, stop)
-        for i, row in zip(together, rows.tolist(), strict=True):
+    stop, answer_ids = stop_ids(model), [[0]] * len(questions)
+    for numbers in equal_lengths(list(map(len, questions)), batch):
+        copied = repeated(cache, len(numbers))
+        ids = torch.tensor([questions[i] for i in numbers], device=model.device)
+        logits = yield from read_question(copied, ids)
+        rows = yield from greedy(copied, logits, max(tokens[i] for i in numbers), stop)
+        for i, row in zip(numbers, rows.tolist(), strict=True):
             end = next((n for n, token in enumerate(row) if token in stop), len(row))
-            generated[i] = row[: min(end, tokens[i])]
-    return [generated[i] for i in range(len(questions))]
+            answer_ids[i] = row[: min(end, tokens[i])]
+    return answer_ids
 
 
 def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
@@ -120,20 +114,21 @@ def stop_ids(model: PreTrainedModel) -> list[int]:
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
 
-def greedy(cache: Cache, ids: Tensor, tokens: int, stop: Sequence[int] = ()) -> Measurement[Tensor]:
-    """Append ids [B, Q]; return the next greedy tokens [B, N], N <= tokens.
+def greedy(
+    cache: Cache, logits: Tensor, tokens: int, stop: Sequence[int] = ()
+) -> Measurement[Tensor]:
+    """Return the greedy tokens [B, N], N <= tokens, that follow logits [B, V] of a cache.
 
     Ends early when every row has a token of `stop`; the last token is not appended.
     """
-    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    stopping = torch.tensor(stop, dtype=ids.dtype, device=ids.device)
-    logits, tokens_so_far = (yield from read_question(cache, ids)), []
+    stopping = torch.tensor(stop, dtype=torch.long, device=logits.device)
+    generated: list[Tensor] = []
     while True:
         ids = logits.argmax(-1, keepdim=True)
-        tokens_so_far.append(ids)
-        ended |= torch.isin(ids[:, 0], stopping)
-        if len(tokens_so_far) == tokens or (stop and ended.all()):
-            return torch.cat(tokens_so_far, dim=1).cpu()
+        generated.append(ids)
+        ended = torch.isin(torch.cat(generated, dim=1), stopping).any(dim=1)
+        if len(generated) == tokens or (stop and ended.all()):
+            return torch.cat(generated, dim=1).cpu()
         logits = yield ForwardRequest(ids, cache)
 
 

@@ -1,16 +1,16 @@
 """The evaluator: run tasks for many recipes; `kvloom eval`, `compare` and `papers` measure by it.
 
 One forward pass compresses a context for a group of recipes. `full` is measured first on every
-batch, because the others are compared with it. Decides which figures every recipe gets: bytes,
-seconds, and the tokens that recall moves.
+batch, because the others are compared with it. Every recipe gets its bytes and seconds, and the
+tokens that recall moves.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -24,6 +24,7 @@ from kvloom.recall import Traffic
 from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..workload.errors import logged_line
+from ..workload.files import finite
 from ..workload.passes import BATCH, Measurement, Prefilled, groups, prefill, run_alone, run_batch
 from .decoding import decode_seconds
 from .results import ResultFolder
@@ -60,7 +61,7 @@ Count = Callable[[Recipe, str, int], None]
 @torch.inference_mode()
 def measure_batch(
     model: PreTrainedModel,
-    source: Source,
+    source: Source | None,
     task: Task[Exact],
     batch: Batch,
     recipes: Sequence[Recipe],
@@ -68,8 +69,8 @@ def measure_batch(
 ) -> Iterator[tuple[Recipe, Measured[Exact] | Exception]]:
     """Yield what each recipe did on a batch, or the error that it raised.
 
-    recipes: without repetitions, `full` first; an error of `full` is raised. As many recipes share
-    a pass as fit into memory.
+    source: of the samples; None for a task whose samples have none. recipes: without repetitions,
+    `full` first; an error of `full` is raised. As many recipes share a pass as fit into memory.
     """
     exact: Exact | None = None
     for group in groups(model, recipes, *batch.ids.shape):
@@ -104,7 +105,7 @@ def _fill(model: PreTrainedModel, group: Sequence[Recipe], batch: Batch) -> list
 
 def _measure(
     model: PreTrainedModel,
-    source: Source,
+    source: Source | None,
     task: Task[Exact],
     batch: Batch,
     prompt: Prefilled,
@@ -159,53 +160,97 @@ def evaluate(
     """
     supported_model(model)
     on_step = progress or (lambda what, units: None)
-    written = _written(tasks, folder)
-    finished = {
-        (task.name, line["sample"], line["recipe"])
-        for task, _ in tasks
-        for line in folder.lines(task.name)
-    }
-
-    def missing(task: Task[Any], batch: Batch) -> list[Recipe]:
-        """Return the recipes that lack a sample of the batch."""
-        names = [sample.name for sample in batch.samples]
-        return [r for r in recipes if any((task.name, n, r.name) not in finished for n in names)]
-
-    missing_units = sum(
-        len(batch.samples) * len(missing(task, batch))
-        for task, batches in tasks
-        for batch in batches
-    )
-    on_step("", units(tasks, recipes) - missing_units)
+    pending = Pending(tasks, recipes, folder)
+    on_step("", units(tasks, recipes) - pending.units)
     with attachment_restored(model):
-        for task, batch, first in (
-            (task, batch, batch is batches[0]) for task, batches in tasks for batch in batches
-        ):
-            folder.append(
-                "prompts",
-                [_prompt(task, s) for s in batch.samples if (task.name, s.name) not in written],
-            )
-            wanted = missing(task, batch)
-            if not wanted:
-                continue
-            if first:  # a decode step of each recipe is timed
-                timed = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long)
-                batch = replace(batch, timed=timed)
-            where = f"{task.name} {batch.samples[0].name}"
+        for task, batches in tasks:
+            for i, batch in enumerate(batches):
+                folder.append("prompts", pending.prompts(task, batch))
+                if i == 0:  # a decode step of each recipe is timed
+                    timed = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long)
+                    batch = replace(batch, timed=timed)
+                _evaluate_batch(model, source, task, batch, pending, folder, on_step)
 
-            def count(recipe: Recipe, what: str, _: int, where: str = where) -> None:
-                on_step(f"{where}: {recipe.name}, {what}", 0)
 
-            for recipe, measured in measure_batch(
-                model, source, task, batch, with_full(wanted), count
-            ):
-                if recipe in wanted:
-                    lines = _lines(task, batch, recipe, measured)
-                    new = [
-                        x for x in lines if (task.name, x["sample"], recipe.name) not in finished
-                    ]
-                    folder.append(task.name, new)
-                    on_step("", len(batch.samples))
+def _evaluate_batch(
+    model: PreTrainedModel,
+    source: Source,
+    task: Task[Any],
+    batch: Batch,
+    pending: Pending,
+    folder: ResultFolder,
+    on_step: Progress,
+) -> None:
+    """Measure the recipes that lack a sample of the batch, and write their lines."""
+    recipes = pending.recipes(task, batch)
+    if not recipes:
+        return
+    count = partial(_show_recipe, on_step, f"{task.name} {batch.samples[0].name}")
+    for recipe, measured in measure_batch(model, source, task, batch, with_full(recipes), count):
+        if recipe in recipes:  # not if `full` is measured for the others only
+            folder.append(task.name, pending.lines(task, batch, recipe, measured))
+            on_step("", len(batch.samples))
+
+
+def _show_recipe(on_step: Progress, batch_name: str, recipe: Recipe, what: str, _: int) -> None:
+    """Report a recipe's current work on a batch; its samples are counted once it is written."""
+    on_step(f"{batch_name}: {recipe.name}, {what}", 0)
+
+
+class Pending:
+    """What a folder lacks of a run.
+
+    finished: task, sample and recipe of the lines that the folder had at first. Raises `InputError`
+    if the folder has another text for a sample.
+    """
+
+    def __init__(self, tasks: TaskBatches, recipes: Sequence[Recipe], folder: ResultFolder) -> None:
+        self._tasks, self._recipes = tasks, recipes
+        self._written = _written(tasks, folder)
+        self.finished = {
+            (task.name, line["sample"], line["recipe"])
+            for task, _ in tasks
+            for line in folder.lines(task.name)
+        }
+
+    @property
+    def units(self) -> int:
+        """The (sample, recipe) pairs of all batches with those recipes that they lack."""
+        return sum(
+            len(batch.samples) * len(self.recipes(task, batch))
+            for task, batches in self._tasks
+            for batch in batches
+        )
+
+    def recipes(self, task: Task[Any], batch: Batch) -> list[Recipe]:
+        """Return the recipes that lack a sample of the batch."""
+        return [
+            recipe
+            for recipe in self._recipes
+            if any(self._lacks(task, sample.name, recipe) for sample in batch.samples)
+        ]
+
+    def lines(
+        self,
+        task: Task[Any],
+        batch: Batch,
+        recipe: Recipe,
+        measured: Measured[Any] | Exception,
+    ) -> list[dict[str, Any]]:
+        """Return the lines of the samples that the recipe lacks."""
+        lines = _lines(task, batch, recipe, measured)
+        return [line for line in lines if self._lacks(task, line["sample"], recipe)]
+
+    def prompts(self, task: Task[Any], batch: Batch) -> list[dict[str, Any]]:
+        """Return the prompts of the samples whose texts are not in the folder."""
+        return [
+            _prompt(task, sample)
+            for sample in batch.samples
+            if (task.name, sample.name) not in self._written
+        ]
+
+    def _lacks(self, task: Task[Any], sample: str, recipe: Recipe) -> bool:
+        return (task.name, sample, recipe.name) not in self.finished
 
 
 def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
@@ -227,12 +272,14 @@ def _lines(
             seconds |= {"decode": measured.decode_s / contexts, "steps": 1}
         fields = [
             {
-                "scores": {name: _finite(x) for name, x in outcome.scores.items()},
+                "scores": finite(outcome.scores),
                 "kv_bytes": measured.kv_bytes // contexts,
                 "exact_bytes": measured.exact_bytes // contexts,
                 "answer": outcome.answer,
                 "tokens": outcome.tokens,
-                "curves": {k: [_finite(x, 5) for x in xs] for k, xs in outcome.curves.items()},
+                "curves": finite(
+                    {k: [float(f"{x:.5g}") for x in xs] for k, xs in outcome.curves.items()}
+                ),
                 "seconds": seconds,
             }
             for outcome in measured.outcomes
@@ -262,12 +309,6 @@ def _prompt(task: Task[Any], sample: Sample) -> dict[str, Any]:
     return {"task": task.name, "sample": sample.name, **texts, **sample.fields}
 
 
-def _finite(value: float, digits: int | None = None) -> float | None:
-    if not math.isfinite(value):
-        return None
-    return value if digits is None else float(f"{value:.{digits}g}")
-
-
 # recipes
 
 
@@ -280,7 +321,7 @@ def at_share(recipe: Recipe, share: float, tokens: int, geometry: Geometry) -> R
     """Return the recipe with the largest budget whose bytes are at most this share.
 
     tokens: of the context that is compressed. share: 0 to 1, of the bytes of an exact cache after
-    it. A recipe whose budget does not change its bytes (none, or recall's) is returned as it is.
+    it. A recipe whose budget does not change its bytes (none, or recall's) is returned unchanged.
     The name says the share. Raises `RecipeError` if no budget is small enough.
     """
     if recipe.keep is None or recipe.recall is not None:
@@ -291,7 +332,7 @@ def at_share(recipe: Recipe, share: float, tokens: int, geometry: Geometry) -> R
         middle = (low + high) // 2
         try:
             size = recipe.with_budget(middle).nbytes(tokens, geometry)
-        except RecipeError:  # too small for the recipe's window, say
+        except RecipeError:  # for example, too small for the recipe's window
             low = middle + 1
             continue
         if size <= most:

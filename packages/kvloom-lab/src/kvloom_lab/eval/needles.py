@@ -1,14 +1,13 @@
 """Facts hidden in real text, and the questions about them: the needles of every task and command.
 
-Decides the words, the numbers, where facts go, and where a question ends and its answer begins, for
-any tokenizer: greedy generation continues a question with its answer. The reference model was
-trained on such facts.
+This module draws the words and the numbers, inserts facts into a text, and divides the ids of a
+question and its answer, for any tokenizer: greedy generation continues a question with its answer.
+The reference model was trained on such facts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,55 +31,6 @@ summer sunset teapot temple thistle thunder ticket tiger timber tomato tulip tun
 velvet violin volcano walnut willow window winter wizard yellow zebra
 """
 WORDS = _WORDS.split()
-
-
-@dataclass(frozen=True)
-class Fact:
-    """Ids to insert into a context, where the answer starts in them, and the question about it."""
-
-    ids: list[int]
-    answer_from: int
-    answer_ids: list[int]
-    question_ids: list[int]
-    key: str
-
-
-class Encoder:
-    """Encodes pieces of text (cached), draws words as keys, and draws the text around facts."""
-
-    def __init__(self, tokenizer: Any, text_ids: np.ndarray, words: Sequence[str] = WORDS) -> None:
-        self.tokenizer = tokenizer
-        self.text_ids = text_ids  # [tokens]
-        self.words = words
-        self.bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        ends = [i for t, i in tokenizer.get_vocab().items() if t.startswith(("Ċ", "\n"))]
-        self.line_ends = np.flatnonzero(np.isin(text_ids, ends))
-        self._pieces: dict[str, list[int]] = {}
-
-    def __call__(self, *pieces: str) -> list[int]:
-        """Return the ids of the pieces, each encoded separately."""
-        ids: list[int] = []
-        for piece in pieces:
-            if piece not in self._pieces:
-                encoded = self.tokenizer.encode(piece, add_special_tokens=False)
-                self._pieces[piece] = encoded
-            ids += self._pieces[piece]
-        return ids
-
-    def number(self, rng: np.random.Generator) -> list[int]:
-        """Return the ids of a random number with 7 digits, one token a digit."""
-        return self(str(rng.integers(1, 10)), *map(str, rng.integers(0, 10, ANSWER_DIGITS - 1)))
-
-    def keys(self, rng: np.random.Generator, count: int) -> list[str]:
-        """Return `count` different words."""
-        return draw_keys(rng, count, self.words)
-
-    def window(self, rng: np.random.Generator, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a random piece of text [tokens], and the indices in it where a line ends."""
-        start = int(rng.integers(0, max(1, len(self.text_ids) - tokens)))
-        text = np.resize(self.text_ids[start : start + tokens], tokens)
-        low, high = np.searchsorted(self.line_ends, [start, start + tokens])
-        return text, self.line_ends[low:high] - start
 
 
 def draw_keys(rng: np.random.Generator, count: int, words: Sequence[str] = WORDS) -> list[str]:
@@ -118,29 +68,46 @@ def split_at_answer(tokenizer: Any, text: str, answer: str) -> tuple[list[int], 
     return whole[:cut], whole[cut:]
 
 
-def hide(
-    encode: Encoder, rng: np.random.Generator, facts: Sequence[Fact], tokens: int, depths: Any
-) -> tuple[list[int], list[int]]:
-    """Insert facts into real text so that BOS, text and facts are exactly `tokens` ids.
+def line_ends(tokenizer: Any, text_ids: np.ndarray) -> np.ndarray:
+    """Return the indices of the tokens of a text that start with a line end."""
+    ends = [i for t, i in tokenizer.get_vocab().items() if t.startswith(("Ċ", "\n"))]
+    return np.flatnonzero(np.isin(text_ids, ends))
 
-    depths: [facts], 0 to 1, how far into the text each fact goes; it is moved to the next end of a
-    line. Returns the ids, and for each fact the index where its answer starts. Raises `ValueError`
-    if the facts do not fit.
+
+def random_window(
+    text_ids: np.ndarray, ends: np.ndarray, rng: np.random.Generator, tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a random piece of text [tokens], and the indices in it where a line ends."""
+    start = int(rng.integers(0, max(1, len(text_ids) - tokens)))
+    text = np.resize(text_ids[start : start + tokens], tokens)
+    low, high = np.searchsorted(ends, [start, start + tokens])
+    return text, ends[low:high] - start
+
+
+def hide(
+    text_ids: np.ndarray,
+    ends: np.ndarray,
+    rng: np.random.Generator,
+    facts: Sequence[list[int]],
+    depths: Any,
+    tokens: int,
+) -> tuple[list[int], list[int]]:
+    """Insert facts into real text so that text and facts are exactly `tokens` ids.
+
+    ends: of the lines of the text, as `line_ends` returns them. facts: ids of each. depths:
+    [facts], 0 to 1, how far into the text each fact goes; it is moved to the next line end. Returns
+    the ids, and the index at which each fact starts. Raises `ValueError` if the facts do not fit.
     """
-    room = tokens - len(encode.bos) - sum(len(f.ids) for f in facts)
+    room = tokens - sum(map(len, facts))
     if room < 0:
-        need = tokens - room
         raise ValueError(
-            f"context_tokens={tokens} is too few for {len(facts)} facts; use {need} or more"
+            f"{tokens} tokens are too few for {len(facts)} facts; use {tokens - room} or more"
         )
-    text, breaks = encode.window(rng, room)
+    text, breaks = random_window(text_ids, ends, rng, room)
     places = np.asarray(np.asarray(depths) * room, dtype=np.int64)
     if len(breaks):
         places = breaks[np.minimum(np.searchsorted(breaks, places), len(breaks) - 1)]
-    ids, starts = _inserted(text, [fact.ids for fact in facts], places.tolist())
-    before = len(encode.bos)
-    answers = [before + x + fact.answer_from for x, fact in zip(starts, facts, strict=True)]
-    return [*encode.bos, *ids], answers
+    return _inserted(text, facts, places.tolist())
 
 
 def hide_at(
@@ -152,6 +119,9 @@ def hide_at(
     tokens: int,
 ) -> list[int]:
     """Return `tokens` ids of real text that contain the facts; the text starts at random.
+
+    Unlike `hide`, it moves a fact only to a near line end, and does not repeat a short text; the
+    published figures of the tasks and those of `kvloom compare` depend on these rules.
 
     facts: ids of each. depths: 0 to 1, the share of the text before each fact, which is moved to
     the next line end if one is near. Raises `InputError` if the facts do not fit, or the text is
@@ -170,10 +140,10 @@ def hide_at(
     line_ends = np.concatenate([[0], np.flatnonzero(ends[where]) + 1])
     places = []
     for depth in depths:
-        wanted = round(depth * room)
-        after = line_ends[np.searchsorted(line_ends, wanted) :]
+        target = round(depth * room)
+        after = line_ends[np.searchsorted(line_ends, target) :]
         end = int(after[0]) if len(after) else room
-        places.append(end if end - wanted <= NEAR else wanted)
+        places.append(end if end - target <= NEAR else target)
     order = sorted(range(len(facts)), key=depths.__getitem__)
     ordered = np.maximum.accumulate([places[i] for i in order]).tolist() if order else []
     return _inserted(text, [facts[i] for i in order], ordered)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,19 @@ class Sample:
     reference: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
     data: Any = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a context: its ids, the expected strings, and the tokens of an answer."""
+
+    ids: list[int]
+    expected: list[str]
+    tokens: int
+
+    def share_in(self, answer: str) -> float:
+        """Return which share of the expected strings an answer contains, whatever their case."""
+        return sum(text.lower() in answer.lower() for text in self.expected) / len(self.expected)
 
 
 @dataclass(frozen=True)
@@ -105,35 +118,56 @@ class Source:
 class Run(Generic[Exact]):
     """One recipe on one batch: its cache, which has read the contexts.
 
+    source: what the samples are made from; None for a task that takes none, as that of `compare`.
     exact: what the task's `measure` returned for `full`; None for `full` itself. count: reports the
     current work and finished units of progress.
     """
 
     model: PreTrainedModel
-    source: Source
+    source: Source | None
     cache: Cache
     batch: Batch
     exact: Exact | None
     count: Callable[[str, int], None] = lambda what, units: None
 
 
-class Task(Protocol[Exact]):
-    """A task: how samples are made, and what is measured on them.
+class Task(Generic[Exact]):
+    """A task: how samples are made, and what is measured on them; the base class of all tasks.
 
-    data: what the user's file or folder must contain; "" for a task that takes none.
+    name: what it is called by. data: what the user's file or folder must contain; "" for a task
+    that takes none. variants: their names, as after the colon of "niah:single"; empty for a task
+    that has none. variant_word: what messages call a variant. main_score: the score that a report
+    shows first, if the samples have it. chosen: the variants to measure.
     """
 
-    name: str
-    data: str
+    name: ClassVar[str] = ""
+    data: ClassVar[str] = ""
+    variants: ClassVar[Sequence[str]] = ()
+    variant_word: ClassVar[str] = "variant"
+    main_score: ClassVar[str] = "correct"
+    chosen: Sequence[str] = ()
+
+    def __init__(self, variants: Sequence[str] = ()) -> None:
+        """Take the variants to measure; empty: all. Raises `InputError` for an unknown one."""
+        for variant in variants:
+            if variant not in self.variants:
+                raise InputError(
+                    f"{self.name} has no {self.variant_word} {variant!r}; "
+                    f"there are {', '.join(self.variants)}"
+                )
+        self.chosen = variants or self.variants
 
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
+        raise NotImplementedError
 
     def measure(self, run: Run[Exact]) -> Measurement[tuple[list[Outcome], Exact]]:
         """Return the outcome of every sample, and what other recipes are compared with."""
+        raise NotImplementedError
 
     def positions(self, batch: Batch) -> int:
         """Return how many positions the samples of a batch need after their contexts."""
+        raise NotImplementedError
 
 
 TaskBatches = Sequence[tuple[Task[Any], Sequence[Batch]]]
@@ -148,9 +182,12 @@ def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | No
     """
     takers = [task for task in tasks if task.data]
     if source.data is not None and not takers:
+        from .tasks import TASKS  # which are made of what is defined here
+
+        takers_by_name = [name for name, task in TASKS.items() if task.data]
         raise InputError(
             f"--data is given, and {', '.join(task.name for task in tasks)} takes none; leave it "
-            "out, or add a task that takes it: longbench or summarize"
+            f"out, or add a task that takes it: {' or '.join(takers_by_name)}"
         )
     if source.data is None and takers:
         raise InputError(f"the task {takers[0].name} needs --data: {takers[0].data}")

@@ -1,7 +1,6 @@
 """Figures of a recipe on a task: means over samples, 95% intervals, bytes, speed, Pareto fronts.
 
-Decides how results of single samples become one figure. The lines are those of
-docs/reference/result-files.md; `result_files` writes them, `page.read` reads them.
+The lines are those of docs/reference/result-files.md; `results` writes and reads them.
 """
 
 from __future__ import annotations
@@ -15,11 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from .sample import Task
+from .tasks import TASKS
+
 EXACT = "full"  # the recipe that keeps every token in the model's dtype
 RESAMPLES = 2000
 _SEED = 0
 _LOWER_IS_BETTER = {"nll", "perplexity", "kl_mean", "kl_median", "kl_p999", "repetition"}
-_MAIN = {"perplexity": "perplexity", "free": "diverged_at"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def higher_is_better(score: str) -> bool:
 
 
 def main_score(task: str, scores: Sequence[str]) -> str:
-    """Return the score that stands for the task: its usual one, else the first of `scores`."""
-    usual = _MAIN.get(task, "correct")
+    """Return the main score of the task: its usual one, else the first of `scores`."""
+    usual = TASKS[task].main_score if task in TASKS else Task.main_score
     return usual if usual in scores else scores[0]
 
 

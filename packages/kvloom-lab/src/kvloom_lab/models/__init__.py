@@ -1,6 +1,6 @@
 """Load a model and its tokenizer: the reference model, SmolLM2, a local folder or a hub id.
 
-Decides dtype and device. `kvloom.hf` decides whether a recipe fits the model.
+A model is loaded in its dtype, on the GPU if there is one.
 """
 
 from __future__ import annotations

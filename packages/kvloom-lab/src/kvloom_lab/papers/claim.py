@@ -11,7 +11,6 @@ quality" means a perplexity of at most 5% above that of the exact cache, "as goo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,13 +22,8 @@ import numpy as np
 
 from ..eval.summary import bootstrap
 from ..workload.errors import logged_line
+from ..workload.files import read_toml
 from .lab import Lab, NotTestable, Quality
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 REPRODUCED = "reproduced"
 NOT_REPRODUCED = "not reproduced"
@@ -81,13 +75,13 @@ class Claim:
 
 
 def read_claims(module: ModuleType) -> tuple[str, tuple[Claim, ...]]:
-    """Return the title and the claims in the TOML file beside a paper's module.
+    """Return the title and the claims in the TOML file of a paper's module.
 
     A claim's `test` is the name of a function of the module, without the underscore before it; its
     `columns` and `rows` are the paper's figures.
     """
     assert module.__file__ is not None
-    data = tomllib.loads(Path(module.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    data = read_toml(Path(module.__file__).with_suffix(".toml"))
     claims = []
     for fields in data["claim"]:
         test, columns, rows = (fields.pop(name, None) for name in ("test", "columns", "rows"))

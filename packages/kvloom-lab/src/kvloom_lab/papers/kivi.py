@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvloom.recipe import Protect, Recipe, resolve
 from kvloom.store import Packed, Store
 
+from ..analyse.error import LayerError
 from .claim import (
     KEEPS,
     LEAST_FOUND,
@@ -61,15 +62,15 @@ def _values_per_channel(lab: Lab) -> Finding:
     return ordered(lab.quality(CELLS), (TT, CC), (TT, TC), (CT, CC), (CT, TC))
 
 
-def _format_errors(lab: Lab) -> dict[str, dict[str, float]]:
+def _format_errors(lab: Lab) -> dict[str, LayerError]:
     return lab.errors([cell(2, "T", "T"), cell(2, "C", "C")])
 
 
 def _key_errors(lab: Lab) -> Finding:
     errors = _format_errors(lab)
     rows = {
-        "keys": (errors[TT]["keys"], errors[CC]["keys"]),
-        "attention": (errors[TT]["weights"], errors[CC]["weights"]),
+        "keys": (errors[TT].keys, errors[CC].keys),
+        "attention": (errors[TT].weights, errors[CC].weights),
     }
     ratio = rows["attention"][0] / rows["attention"][1]
     return Finding(
@@ -82,8 +83,8 @@ def _key_errors(lab: Lab) -> Finding:
 def _value_errors(lab: Lab) -> Finding:
     errors = _format_errors(lab)
     rows = {
-        "values": (errors[TT]["values"], errors[CC]["values"]),
-        "output": (errors[TT]["output_values"], errors[CC]["output_values"]),
+        "values": (errors[TT].values, errors[CC].values),
+        "output": (errors[TT].output_values, errors[CC].output_values),
     }
     ratio = rows["output"][1] / rows["output"][0]
     return Finding(

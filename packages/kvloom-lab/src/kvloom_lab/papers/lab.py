@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -23,8 +22,9 @@ from kvloom.hf import geometry
 from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
-from ..eval.compare import QUESTION_POSITIONS
-from ..eval.evaluate import evaluate, units, with_full
+from ..analyse import attention, error
+from ..eval.comparison import QUESTION_POSITIONS
+from ..eval.evaluate import evaluate, with_full
 from ..eval.results import ResultFolder
 from ..eval.sample import Source, Task
 from ..eval.tasks.needles import Niah
@@ -35,7 +35,7 @@ from .recalling import hit_rate, recall_rates
 
 
 class NotTestable(Exception):
-    """Raised by a test whose result on this model would say nothing about the claim."""
+    """Raised by a test whose result on this model would not be evidence on the claim."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,7 @@ class Quality:
 class Lab:
     """Measures recipes on one model and one text; repeated measurements come from the first.
 
-    counter: takes a number of units of work, and returns the function that counts them.
-    format_errors, attention: `measure` of `kvloom_lab.analyse.error` and of its `attention`.
+    progress: called with the current work, and with the finished units of one measurement.
     """
 
     def __init__(
@@ -101,13 +100,11 @@ class Lab:
         size: Size = DEFAULT,
         is_reference: bool = False,
         seed: int = 0,
-        format_errors: Callable[..., Any] | None = None,
-        attention: Callable[..., Any] | None = None,
+        progress: Progress = lambda what, units: None,
     ) -> None:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.size, self.is_reference, self.seed = size, is_reference, seed
-        self.format_errors, self.attention = format_errors, attention
-        self.counter: Callable[[int], Progress] = lambda total: lambda what, units: None
+        self.progress = progress
         self._temporary = tempfile.TemporaryDirectory()
         self._source = Source.of(
             tokenizer, text, lengths=[size.context], samples=1, new_tokens=1, batch=8, seed=seed
@@ -115,7 +112,7 @@ class Lab:
         self._folders: dict[str, ResultFolder] = {}
         self._measured: dict[str, Recipe] = {}
         self._recall: dict[int, dict[str, dict[int, float]]] = {}
-        self._errors: dict[tuple[Recipe, ...], dict[str, dict[str, float]]] = {}
+        self._errors: dict[tuple[Recipe, ...], dict[str, error.LayerError]] = {}
 
     def close(self) -> None:
         """Remove the measurements."""
@@ -141,25 +138,20 @@ class Lab:
         lines_by_recipe = self._measure(
             Perplexity(), recipes, context, samples, min(samples, 8), self.size.new_tokens
         )
-        scores = {
-            name: {
-                key: np.array([line["scores"][key] for line in lines])
-                for key in ("nll", "kl_mean", "agreement")
-            }
-            for name, lines in lines_by_recipe.items()
-        }
-        shares = {
-            name: lines[0]["kv_bytes"] / lines[0]["exact_bytes"]
-            for name, lines in lines_by_recipe.items()
-        }
-        full = scores["full"]["nll"]
+
+        def scores(recipe: str, score: str) -> np.ndarray:
+            return np.array([line["scores"][score] for line in lines_by_recipe[recipe]])
+
         return {
             name: Quality(
-                by["nll"], by["kl_mean"], float(by["agreement"].mean()),
-                shares[name], full,
+                nll=scores(name, "nll"),
+                kl=scores(name, "kl_mean"),
+                agreement=float(scores(name, "agreement").mean()),
+                bytes_share=lines[0]["kv_bytes"] / lines[0]["exact_bytes"],
+                full_nll=scores("full", "nll"),
             )
-            for name, by in scores.items()
-        }  # fmt: skip
+            for name, lines in lines_by_recipe.items()
+        }
 
     def needles(
         self, recipes: Sequence[Recipe | str], variant: str, context: int | None = None
@@ -173,41 +165,25 @@ class Lab:
             for name, lines in lines_by_recipe.items()
         }
 
-    def errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
+    def errors(self, recipes: Sequence[Recipe]) -> dict[str, error.LayerError]:
         """Return the relative errors of the recipes' formats, the mean over layers, by name."""
-        if self.format_errors is None:
-            raise NotTestable("the lab has no measurement of format errors")
         key = tuple(recipes)
         if key not in self._errors:
-            self._errors[key] = self._mean_errors(recipes)
+            by_layer = error.measure(self.model, self.texts(2, self.context), recipes)
+            self._errors[key] = {name: error.mean(errors) for name, errors in by_layer.items()}
         return self._errors[key]
 
-    def _mean_errors(self, recipes: Sequence[Recipe]) -> dict[str, dict[str, float]]:
-        assert self.format_errors is not None
-        errors_by_recipe = self.format_errors(self.model, self.texts(2, self.context), recipes)
-        means: dict[str, dict[str, float]] = {}
-        for name, layers in errors_by_recipe.items():
-            by: dict[str, list[float]] = defaultdict(list)
-            for errors in layers.values():
-                for key, value in vars(errors).items():
-                    by[key].append(value)
-            means[name] = {key: sum(values) / len(values) for key, values in by.items()}
-        return means
-
-    def attention_layers(self) -> Sequence[Any]:
+    def attention_layers(self) -> list[attention.LayerAttention]:
         """Return the attention figures of each layer, as `kvloom analyse attention` does."""
-        if self.attention is None:
-            raise NotTestable("the lab has no measurement of attention")
         ids = self.texts(1, self.context + 1)
-        layers: Sequence[Any] = self.attention(self.model, ids, context=self.context)
-        return layers
+        return attention.measure(self.model, ids, context=self.context)
 
     def recall(self) -> dict[str, dict[int, float]]:
         """Return the recall rates after the long context, by index and budget in tokens."""
         context = self.long_context
         if context not in self._recall:
             ids = self.texts(1, context + self.size.steps)
-            recalled = recall_rates(self.model, ids, context, self.counter(self.size.steps))
+            recalled = recall_rates(self.model, ids, context, self.progress)
             self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
         return self._recall[context]
 
@@ -231,10 +207,8 @@ class Lab:
         return cut_rows(self._source.text_ids, self._source.first, rows, tokens, self.seed)
 
     def _fitting(self, context: int) -> int:
-        available, after = (
-            max_positions(self.model),
-            max(self.size.new_tokens + 1, QUESTION_POSITIONS),
-        )
+        available = max_positions(self.model)
+        after = max(self.size.new_tokens + 1, QUESTION_POSITIONS)
         return context if available is None else min(context, available - after)
 
     def _distinct(self, recipe: Recipe) -> Recipe:
@@ -263,20 +237,18 @@ class Lab:
             lengths=[context], samples=samples, new_tokens=new_tokens, batch=batch, seed=self.seed,
         )  # fmt: skip
         plan = [(task, task.batches(source))]
-        variants = "+".join(getattr(task, "variants", ()))
+        variants = "+".join(task.chosen)
         folder = self._folder(f"{task.name} {variants} {context} {samples} {new_tokens}")
-        progress = self.counter(units(plan, chosen))
-        evaluate(self.model, source, chosen, plan, folder, progress)
+        evaluate(self.model, source, chosen, plan, folder, self.progress)
         order = [sample.name for _, batches in plan for b in batches for sample in b.samples]
         lines = {(line["recipe"], line["sample"]): line for line in folder.lines(task.name)}
-        problems = [
-            x for x in lines.values() if "problem" in x and x["recipe"] in {r.name for r in chosen}
-        ]
-        if problems:
-            raise InputError(f"{problems[0]['recipe']}: {problems[0]['problem']}")
+        for recipe in chosen:
+            for name in order:
+                if problem := lines[recipe.name, name].get("problem"):
+                    raise InputError(f"{recipe.name}: {problem}")
         return {
-            asked.name: [lines[r.name, name] for name in order]
-            for asked, r in zip(shown, chosen, strict=True)
+            asked.name: [lines[recipe.name, name] for name in order]
+            for asked, recipe in zip(shown, chosen, strict=True)
         }
 
     def _folder(self, name: str) -> ResultFolder:

@@ -36,7 +36,7 @@ RECENT = (0.0, 0.2, 0.5, 0.8, 1.0)
 
 def _h2o(bits: int | None, axes: str = "TT") -> Recipe:
     """Return half of the prompt by H2O's score, chosen once, at a bit width (None: 16)."""
-    keep = Keep(Budget(fraction=0.5, recent=0.5, apart=True), Mass(), when="prompt")
+    keep = Keep(Budget(fraction=0.5, recent=0.5, round_shares=True), Mass(), when="prompt")
     if bits is None:
         return Recipe(keep=keep, name="16bit")
     axis = {"C": "channel", "T": "token"}

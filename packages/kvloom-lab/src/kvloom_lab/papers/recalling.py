@@ -75,27 +75,29 @@ def recall_rates(
     build_s = dict.fromkeys(indexes, 0.0)
     finders: dict[tuple[str, int], Any] = {}
 
-    def on_step(look: ObservedStep) -> None:
-        if look.q.shape[2] > 1 or look.layer < full_layers:
+    def on_step(observed: ObservedStep) -> None:
+        if observed.q.shape[2] > 1 or observed.layer < full_layers:
             return
-        keys = look.keys[:, :, SINKS:context]
+        keys = observed.keys[:, :, SINKS:context]
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
         oracle = TopK().finder()
         oracle.extend(keys, live)
         for name, index in indexes.items():
-            if (name, look.layer) not in finders:
-                finder = finders[name, look.layer] = index.finder()
+            if (name, observed.layer) not in finders:
+                finder = finders[name, observed.layer] = index.finder()
                 due = index.due(0, keys.shape[2])
                 begin = clock.seconds(keys.device)
                 finder.extend(keys[:, :, :due], live[:, :, :due])
                 build_s[name] += clock.seconds(keys.device) - begin
-        q = look.q[:, :, 0]
+        q = observed.q[:, :, 0]
         for group, budget in product(groups, sizes):
             count = budget - SINKS
-            true = _mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
+            best = _mask_of(oracle.find(q, count, group, lambda: keys), keys.shape[2])
             for name in indexes:
-                got = finders[name, look.layer].find(q, count, group, lambda: keys)
-                rates[name][group][budget].append(true.gather(2, got.long()).float().mean().item())
+                selected = finders[name, observed.layer].find(q, count, group, lambda: keys)
+                rates[name][group][budget].append(
+                    best.gather(2, selected.long()).float().mean().item()
+                )
 
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")

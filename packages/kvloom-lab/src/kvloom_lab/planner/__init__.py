@@ -5,8 +5,8 @@
 
 `model` reads a config and builds the model without weights, `weights` counts the bytes of weights,
 and `step` those of the cache and what a decode step reads. `hardware` estimates its time from data
-sheets, `machine` from measurements of this machine, which `machine_measurement` makes.
-`plan_recipes` combines them, and `result` is the plan. `choice` chooses a recipe within a bound.
+sheets, `machine` from measurements of this machine, which it makes. `plan_recipes` combines them.
+`choice` chooses a recipe within a bound.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 from .choice import AutoChoice, auto
 from .hardware import Hardware
 from .model import read_model
-from .plan_recipes import plan
-from .result import Plan, PlanRow
+from .plan_recipes import Plan, PlanRow, plan
 
 __all__ = ["AutoChoice", "Hardware", "Plan", "PlanRow", "auto", "plan", "read_model"]

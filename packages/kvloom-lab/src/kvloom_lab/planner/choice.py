@@ -1,13 +1,14 @@
 """`auto`: the best recipe of a model within its memory, or within a share of the cache's bytes.
 
-Decides the order: the exact cache, then a recipe that was tuned for this model, then the recipe
-with the best published figures. These are of SmolLM2-135M-Instruct in bfloat16 after 2,048 tokens:
+The order is: the exact cache, then a recipe that was tuned for this model, then the recipe with the
+best published figures. These are of SmolLM2-135M-Instruct in bfloat16 after 2,048 tokens:
 benchmarks/results/*/evidence_smollm2-2k.json, with which a test compares them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,7 @@ from kvloom.keep import Keep
 from kvloom.recipe import Recipe, resolve
 
 from ..workload.files import stored_recipes
-from .plan_recipes import plan
-from .result import PlanRow
+from .plan_recipes import PlanRow, plan
 from .units import show_bytes
 
 
@@ -111,7 +111,7 @@ def auto(
         raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")
     if bytes is not None and not 0 < bytes <= 1:
         raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
-    model = supported_model(model, whole="kvloom_lab.auto")
+    model = supported_model(model, needs_all_heads="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
     planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
@@ -120,22 +120,17 @@ def auto(
         _Candidate(*candidate) for candidate in zip(recipes, planned.rows, published, strict=True)
     ]
     exact = candidates[0].nbytes
-    chunks = False
     if bytes is not None:
+        fitting = [candidate for candidate in candidates if candidate.nbytes <= bytes * exact]
+    else:
+        fitting = [candidate for candidate in candidates if candidate.row.fits]
+    chunks = memory is not None and not fitting
+    if chunks:  # a score of the prompt would see its first chunk only
         fitting = [
             candidate
             for candidate in candidates
-            if candidate.works and candidate.nbytes <= bytes * exact
+            if candidate.row.fits_in_chunks and not candidate.keeps
         ]
-    else:
-        fitting = [candidate for candidate in candidates if candidate.row.fits]
-        chunks = not fitting
-        if chunks:  # a score of the prompt would see its first chunk only
-            fitting = [
-                candidate
-                for candidate in candidates
-                if candidate.row.fits_in_chunks and not candidate.keeps
-            ]
     if not fitting:
         bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
         raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
@@ -144,7 +139,8 @@ def auto(
     if chunks:
         why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
     share = best.nbytes / exact
-    return AutoChoice(best.recipe, planned.context, batch, best.nbytes, share, " ".join(why))
+    nbytes = int(best.nbytes)
+    return AutoChoice(best.recipe, planned.context, batch, nbytes, share, " ".join(why))
 
 
 @dataclass(frozen=True)
@@ -156,17 +152,13 @@ class _Candidate:
     published: Evidence | None
 
     @property
-    def works(self) -> bool:
-        return self.row.problem is None
-
-    @property
-    def nbytes(self) -> int:
-        assert self.row.kv_bytes is not None, "ask `works` first"
-        return self.row.kv_bytes
+    def nbytes(self) -> float:
+        """The bytes of the cache; infinity if the recipe does not fit the model."""
+        return self.row.kv_bytes or math.inf
 
     @property
     def keeps(self) -> list[Keep]:
-        """What decides which tokens stay, if the recipe evicts."""
+        """The eviction policies of the recipe; empty if it keeps all tokens."""
         keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
         return [keep for keep in keeps if isinstance(keep, Keep)]
 
@@ -212,11 +204,10 @@ def _nothing(
     candidates: Sequence[_Candidate], bound: str, by_share: bool, context: int, batch: int
 ) -> str:
     """Return why nothing is chosen, with the nearest recipe."""
-    working = [candidate for candidate in candidates if candidate.works]
-    nearest = min(working, key=lambda candidate: candidate.nbytes)
+    nearest = min(candidates, key=lambda candidate: candidate.nbytes)
     reason = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
     if by_share:
-        share = nearest.nbytes / working[0].nbytes
+        share = nearest.nbytes / candidates[0].nbytes
         return f"{reason}; the nearest is {nearest.recipe.name} with bytes={share:.3f}"
     return (
         f"{reason}; the nearest is {nearest.recipe.name}, with which "

@@ -2,26 +2,20 @@
 
 A part of a step takes the longer of reading its bytes and of its arithmetic. No hardware reaches
 the rates of its data sheet, so each rate is multiplied by a share that others have measured: low,
-best and high. Python launches the work meanwhile: a step takes the longer of the two.
+best and high. Python launches the work at the same time: a step takes the longer of the two.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from kvloom.errors import InputError
 
+from ..workload.files import read_toml
 from .step import StepTime, StepWork
 from .units import Range
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 SOURCES = {
     "weights": "Llama-2-7B on an A100 with 2,039 GB/s (gpt-fast, README): 1,397 GB/s in 16 bits "
@@ -131,8 +125,8 @@ def read_hardware(path: Path) -> Hardware:
     arithmetic (shares of the rates) and overhead_us (per layer) are [low, best, high].
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = read_toml(path)
+    except (OSError, ValueError) as error:
         raise InputError(
             f"hardware file {str(path)!r} cannot be read ({error}); give a TOML file"
         ) from error
@@ -180,8 +174,6 @@ def _range(path: Path, name: str, value: Any, unit: float) -> Range:
 
 PRESETS = {
     name: _hardware({"name": name, **data}, Path("hardware.toml"))
-    for name, data in tomllib.loads(
-        (files(__package__) / "hardware.toml").read_text(encoding="utf-8")
-    ).items()
+    for name, data in read_toml(Path(__file__).with_name("hardware.toml")).items()
 }
 """GPUs by name."""

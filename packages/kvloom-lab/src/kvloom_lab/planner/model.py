@@ -1,10 +1,10 @@
 """What the planner knows of a model: its layers, weights, positions and activations.
 
 Everything comes from the config. The model is built on torch's meta device, which allocates no
-weights, so it is the model's own code that decides what there is to count. The activations of a
-prompt are the tensors that are alive at once in the model's own forward pass there; attention is
-replaced by a function that returns an output of the right shape. Decides which models are refused:
-those of which kvloom cannot count everything.
+weights. So the model's own code determines what is counted. The activations of a prompt are the
+tensors that are alive at once in the model's own forward pass there; attention is replaced by a
+function that returns an output of the right shape. Models of which kvloom cannot count everything
+raise `UnsupportedModel`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,20 +104,27 @@ class _Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
+class Window(NamedTuple):
+    """A layer with a sliding window: the tokens that transformers stores, and bytes per token."""
+
+    tokens: int
+    token_nbytes: int
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model needs beside its cache.
+    """What a model needs in addition to its cache.
 
-    geometry: the layers that kvloom caches. windows: of each layer with a sliding window, the
-    tokens that transformers stores. working: bytes of activations per token of a prompt, at the
-    widest place of a forward pass; None where they cannot be traced. layers: all decoder layers.
+    geometry: the layers that kvloom caches. windows: of each layer with a sliding window. working:
+    bytes of activations per token of a prompt, at the widest place of a forward pass; None where
+    they cannot be traced. layers: all decoder layers.
     dtype_stated: whether the config states the dtype of the weights; if not, float32 is counted.
     """
 
     name: str
     architecture: str
     geometry: Geometry
-    windows: tuple[int, ...]
+    windows: tuple[Window, ...]
     weights: Weights
     working: int | None
     layers: int
@@ -136,19 +143,21 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     config = model if isinstance(model, PreTrainedConfig) else _read_config(str(model))
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
-    built = _build(config, name)
-    stock = stock_layers(supported_model(built))
-    _refuse_other_layers(built, [kind for kind, _ in stock])
-    windows = tuple(window for _, window in stock if window is not None)
+    meta_model = _build(config, name)
+    stock = stock_layers(supported_model(meta_model))
+    _refuse_other_layers(meta_model, [layer.kind for layer in stock])
+    windows = tuple(
+        Window(layer.window, layer.token_nbytes) for layer in stock if layer.window is not None
+    )
     return ModelFacts(
         name,
-        type(built).__name__,
-        geometry(built),
+        type(meta_model).__name__,
+        geometry(meta_model),
         windows,
-        count_weights(built),
-        working_bytes(built),
+        count_weights(meta_model),
+        working_bytes(meta_model),
         len(stock),
-        max_positions(built),
+        max_positions(meta_model),
         stated,
     )
 
@@ -200,7 +209,8 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
 
 def _refuse_other_layers(model: Any, kinds: list[str]) -> None:
     """Raise `UnsupportedModel` for layers with another state than keys and values."""
-    others = sorted({kind for kind in kinds if kind not in ("full_attention", "sliding_attention")})
+    counted = "full_attention", "sliding_attention", "DummyLayer"  # which stores nothing
+    others = sorted({kind for kind in kinds if kind not in counted})
     if others:
         numbers = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(

@@ -1,13 +1,11 @@
-"""`plan`: bytes, limits and speed of recipes on a model, before anything runs.
-
-Decides the order of its steps, the settings that it refuses, and what a reader is warned of.
-"""
+"""`plan`: bytes, limits and speed of recipes on a model, before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -15,13 +13,133 @@ from kvloom.errors import IncompatibleRecipe, InputError, RecipeError
 from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
-from . import machine_measurement
+from ..recommended import RECOMMENDED
+from . import machine as machine_module
 from .hardware import PRESETS, Hardware, read_hardware
 from .machine import Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
-from .result import Plan, PlanRow, Point
 from .step import CacheBytes, StepWork, step_work
 from .units import Range, largest, show_bytes, show_rate
+
+
+@dataclass(frozen=True)
+class Point:
+    """The cache's bytes at one context, and the decode speed (None without times)."""
+
+    context: int
+    kv_bytes: int
+    tokens_s: Range | None
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The plan of one recipe. None: not known, or not asked for.
+
+    Attributes:
+        recipe: Its name.
+        kv_bytes: Bytes of the cache at this context and batch.
+        peak_bytes: The largest memory during a prompt in one step, weights included.
+        fits: Whether memory suffices for that.
+        longest_context: Tokens, at this batch.
+        largest_batch: Rows, at this context.
+        fits_in_chunks: As `fits` for weights and cache alone: a prompt that is read in small
+            chunks.
+        longest_in_chunks: As `longest_context` for weights and cache alone.
+        step_ms: Milliseconds of a decode step: low, best, high.
+        tokens_s: Tokens per second of the batch: low, best, high.
+        parts_ms: The best estimate, by part of a step.
+        limit: The longest part.
+        reaches: Whether the best estimate reaches the target, and memory holds weights and cache.
+        longest_at_target: The longest context at which this is so.
+        problem: Why there are no figures.
+        no_times: Why there are no times.
+        curve: Bytes and speed at contexts of 1,024 tokens and their doubles.
+    """
+
+    recipe: str
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
+    fits: bool | None = None
+    longest_context: int | None = None
+    largest_batch: int | None = None
+    fits_in_chunks: bool | None = None
+    longest_in_chunks: int | None = None
+    step_ms: Range | None = None
+    tokens_s: Range | None = None
+    parts_ms: dict[str, float] | None = None
+    limit: str | None = None
+    reaches: bool | None = None
+    longest_at_target: int | None = None
+    problem: str | None = None
+    no_times: str | None = None
+    curve: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of several recipes on a model; printable, and plain data by `to_dict`.
+
+    Attributes:
+        model: What the model needs in addition to its cache.
+        context: Tokens.
+        batch: Rows.
+        memory: Bytes; None: not given.
+        hardware: What times are estimated for.
+        target: Tokens per second of the whole batch.
+        rows: One for each recipe.
+        warnings: Sentences.
+    """
+
+    model: ModelFacts
+    context: int
+    batch: int
+    memory: int | None
+    hardware: Hardware | Machine | None
+    target: float | None
+    rows: tuple[PlanRow, ...]
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model.architecture}: {show_bytes(self.model.weights.nbytes)} of weights"]
+        return "\n".join([*lines, *map(_line, self.rows), *self.warnings])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data; the fields are in docs/reference/json.md."""
+        m = self.model
+        return {
+            "model": {
+                "name": m.name,
+                "architecture": m.architecture,
+                "weights_bytes": m.weights.nbytes,
+                "quantized": m.weights.quantized,
+                "dtype": str(m.geometry.dtype).removeprefix("torch."),
+                "layers": m.layers,
+                "sliding_layers": len(m.windows),
+                "positions": m.positions,
+                "working_bytes_per_token": m.working,
+            },
+            "context": self.context,
+            "batch": self.batch,
+            "memory": self.memory,
+            "target": self.target,
+            "hardware": None if self.hardware is None else self.hardware.to_dict(),
+            "rows": [asdict(row) for row in self.rows],
+            "warnings": list(self.warnings),
+        }
+
+
+def _line(row: PlanRow) -> str:
+    """Return a row in one line."""
+    if row.problem:
+        return f"{row.recipe}: {row.problem}"
+    text = f"{row.recipe}: KV cache {show_bytes(row.kv_bytes or 0)}"
+    if row.longest_context is not None:
+        text += f", longest context {row.longest_context:,}, largest batch {row.largest_batch:,}"
+    if row.step_ms and row.tokens_s:
+        t = row.tokens_s
+        text += f", {show_rate(t.best)} tok/s ({show_rate(t.low)} to {show_rate(t.high)})"
+    return text
+
 
 CONTEXT = 32768
 
@@ -213,8 +331,8 @@ def _target_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[st
 
 THIS = "this"
 RECIPES = (
-    "full", "near-lossless", "balanced", "small", "tiny", "kivi", "skvq", "turbo", "minikv", "h2o",
-    "snapkv", "streaming", "clusterkv", "quest",
+    "full", *RECOMMENDED, "kivi", "skvq", "turbo", "minikv", "h2o", "snapkv", "streaming",
+    "clusterkv", "quest",
 )  # fmt: skip
 
 
@@ -258,7 +376,7 @@ def plan(
     context = context or min(CONTEXT, facts.positions or CONTEXT)
     caches = [fitting_cache(recipe, facts, context) for recipe in chosen]
     if hardware == THIS:
-        _check_memory(facts, memory or machine_measurement.total_memory())
+        _check_memory(facts, memory or machine_module.total_memory())
         works = [step_work(facts, x, context, batch) for x in caches if isinstance(x, CacheBytes)]
         device = _this_machine(facts.geometry, works, on_step)
     memory = memory or (None if device is None else device.memory)
@@ -289,10 +407,10 @@ def _this_machine(
 ) -> Machine:
     """Return this machine with the rates that these steps need; measure and store new ones."""
     machine = load_machine()
-    units = machine_measurement.units(machine, works, geometry)
+    units = machine_module.units(machine, works, geometry)
     if machine is None or units:
         report = on_step(units) if on_step else (lambda what, done: None)
-        machine = machine_measurement.complete(machine, works, geometry, report)
+        machine = machine_module.complete(machine, works, geometry, report)
         save_machine(machine)
     return machine
 

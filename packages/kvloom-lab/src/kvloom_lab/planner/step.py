@@ -85,8 +85,11 @@ class CacheBytes:
     def nbytes(self, tokens: int, batch: int) -> int:
         """Return the bytes of all layers that hold a context of `tokens` tokens."""
         ours = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
-        sliding = sum(n * min(tokens, window) for window, n in self.windows.items())
-        return batch * (ours + sliding * self.exact)
+        sliding = sum(
+            layers * min(tokens, window.tokens) * window.token_nbytes
+            for window, layers in self.windows.items()
+        )
+        return batch * (ours + sliding)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
@@ -94,7 +97,7 @@ class CacheBytes:
         A sliding layer of transformers holds the whole prompt until the next step, and layers that
         wait for each other's scores hold it exact.
         """
-        total = self.windows.total() * tokens * self.exact
+        total = tokens * sum(n * window.token_nbytes for window, n in self.windows.items())
         for kind in self.kinds:
             nbytes = kind.nbytes(tokens, self.geometry)
             total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
@@ -187,10 +190,9 @@ def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) ->
         nbytes, tokens = kind.read(context, g)
         layers.append(LayerWork(kind, kind.layers, batch * nbytes, batch * tokens * per_token))
     for window, count in cache.windows.items():
-        tokens = min(context, window)
-        layers.append(
-            LayerWork(None, count, batch * tokens * cache.exact, batch * tokens * per_token)
-        )
+        tokens = min(context, window.tokens)
+        nbytes = batch * tokens * window.token_nbytes
+        layers.append(LayerWork(None, count, nbytes, batch * tokens * per_token))
     weights = model.weights
     return StepWork(
         g,

@@ -1,8 +1,8 @@
 """Bytes of a model's weights, and which of them a decode step reads.
 
-Decides how quantized weights are counted: by the tensors that their checkpoint has for a matrix.
-`settings` are the model's `quantization_config`; a matrix has `rows` outputs and `columns` inputs.
-Refuses, by name, quantizations whose layout is not described here.
+Quantized weights are counted by the tensors that their checkpoint has for a matrix. `settings` are
+the model's `quantization_config`; a matrix has `rows` outputs and `columns` inputs. Refuses, by
+name, quantizations whose layout is not described here.
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ class Weights:
         """
         if not self.experts:
             return Range.exactly(self.read)
-        each = self.expert_read / self.experts
+        per_expert = self.expert_read / self.experts
         chance = 1 - (1 - self.used / self.experts) ** batch
         distinct = Range(self.used, self.experts * chance, min(self.experts, batch * self.used))
-        return Range.exactly(self.read) + distinct.scaled(each)
+        return Range.exactly(self.read) + distinct.scaled(per_expert)
 
     def flops(self, batch: int) -> float:
         """Return the floating-point operations of a decode step's products with weights."""

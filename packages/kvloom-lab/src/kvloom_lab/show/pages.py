@@ -1,7 +1,7 @@
 """The two pages: `kvloom inspect` and `kvloom report` write one HTML file each.
 
-Decides how data are inserted into a page safely, and what the page of results contains: a summary
-that it always reads, without the text of any sample, and the texts of a task in packed chunks of
+Data are inserted so that no text can end their element. The page of results contains a summary that
+it always reads, without the text of any sample, and the texts of a task in packed chunks of
 consecutive samples, which the page unpacks when a reader opens one of them.
 """
 
@@ -22,6 +22,7 @@ from kvloom import __version__
 
 from ..eval.results import RunResults
 from ..eval.summary import EXACT, Figures, Interval, higher_is_better, main_score, pareto
+from ..workload.files import finite
 
 
 def html_page(name: str, title: str, scripts: Sequence[str], data: Any, more: str = "") -> str:
@@ -32,7 +33,7 @@ def html_page(name: str, title: str, scripts: Sequence[str], data: Any, more: st
     start another. Raises `ValueError` for NaN and infinity.
 
     name: of the page's files. scripts: their names, in order. data: plain data for the script
-    element `data`. more: elements behind that one.
+    element `data`. more: elements after that one.
     """
 
     def read(file: str) -> str:
@@ -91,14 +92,18 @@ def page_data(runs: Sequence[RunResults]) -> tuple[dict[str, Any], list[str]]:
         }
         for name, run in zip(names, runs, strict=True)
     ]
-    return {"kvloom": __version__, "exact": EXACT, "runs": _finite(summary)}, chunks
+    return {"kvloom": __version__, "exact": EXACT, "runs": finite(summary)}, chunks
 
 
 def _tasks(run: RunResults) -> list[str]:
     """Return the tasks with at least one score, in the order of the settings."""
     tasks = list(dict.fromkeys(f.task for f in run.figures if f.scores))
-    wanted = run.settings.get("tasks")
-    order = {task: i for i, task in enumerate(wanted)} if isinstance(wanted, list) else {}
+    order_of_settings = run.settings.get("tasks")
+    order = (
+        {task: i for i, task in enumerate(order_of_settings)}
+        if isinstance(order_of_settings, list)
+        else {}
+    )
     return sorted(tasks, key=lambda task: order.get(task, len(order)))
 
 
@@ -270,12 +275,3 @@ def _short(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.5g}")
-
-
-def _finite(value: Any) -> Any:
-    """Return plain data with null for each number that JSON cannot contain."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ..analyse.attention import LayerAttention
     from ..analyse.distribution import Distribution
     from ..bench.timing import TimedRow
-    from ..eval.compare import Row
-    from ..planner.result import Plan
+    from ..eval.comparison import Row
+    from ..planner.plan_recipes import Plan
     from ..tuner.run import Tuning
 
 
@@ -34,38 +34,30 @@ def check_plot(path: str | Path) -> None:
 
 
 def new_figure(path: str | Path, width: float, height: float, dpi: int = 150) -> Any:
-    """Return an empty figure of so many inches; raises `InputError` as `check_plot` does."""
+    """Return an empty figure, its sizes in inches; raises `InputError` as `check_plot` does."""
     check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
-def line_style(i: int) -> tuple[str, str, str]:
-    """Return color, marker and line style of line i.
+def line_style(i: int) -> dict[str, Any]:
+    """Return color, marker and line style of line i, as arguments of matplotlib.
 
     Colors repeat after ten lines, with another marker and line style.
     """
     cycle = i // 10
-    return f"C{i % 10}", "osD^vP"[cycle % 6], ("-", "--", ":", "-.")[cycle % 4]
+    return {
+        "color": f"C{i % 10}",
+        "marker": "osD^vP"[cycle % 6],
+        "markersize": 4,
+        "linestyle": ("-", "--", ":", "-.")[cycle % 4],
+    }
 
 
-# Offsets of a label from its mark, in points, the preferred ones first.
-_OFFSETS = [(6, 5), (6, -12), (-6, 5), (-6, -12), (0, 13), (0, -20), (6, 18), (6, -26), (-6, 18),
-           (-6, -26), (0, 28), (0, -36), (6, 34), (-6, 34)]  # fmt: skip
-
-
-class Mark(NamedTuple):
-    """A recipe's mark: bits per value, a figure, and its color and marker in both panels."""
-
-    name: str
-    x: float
-    y: float
-    color: str
-    marker: str
+def _add_legend(figure: Any, **options: Any) -> None:
+    """Add a legend to the right of all panels; options: further ones of `Figure.legend`."""
+    figure.legend(fontsize=8, handlelength=4, loc="outside right upper", **options)
 
 
 def comparison_plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
@@ -73,73 +65,40 @@ def comparison_plot(rows: Sequence[Row], environment: dict[str, Any], path: str 
 
     Recipes without figures are omitted.
     """
-    ran = [row for row in rows if row.problem is None]
-    panels: list[tuple[str, Callable[[Row], float | None]]] = [
-        ("perplexity of the continuation (lower is better)", lambda row: row.perplexity)
-    ]
-    if any(row.needle is not None for row in ran):
-        panels.append(("needle answers correct, % (higher is better)", _needle_percent))
-    figure = new_figure(path, 6 * len(panels), 4.8)
+    measured = [row for row in rows if row.problem is None and row.bits_per_value is not None]
+    panels: dict[str, Callable[[Row], float | None]] = {
+        "perplexity of the continuation (lower is better)": lambda row: row.perplexity
+    }
+    if any(row.needle is not None for row in measured):
+        panels["needle answers correct, % (higher is better)"] = _needle_percent
+    figure = new_figure(path, 6 * len(panels) + 2, 4.8)
     e = environment
     figure.suptitle(f"{e['model']} ({e['dtype']}), context {e['context']:,}", fontsize=11)
-    for i, (title, height) in enumerate(panels):
-        axes = figure.add_subplot(1, len(panels), i + 1)
-        _panel(axes, ran, title, height)
+    marks: dict[str, Any] = {}  # in the legend once, although both panels have them
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, height) in zip(all_axes, panels.items(), strict=True):
+        heights = []
+        for i, row in enumerate(measured):
+            y = height(row)
+            if y is None or not math.isfinite(y):
+                continue
+            style = line_style(i) | ({"color": "black"} if row.recipe == "full" else {})
+            style |= {"markersize": 6, "linestyle": "", "label": row.recipe}
+            (marks[row.recipe],) = axes.plot([row.bits_per_value], [y], **style)
+            if row.recipe == "full":
+                axes.axhline(y, color="black", linewidth=0.8, linestyle=":")
+            heights.append(y)
+        if height is _needle_percent:
+            axes.set_ylim(-6, 112)
+        elif heights and max(heights) > 4 * min(heights):
+            axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("bits per value")
+        axes.set_xlim(left=0)
+        axes.margins(x=0.12, y=0.12)
+        axes.grid(alpha=0.3)
+    _add_legend(figure, handles=list(marks.values()))
     figure.savefig(path)
-
-
-def _panel(
-    axes: Any, rows: Sequence[Row], title: str, height: Callable[[Row], float | None]
-) -> None:
-    marks = {row.recipe: line_style(i)[:2] for i, row in enumerate(rows)} | {"full": ("black", "o")}
-    points = [
-        Mark(row.recipe, row.bits_per_value, y, *marks[row.recipe])
-        for row in rows
-        if row.bits_per_value is not None and (y := height(row)) is not None and math.isfinite(y)
-    ]
-    heights = [p.y for p in points]
-    if height is _needle_percent:
-        axes.set_ylim(-6, 112)
-    elif heights and max(heights) > 4 * min(heights):
-        axes.set_yscale("log")
-    for p in points:
-        axes.scatter([p.x], [p.y], s=36, color=p.color, marker=p.marker, zorder=3)
-        if p.name == "full":
-            axes.axhline(p.y, color=p.color, linewidth=0.8, linestyle=":")
-    axes.set_title(title, fontsize=10)
-    axes.set_xlabel("bits per value")
-    axes.set_xlim(left=0)
-    axes.margins(x=0.12, y=0.12)
-    axes.grid(alpha=0.3)
-    _add_labels(axes, points)
-
-
-def _add_labels(axes: Any, points: Sequence[Mark]) -> None:
-    """Label every mark; choose the offset at which the label covers the fewest labels and marks."""
-    figure = axes.figure
-    figure.canvas.draw()
-    renderer, inside = figure.canvas.get_renderer(), axes.get_window_extent()
-    marks = [axes.transData.transform((p.x, p.y)) for p in points]
-    placed: list[Any] = []
-    for p in points:
-        label = axes.annotate(
-            p.name, (p.x, p.y), (0, 0), textcoords="offset points", fontsize=8, color=p.color
-        )
-
-        def cost(offset: tuple[int, int], label: Any = label) -> int:
-            _move(label, offset)
-            box = label.get_window_extent(renderer)
-            corners = inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1)
-            covered = sum(box.overlaps(o) for o in placed) + sum(box.contains(*m) for m in marks)
-            return covered + 2 * (not corners)
-
-        _move(label, min(_OFFSETS, key=cost))
-        placed.append(label.get_window_extent(renderer))
-
-
-def _move(label: Any, offset: tuple[int, int]) -> None:
-    label.set_position(offset)
-    label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
 
 
 def _needle_percent(row: Row) -> float | None:
@@ -148,9 +107,9 @@ def _needle_percent(row: Row) -> float | None:
 
 def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any], path: str | Path) -> None:
     """Write the times to `path`; its suffix is the format. Raises `InputError`."""
-    ran = [row for row in rows if row.ms is not None]
-    contexts = sorted({row.context for row in ran})
-    names = list(dict.fromkeys(row.name for row in ran))
+    times = [(row.name, row.context, row.ms) for row in rows if row.ms is not None]
+    contexts = sorted({context for _, context, _ in times})
+    names = list(dict.fromkeys(name for name, *_ in times))
     figure = new_figure(path, 8, 4.8)
     axes = figure.add_subplot()
     e = environment
@@ -159,23 +118,18 @@ def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any], path: str 
     )
     if len(contexts) > 1:
         for i, name in enumerate(names):
-            points = sorted((row.context, row.ms) for row in ran if row.name == name)
-            color, marker, line = line_style(i)
-            axes.plot(
-                *zip(*points, strict=True), label=name,
-                color=color, marker=marker, markersize=4, linestyle=line,
-            )  # fmt: skip
+            points = sorted((context, ms) for other, context, ms in times if other == name)
+            axes.plot(*zip(*points, strict=True), label=name, **line_style(i))
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
-        axes.set_xlabel("tokens of context")
-        axes.set_ylabel("ms")
-        figure.legend(fontsize=8, handlelength=4, loc="outside right upper")
+        axes.set(yscale="log", xlabel="tokens of context", ylabel="ms")
+        _add_legend(figure)
     else:
-        bars = axes.barh(names[::-1], [row.ms or 0.0 for row in ran][::-1])
+        milliseconds = [ms for *_, ms in times]
+        bars = axes.barh(names[::-1], milliseconds[::-1])
         axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
         axes.set_xlabel(f"ms at {contexts[0]:,} tokens" if contexts else "ms")
-        if ran and max(row.ms or 0.0 for row in ran) > 20 * min(row.ms or 0.0 for row in ran):
+        if times and max(milliseconds) > 20 * min(milliseconds):
             axes.set_xscale("log")
         axes.margins(x=0.1)
     axes.grid(alpha=0.3)
@@ -193,34 +147,28 @@ def plan_plot(plan: Plan, path: str | Path) -> None:
     figure.suptitle(f"{plan.model.name}, batch {plan.batch}", fontsize=10)
     weights = plan.model.weights.nbytes
     for i, row in enumerate(row for row in plan.rows if row.curve):
-        color, marker, style = line_style(i)
-        look = {"color": color, "marker": marker, "markersize": 4, "linestyle": style}
+        style = line_style(i)
         contexts = [point.context for point in row.curve]
         total = [(weights + point.kv_bytes) / 2**30 for point in row.curve]
-        panels[0].plot(contexts, total, label=row.recipe, **look)
+        panels[0].plot(contexts, total, label=row.recipe, **style)
         rates = [point.tokens_s for point in row.curve if point.tokens_s]
         if rates:
-            panels[1].plot(contexts, [rate.best for rate in rates], **look)
+            panels[1].plot(contexts, [rate.best for rate in rates], **style)
             low, high = [rate.low for rate in rates], [rate.high for rate in rates]
-            panels[1].fill_between(contexts, low, high, color=color, alpha=0.08, linewidth=0)
+            band = {"color": style["color"], "alpha": 0.08, "linewidth": 0}
+            panels[1].fill_between(contexts, low, high, **band)
     if plan.memory is not None:
-        panels[0].axhline(plan.memory / 2**30, color="0.3", linewidth=1)
-        panels[0].annotate(
-            "memory", (0.01, plan.memory / 2**30), xycoords=("axes fraction", "data"),
-            fontsize=8, va="bottom",
-        )  # fmt: skip
+        panels[0].axhline(plan.memory / 2**30, color="0.3", linewidth=1, label="memory")
     panels[0].set_ylabel("weights and KV cache, GiB")
-    panels[0].set_yscale("log")
     if timed:
         panels[1].set_ylabel("tokens per second, estimated")
-        panels[1].set_yscale("log")
         if plan.target is not None:
             panels[1].axhline(plan.target, color="0.3", linewidth=1)
     for panel in panels:
         panel.set_xscale("log", base=2)
-        panel.set_xlabel("tokens of context")
+        panel.set(yscale="log", xlabel="tokens of context")
         panel.grid(alpha=0.3)
-    figure.legend(fontsize=8, handlelength=4, loc="outside right upper")
+    _add_legend(figure)
     figure.savefig(path)
 
 
@@ -232,25 +180,23 @@ def tuning_plot(tuning: Tuning, name: str, path: str | Path) -> None:
     figure = new_figure(path, 7, 4.8)
     axes, t = figure.add_subplot(), tuning.tuned
     uniform = [(share, kl) for _, share, kl in tuning.uniform]
-    lines: list[tuple[str, list[tuple[float, float]], str]] = [
+    for label, points, style in (
         ("all layers the same, predicted", uniform, "C7."),
         ("tuned, predicted", tuning.front, "C0-"),
         ("this recipe, measured", [(t.share, t.kl)], "C3*"),
-    ]
-    for label, points, style in lines:
-        x, y = zip(*points, strict=True)
-        axes.plot(x, [max(SMALLEST, kl) for kl in y], style, label=label)
-    axes.set_yscale("log")
-    axes.set_xscale("log")
-    axes.set_xlabel("share of the exact cache's bytes")
-    axes.set_ylabel("KL divergence from the exact cache, nats")
-    axes.set_title(f"{name}, context {t.context:,}", fontsize=11)
+    ):
+        shares, divergences = zip(*points, strict=True)
+        axes.plot(shares, [max(SMALLEST, kl) for kl in divergences], style, label=label)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="share of the exact cache's bytes",
+        ylabel="KL divergence from the exact cache, nats",
+        title=f"{name}, context {t.context:,}",
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
-
-
-_MAX_LAYERS = 3  # drawn: first, middle and last of the measured layers
 
 
 def attention_plot(
@@ -295,10 +241,12 @@ def attention_plot(
     scores.stairs(before, edges, fill=True, color="0.8", label="before: every token of the prompt")
     label = f"after {e['recipe']}: tokens in the cache"
     scores.stairs(after, edges, color="C3", linewidth=1.8, label=label)
-    scores.set_xscale("log")
-    scores.set_title("attention that a token receives from a later query, all layers")
-    scores.set_xlabel("score; the first bar includes all lower scores")
-    scores.set_ylabel("share of the tokens")
+    scores.set(
+        xscale="log",
+        title="attention that a token receives from a later query, all layers",
+        xlabel="score; the first bar includes all lower scores",
+        ylabel="share of the tokens",
+    )
     scores.margins(y=0.25)
     scores.legend(fontsize=8, loc="upper left")
     for panel in (sparsity, curve, scores):
@@ -316,22 +264,25 @@ def attention_plot(
 def distribution_plot(
     distributions: Sequence[Distribution], environment: dict[str, Any], path: str | Path
 ) -> None:
-    """Draw magnitudes of keys and values as images, before and after reordering."""
+    """Draw magnitudes of keys and values as images, before and after reordering.
+
+    Of the layers, the first, the middle and the last are drawn.
+    """
     from ..analyse.distribution import KINDS
 
     e = environment
-    layers = sorted({d.layer for d in distributions})
-    layers = [layers[i] for i in sorted({0, len(layers) // 2, len(layers) - 1})][:_MAX_LAYERS]
+    numbers = sorted({d.layer for d in distributions})
+    layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
     kinds = [kind for kind in KINDS if any(d.kind == kind for d in distributions)]
-    by = {(d.layer, d.kind): d for d in distributions}
+    by_layer = {(d.layer, d.kind): d for d in distributions}
     figure = new_figure(path, 13, 1 + 2.3 * len(kinds), dpi=110)
     figure.suptitle(f"|x| of {e['model']} ({e['dtype']}), {e['context']:,} tokens of {e['text']}; "
                     f"groups of {e['recipe']}")  # fmt: skip
     axes = figure.subplots(len(kinds), 2 * len(layers), squeeze=False)
     for row, kind in enumerate(kinds):
-        vmax = max(by[n, kind].x.abs().quantile(0.999).item() for n in layers)
+        vmax = max(by_layer[n, kind].x.abs().quantile(0.999).item() for n in layers)
         for column, number in enumerate(layers):
-            d = by[number, kind]
+            d = by_layer[number, kind]
             for reordered, order in enumerate((None, d.order)):
                 panel = axes[row][2 * column + reordered]
                 if reordered and order is None:
@@ -344,9 +295,8 @@ def distribution_plot(
                 panel.set_title(f"layer {number}, {title}", fontsize=9)
                 panel.tick_params(labelsize=7)
                 if order is not None and d.group_of is not None:
-                    ends = d.group_of[order].diff().nonzero().flatten().tolist()
-                    for line in ends:
-                        panel.axhline(line + 0.5, color="white", linewidth=0.6)
+                    for end in d.group_of[order].diff().nonzero().flatten().tolist():
+                        panel.axhline(end + 0.5, color="white", linewidth=0.6)
                 if not reordered and not column:
                     panel.set_ylabel("channel", fontsize=8)
                 if row == len(kinds) - 1:

@@ -1,13 +1,14 @@
 """The tables of all commands, which stay readable at any terminal width; rich can print them.
 
-Decides the layout of a table that is wider than the terminal: the columns are split into blocks,
-printed one below the other, each with the row names as its first column. No figure is cut off.
+If a table is wider than the terminal, the columns are split into blocks, which are printed one
+below the other, each with the row names as its first column. No figure is cut off.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from ..analyse.error import LayerError
     from ..analyse.modes import ModeCheck
     from ..bench.timing import TimedRow
-    from ..eval.compare import Row
+    from ..eval.comparison import Row
     from ..eval.summary import Figures, Interval
     from ..papers.claim import ClaimTable, Verdict
-    from ..planner.result import Plan, PlanRow
+    from ..planner.plan_recipes import Plan, PlanRow
     from ..tuner.run import Tuning
 
 _NAME_WIDTH = 24  # characters of a row name that are kept on one line
@@ -130,11 +131,10 @@ _COMPARISON_COLUMNS = (
 
 def comparison_table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     """Return a table of the rows with a caption on how they were measured; rich can print it."""
-    e = environment
-    title = f"{e['model']} ({e['dtype']}), {_device_text(e)}"
-    built = FigureTable(title, "recipe", _COMPARISON_COLUMNS)
+    title = f"{environment['model']} ({environment['dtype']}), {_device_text(environment)}"
+    table = FigureTable(title, "recipe", _COMPARISON_COLUMNS)
     for row in rows:
-        built.add(row.recipe, *_comparison_cells(row, e["questions"]))
+        table.add(row.recipe, *_comparison_cells(row, environment["questions"]))
     problems = [Text(_comparison_problem(r), "yellow") for r in rows if r.problem]
     reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
     recalled = [Text("tokens read per step and layer: " + ", ".join(reads))] if reads else []
@@ -146,11 +146,12 @@ def comparison_table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     ]
     if moved:
         recalled.append(Text("copied from a tier per step, all rows: " + ", ".join(moved)))
-    budget = [Text(_budget(e), "dim")] if "budget" in e else []
-    missing = [Text(f"not measured: {', '.join(e['missing'])}", "yellow")] if "missing" in e else []
-    return Group(
-        built, *recalled, *problems, *missing, *budget, Text(_comparison_caption(e), "dim")
-    )
+    budget = [Text(_budget(environment), "dim")] if "budget" in environment else []
+    missing = []
+    if "missing" in environment:
+        missing = [Text(f"not measured: {', '.join(environment['missing'])}", "yellow")]
+    caption = Text(_comparison_caption(environment), "dim")
+    return Group(table, *recalled, *problems, *missing, *budget, caption)
 
 
 def comparison_line(row: Row, environment: dict[str, Any]) -> str:
@@ -188,17 +189,18 @@ def _comparison_cells(row: Row, questions: int) -> list[str]:
     ]
 
 
-def _comparison_caption(e: dict[str, Any]) -> str:
-    rows = "1 row" if e["batch"] == 1 else f"{e['batch']} rows"
+def _comparison_caption(environment: dict[str, Any]) -> str:
+    rows = "1 row" if environment["batch"] == 1 else f"{environment['batch']} rows"
     return (
-        f"{rows} of {e['context']:,} tokens of {e['text'] or 'text'}, then {e['new_tokens']} "
-        "tokens one by one. bits, MiB: at the end, with exact windows, metadata and spare room; "
-        "tok/s: all rows together; agrees: the likeliest next token is that of full."
+        f"{rows} of {environment['context']:,} tokens of {environment['text'] or 'text'}, then "
+        f"{environment['new_tokens']} tokens one by one. bits, MiB: at the end, with exact "
+        "windows, metadata and spare room; tok/s: all rows together; agrees: the likeliest next "
+        "token is that of full."
     )
 
 
-def _budget(e: dict[str, Any]) -> str:
-    budget, without = e["budget"], e["without_budget"]
+def _budget(environment: dict[str, Any]) -> str:
+    budget, without = environment["budget"], environment["without_budget"]
     tokens = f"{budget:,} tokens" if isinstance(budget, int) else f"{budget:.4g} of the context"
     return (
         f"budget: {tokens}, to keep, or to read per step for recipes with recall; "
@@ -206,9 +208,9 @@ def _budget(e: dict[str, Any]) -> str:
     )
 
 
-def _device_text(e: dict[str, Any]) -> str:
-    threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
-    return e["gpu"] or f"{e['cpu']}, {threads}"
+def _device_text(environment: dict[str, Any]) -> str:
+    threads = "1 thread" if environment["threads"] == 1 else f"{environment['threads']} threads"
+    return environment["gpu"] or f"{environment['cpu']}, {threads}"
 
 
 def bench_table(
@@ -223,26 +225,29 @@ def bench_table(
     shares: show the share of a baseline's time that a row takes, instead of how many times faster
     the row is.
     """
-    e, bandwidth = environment, limits["read_gb_s"]
+    bandwidth = limits["read_gb_s"]
     baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
-    threads = "1 thread" if e["threads"] == 1 else f"{e['threads']} threads"
-    title = f"{e['shape']}, {e['dtype']}, batch {e['batch']}; {e['cpu']}, {threads}"
+    title = (
+        f"{environment['shape']}, {environment['dtype']}, batch {environment['batch']}; "
+        f"{_device_text(environment)}"
+    )
     speeds = any(row.gb_s is not None for row in rows)
     names = ["ms", *(_heading(name, shares) for name in baselines), "KV\nMiB"]
-    built = FigureTable(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
+    table = FigureTable(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
     for context in dict.fromkeys(row.context for row in rows):
-        built.section(f"{context:,} tokens")
+        table.section(f"{context:,} tokens")
         for row in (row for row in rows if row.context == context):
             mark = "*" if row.fell else ""
-            built.add(row.name + mark, *_bench_cells(row, baselines, shares, speeds, bandwidth))
+            table.add(row.name + mark, *_bench_cells(row, baselines, shares, speeds, bandwidth))
     notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
     fallbacks = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
     notes += [Text(fallback, "yellow") for fallback in fallbacks]
-    compiled = f" Compiling kernels took {e['compile_s']:.1f} s, not timed."
+    compiled = f" Compiling kernels took {environment['compile_s']:.1f} s, not timed."
     limit = f" The machine reads at most {bandwidth:.1f} GB/s." if speeds else ""
-    if "missing" in e:
-        notes.append(Text(f"not measured: {', '.join(e['missing'])}", "yellow"))
-    return Group(built, *notes, Text(caption + limit + compiled * (e["compile_s"] >= 0.05), "dim"))
+    if "missing" in environment:
+        notes.append(Text(f"not measured: {', '.join(environment['missing'])}", "yellow"))
+    caption += limit + compiled * (environment["compile_s"] >= 0.05)
+    return Group(table, *notes, Text(caption, "dim"))
 
 
 def bench_line(row: TimedRow) -> str:
@@ -298,24 +303,25 @@ def plan_table(plan: Plan) -> Group:
         columns += ["tok/s", "tok/s,\nlow to high", "limited\nby"]
     if plan.target is not None:
         columns.append(f"longest at\n{plan.target:g} tok/s")
-    built = FigureTable(_title(plan), "", columns)
+    table = FigureTable(_title(plan), "", columns)
     for heading, rows in _sections(plan):
         if heading:
-            built.section(heading)
+            table.section(heading)
         for row in rows:
-            built.add(row.recipe, *_plan_cells(plan, row, timed, unit))
+            table.add(row.recipe, *_plan_cells(plan, row, timed, unit))
     problems = [f"{row.recipe}: {row.problem}" for row in plan.rows if row.problem]
     notes = [Text(text, "yellow") for text in (*problems, *plan.warnings)]
-    return Group(built, *notes, Text(" ".join(_plan_caption(plan, timed)), "dim"))
+    return Group(table, *notes, Text(" ".join(_plan_caption(plan, timed)), "dim"))
 
 
 def _title(plan: Plan) -> str:
     from ..planner.units import show_bytes
 
-    m = plan.model
-    weights = f"{show_bytes(m.weights.nbytes)} of {m.weights.quantized or ''} weights"
+    model = plan.model
+    weights = f"{show_bytes(model.weights.nbytes)} of {model.weights.quantized or ''} weights"
     text = (
-        f"{m.name} ({m.architecture}, {m.layers} layers, {weights.replace('  ', ' ')}), "
+        f"{model.name} ({model.architecture}, {model.layers} layers, "
+        f"{weights.replace('  ', ' ')}), "
         f"{plan.context:,} tokens of context, batch {plan.batch}"
     )
     if plan.hardware is not None:
@@ -403,10 +409,10 @@ def _plan_caption(plan: Plan, timed: bool) -> list[str]:
 
 def tuning_table(tuning: Tuning, name: str) -> FigureTable:
     """Return the layers as rows; neighbours with the same choice share a row. name: the model's."""
-    t = tuning.tuned
+    tuned = tuning.tuned
     title = (
-        f"{name}, {t.bound}: {t.share:.1%} of the bytes, KL {t.kl:.4g} (99%: {t.kl_p99:.4g}; "
-        f"predicted {t.predicted_kl:.4g}), context {t.context:,}"
+        f"{name}, {tuned.bound}: {tuned.share:.1%} of the bytes, KL {tuned.kl:.4g} "
+        f"(99%: {tuned.kl_p99:.4g}; predicted {tuned.predicted_kl:.4g}), context {tuned.context:,}"
     )
     rows = FigureTable(title, "layers", ["keys", "values", "kept", "KL"])
     for choice, run in groupby(tuning.choices, key=tuning.choices.__getitem__):
@@ -443,8 +449,7 @@ def attention_table(layers: Sequence[LayerAttention], environment: dict[str, Any
     """Return a table of the layers."""
     from ..analyse.attention import THRESHOLD
 
-    e = environment
-    title = f"{e['model']} ({e['dtype']}), {e['recipe']}"
+    title = f"{environment['model']} ({environment['dtype']}), {environment['recipe']}"
     rows = FigureTable(title, "layer", _ATTENTION_COLUMNS, numbers=True)
     for x in layers:
         rows.add(
@@ -452,7 +457,8 @@ def attention_table(layers: Sequence[LayerAttention], environment: dict[str, Any
             f"{x.held_tokens:,}", f"{x.kept:.1%}",
         )  # fmt: skip
     caption = (
-        f"{e['context']:,} tokens of {e['text']} as a prompt, then {e['new_tokens']} one by one. "
+        f"{environment['context']:,} tokens of {environment['text']} as a prompt, then "
+        f"{environment['new_tokens']} one by one. "
         f"sparsity: weights below {THRESHOLD:.0%} of the largest of their query; variance: of the "
         "attention that a token receives from the prompt; tokens in cache: of a head, after the "
         "prompt; mass kept: share of the later queries' attention on tokens in the cache."
@@ -484,16 +490,16 @@ def distribution_table(distributions: Sequence[Distribution], environment: dict[
     """Return a table of layers, each with keys and values."""
     from ..analyse.distribution import KINDS
 
-    e = environment
     columns = ("largest over\nmedian channel", "spread in\nplain groups", "in calibrated\ngroups")
-    rows = FigureTable(f"{e['model']} ({e['dtype']}), {e['recipe']}", "layer", columns)
+    title = f"{environment['model']} ({environment['dtype']}), {environment['recipe']}"
+    rows = FigureTable(title, "layer", columns)
     for d in distributions:
         after = "" if d.after is None else f"{d.after:.2f}"
         rows.add(f"{d.layer} {KINDS[d.kind]}", f"{d.outliers:.1f}x", f"{d.before:.2f}", after)
     channels = distributions[0].group if distributions else 0
     caption = (
-        f"{e['context']:,} tokens of {e['text']}. spread: mean range of a group in a token, over "
-        f"the mean magnitude; groups have {channels} channels on average."
+        f"{environment['context']:,} tokens of {environment['text']}. spread: mean range of "
+        f"a group in a token, over the mean magnitude; groups have {channels} channels on average."
     )
     return Group(rows, Text(caption, "dim"))
 
@@ -514,7 +520,7 @@ def modes_table(title: str, checks: Sequence[ModeCheck]) -> Group:
 
 
 def verdict_block(verdict: Verdict, model: str) -> Group:
-    """Return a claim, the paper's figures beside ours, and the verdict; rich can print it."""
+    """Return a claim, the paper's figures, ours, and the verdict; rich can print it."""
     from ..papers.claim import STYLES
 
     claim = verdict.claim
@@ -556,8 +562,8 @@ def verdict_data(
             "where": v.claim.where,
             "rule": v.claim.rule,
             "status": v.status,
-            "paper": _claim_data(v.claim.paper),
-            "ours": _claim_data(v.ours),
+            "paper": v.claim.paper and asdict(v.claim.paper),
+            "ours": v.ours and asdict(v.ours),
             "evidence": v.evidence,
             "reason": v.explanation,
         }
@@ -571,10 +577,10 @@ def _because(verdict: Verdict) -> str:
 
 
 def _claim_table(title: str, figures: ClaimTable) -> FigureTable:
-    built = FigureTable(title, "", tuple(figures.columns))
+    table = FigureTable(title, "", tuple(figures.columns))
     for name, cells in figures.rows.items():
-        built.add(name, *(_claim_cell(x) for x in cells))
-    return built
+        table.add(name, *(_claim_cell(x) for x in cells))
+    return table
 
 
 def _claim_cell(value: float | str | None) -> str:
@@ -583,12 +589,3 @@ def _claim_cell(value: float | str | None) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 0.001 or value == 0 else f"{value:.2g}"
-
-
-def _claim_data(figures: ClaimTable | None) -> dict[str, Any] | None:
-    if figures is None:
-        return None
-    return {
-        "columns": list(figures.columns),
-        "rows": {name: list(cells) for name, cells in figures.rows.items()},
-    }

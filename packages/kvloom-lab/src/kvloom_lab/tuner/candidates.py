@@ -1,7 +1,7 @@
 """What a layer can be: a format of its keys, a format of its values, and the tokens that it keeps.
 
-The three are scored separately, and any three combine to a choice for a layer. Decides which
-formats and kept tokens there are, the recipe of layers with different choices, and its bytes.
+The three are scored separately, and any three combine to a choice for a layer. This module lists
+the formats and kept tokens, and makes the recipe of layers with different choices.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ JOINT: dict[str, Kept] = {
     for share in (0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8)
 }
 """Shares of the prompt by KVzip's score that all layers keep together. A layer with such a choice
-keeps what it would win where the heads of all layers compete for such a budget."""
+keeps what it gets if the heads of all layers compete for such a budget."""
 
 
 class Choice(NamedTuple):
@@ -138,7 +138,7 @@ def combined(scored: Scored) -> list[Choice]:
 def recents(context: int) -> list[int]:
     """Return how many of the newest tokens eviction spares: the second one in long contexts only.
 
-    There, they are at most a sixteenth: a budget has room for sinks and heavy hitters, too.
+    There, they are at most a sixteenth, so a budget has room for sinks and tokens with high scores.
     """
     few, more = RECENTS
     return [few, more] if 16 * more <= context else [few]

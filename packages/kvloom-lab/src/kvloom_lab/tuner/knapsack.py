@@ -98,7 +98,7 @@ class _Table(NamedTuple):
 
 
 def _undominated(nbytes: np.ndarray, costs: np.ndarray) -> list[int]:
-    """Return the items than which no other is both cheaper and as small, by bytes."""
+    """Return the Pareto-optimal items, by ascending bytes."""
     items: list[int] = []
     for item in np.lexsort((costs, nbytes)):
         if not items or costs[item] < costs[items[-1]]:

@@ -2,7 +2,7 @@
 
 The scores of layers are measured one layer at a time and added. Some problems choose a share of the
 prompt for each layer alone. Some begin with a share that all layers keep together: a layer keeps
-what it would win where the heads of all layers compete for such a budget, or for one of the two
+what it gets if the heads of all layers compete for such a budget, or for one of the two
 next larger ones. Some have one uniform recipe. Together, layers may cost more or less than their
 sum, so whole recipes are measured, and correct the predicted costs of keys, values and kept tokens.
 """
@@ -97,7 +97,7 @@ def steadied(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -
 
     choices: each changes one thing; nbytes int64 [choices]. A cost is the mean of what was measured
     in the layer and of the mean of all layers: few tokens are measured, and the knapsack would
-    choose the luckiest of many figures. Fewer bytes of the same kind never cost less.
+    choose figures that are low by chance. Fewer bytes of the same kind never cost less.
     """
     steady = (costs + costs.mean(axis=0)) / 2
     for kind in range(len(Choice._fields)):
@@ -120,7 +120,7 @@ class Costs(NamedTuple):
     def of(self, choices: Sequence[Choice], shares: Shares) -> np.ndarray:
         """Return what keys, values and kept tokens of choices cost, [layers, choices, 3]."""
         index = {choice: i for i, choice in enumerate(self.choices)}
-        kept = {name: self._between(its) for name, its in shares.items()}
+        kept = {name: self._between(values) for name, values in shares.items()}
         columns = [
             kept[x.kept] if x.kept in kept else self.values[:, index[x]]
             for choice in choices
@@ -154,9 +154,9 @@ class Problem:
         self.shape, self.shares = sizes.shape, shares
         columns = []
         for choice in choices:
-            its = shares.get(choice.kept, [None] * sizes.geometry.layers)
-            nbytes = {share: sizes.of([choice], share)[0] for share in set(its)}
-            columns.append([nbytes[share] for share in its])
+            layer_shares = shares.get(choice.kept, [None] * sizes.geometry.layers)
+            nbytes = {share: sizes.of([choice], share)[0] for share in set(layer_shares)}
+            columns.append([nbytes[share] for share in layer_shares])
         self.nbytes = np.array(columns).T
         """Of each choice in each layer, int64 [layers, choices]."""
         self.parts = costs.of(choices, shares)

@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def measured(self) -> int:
-        """The tokens behind a prompt."""
+        """The tokens after a prompt."""
         return self.tokens + self.passages * self.passage
 
 
@@ -82,9 +82,9 @@ _HALF = torch.float16, torch.bfloat16
 
 @contextmanager
 def in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model have its weights in float32, beside its own ones, which it has again afterwards.
+    """Convert half-precision weights to float32 in this context, and restore them after it.
 
-    Weights that are not in half precision, such as quantized ones, stay as they are.
+    Other weights, such as quantized ones, do not change.
     """
     tensors = [x for x in (*model.parameters(), *model.buffers()) if x.dtype in _HALF]
     half_tensors = [x.data for x in tensors]
@@ -162,7 +162,7 @@ def tune(
     """
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
-        supported_model(model, whole="tuning")
+        supported_model(model, needs_all_heads="tuning")
         sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
         bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)

@@ -1,6 +1,6 @@
 """The scores of a model: KL divergences by text, layer and choice, as JSON lines in a folder.
 
-Decides the files, and that an interrupted pass is continued.
+An interrupted pass is continued.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Scores:
         return place in self.lines
 
     def add(self, text: int, layer: int, divergences: dict[str, Tensor]) -> None:
-        """Note and write the divergences fp32 [choices, T] of a layer (the model's number).
+        """Store and write the divergences fp32 [choices, T] of a layer (the model's number).
 
         divergences: of the choices `formats` and `kept`.
         """

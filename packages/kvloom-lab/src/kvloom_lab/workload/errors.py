@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-from kvloom.errors import KvloomError
+from kvloom.errors import InputError, KvloomError
 
 _log = logging.getLogger(__name__)
 
@@ -37,3 +37,10 @@ def logged_line(error: Exception, what: str) -> str:
     if user_message(error) is None:
         _log.error("%s failed", what, exc_info=error)
     return one_line(error)
+
+
+def check_least(least: int, **values: int | None) -> None:
+    """Raise `InputError` for a value, by its name, that is below the least one; None is valid."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise InputError(f"{name}={value} must be {least} or more")

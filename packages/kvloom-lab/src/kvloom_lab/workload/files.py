@@ -8,7 +8,9 @@ folder for each model's weights, where `kvloom_lab.auto` reads them.
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,11 @@ from typing import Any, NamedTuple
 
 from kvloom.errors import InputError, RecipeError
 from kvloom.recipe import Recipe
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Fields = Mapping[str, type[str | list | dict]]
 """Names of required fields, with their types."""
@@ -100,6 +107,20 @@ def append_lines(file: Path, lines: Sequence[dict[str, Any]], finished: str) -> 
             f"cannot write to {str(file)!r}: {error.strerror}; {finished} are kept: free some "
             "space and run the same command again"
         ) from error
+
+
+def finite(data: Any) -> Any:
+    """Return plain data with None for each number that JSON cannot contain."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises `OSError`, and `ValueError` for other content."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def write_whole(target: Path, text: str) -> None:

@@ -1,8 +1,8 @@
 """Layers with random content: the shape of a benchmark, and caches filled without a prompt.
 
 Keys, values, calibrations and the queries that scores need are random: the speed of a cache does
-not depend on their values. A layer stores tokens as it does after a prompt's attention. Decides
-which shapes are refused, before anything is allocated.
+not depend on their values. A layer stores tokens as it does after a prompt's attention. An
+impossible shape raises `InputError` before anything is allocated.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from kvloom.positions import Rope
 from kvloom.recipe import Geometry
 from kvloom.store import LayerMetadata, random_metadata
 
+from .errors import check_least
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -34,9 +36,8 @@ class LayerShape:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        for name in ("q_heads", "kv_heads", "head_dim", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be 1 or more")
+        names = ("q_heads", "kv_heads", "head_dim", "batch")
+        check_least(1, **{name: getattr(self, name) for name in names})
         if self.head_dim % 2:
             raise InputError(
                 f"head_dim={self.head_dim} is odd, and RoPE rotates pairs of channels; use "
@@ -69,9 +70,8 @@ class ModelShape(LayerShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("layers", "hidden", "intermediate", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} must be 1 or more")
+        names = ("layers", "hidden", "intermediate", "vocabulary")
+        check_least(1, **{name: getattr(self, name) for name in names})
         if self.hidden % self.q_heads:
             raise InputError(
                 f"hidden={self.hidden} is not a multiple of {self.q_heads} query heads, as Llama "

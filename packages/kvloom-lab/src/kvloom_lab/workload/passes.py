@@ -1,9 +1,9 @@
 """Forward passes that several recipes share: of a prompt, and of the steps after it.
 
-One pass of a prompt fills the caches of several recipes; decides which recipes share it, so that
-their caches fit into memory together. A measurement after it is a generator: it yields a
-`ForwardRequest` where it needs a forward pass, and is sent the logits. The passes that several
-measurements request next run as one batch where their sizes agree.
+One pass of a prompt fills the caches of several recipes: of as many as fit into memory together. A
+measurement after it is a generator: it yields a `ForwardRequest` where it needs a forward pass, and
+is sent the logits. The passes that several measurements request next run as one batch where their
+sizes agree.
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ from kvloom.recipe import Geometry, Recipe, resolve
 
 from . import clock
 
-GROUP_SIZE = 4  # the caches of a group have at most the bytes of so many exact caches
+GROUP_SIZE = 4  # the caches of a group have at most the bytes of this many exact caches
 MEMORY_SHARE = 0.5  # and this share of the memory that is available
 BATCH = 8  # measurements whose forward passes are one batch
 Result = TypeVar("Result")
 
 
 class ForwardRequest(NamedTuple):
-    """A forward pass: append ids [B, T] to a cache; arguments as for `kvloom.hf.read_tokens`."""
+    """A forward pass: append ids [B, T] to a cache.
+
+    all_logits: whether the logits of all positions are returned [B, T, V], not of the last [B, V].
+    """
 
     ids: Tensor
     cache: Cache
-    every: bool = False
+    all_logits: bool = False
 
 
 Measurement = Generator[ForwardRequest, Tensor, Result]
@@ -101,7 +104,7 @@ def _logits(model: PreTrainedModel, requests: Sequence[ForwardRequest]) -> list[
     if len(requests) > 1 and can_step_together(model, caches):
         ids = torch.cat([request.ids for request in requests])
         try:
-            logits = read_tokens(model, ids, Together(model, caches), requests[0].every)
+            logits = read_tokens(model, ids, Together(model, caches), requests[0].all_logits)
         except Exception:  # of one of them: find out which, each in a pass of its own
             pass
         else:
@@ -120,7 +123,7 @@ def _by_size(requests: dict[int, ForwardRequest]) -> Iterator[list[int]]:
     """Divide requests by their new tokens, wanted logits, and the tokens of their caches."""
     sizes: dict[tuple[int, bool, int], list[int]] = {}
     for i, request in requests.items():
-        key = request.ids.shape[1], request.every, request.cache.get_seq_length()
+        key = request.ids.shape[1], request.all_logits, request.cache.get_seq_length()
         sizes.setdefault(key, []).append(i)
     yield from sizes.values()
 

@@ -1,8 +1,8 @@
 """Real text as rows of token ids: from files, or from the library that ships with CPython.
 
-Decides which text is read, where rows start in it, and which documents of the library are held out
-from training: its sources and the help topics of `pydoc`. Nothing is downloaded. Some distributions
-package the library's `test` folder separately; without it, there is less text.
+The library has two parts: its sources, and the help topics of `pydoc`. The reference model was not
+trained on some of its documents. Nothing is downloaded. Some distributions package the library's
+`test` folder separately; without it, there is less text.
 """
 
 from __future__ import annotations

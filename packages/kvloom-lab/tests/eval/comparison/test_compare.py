@@ -3,13 +3,11 @@
 import math
 import weakref
 from dataclasses import replace
-from importlib import import_module
 from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
-from numbered_lines import TEXT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,15 +19,11 @@ from kvloom.errors import InputError
 from kvloom.hf import read_tokens as forward
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
-from kvloom_lab.eval import decoding, with_full
-from kvloom_lab.eval.compare import ASK, TIMED_STEPS, Haystack, count_correct, haystacks
+from kvloom_lab.eval import comparison, decoding, evaluate, with_full
+from kvloom_lab.eval.comparison import ASK, TIMED_STEPS, count_correct
 from kvloom_lab.workload import clock, passes
 from kvloom_lab.workload.passes import run_alone
-from kvloom_lab.workload.text import tokenize
-from pairwise import some_slow
-
-compare_module = import_module("kvloom_lab.eval.compare")
-evaluate_module = import_module("kvloom_lab.eval.evaluate")
+from sampling import slow_except
 
 
 def test_full_is_plain_transformers(model, tokenizer, task, rows):
@@ -98,14 +92,14 @@ def test_progress_adds_up(model, tokenizer, task):
 
 def test_progress_adds_up_when_recipes_fail(model, tokenizer, task, monkeypatch):
     """One recipe does not fit, one fails as it stores a prompt, one as it decodes."""
-    whole = compare_module.ComparisonTask.measure
+    whole = comparison.ComparisonTask.measure
 
     def fails(task, run):
         if run.cache.recipe.name == "random":
             raise KeyError
         return whole(task, run)
 
-    monkeypatch.setattr(compare_module.ComparisonTask, "measure", fails)
+    monkeypatch.setattr(comparison.ComparisonTask, "measure", fails)
     specs = ["kivi:group=64", "pyramidkv:fraction=0.02,window=1", "random", "rtn"]
     done = []
     rows = work.compare(model, specs, task, lambda what, units: done.append((what, units)))
@@ -145,7 +139,7 @@ def alone(model, tokenizer, recipe, task):
     )  # fmt: skip
 
 
-@some_slow("ask", ASK, "after")
+@pytest.mark.parametrize("ask", slow_except(ASK, "after"))
 def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
     specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
              "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
@@ -165,7 +159,7 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
     """With little memory, every recipe has a group of its own; `full` is measured once."""
     specs = ["kivi:residual=32", "h2o:tokens=40", "snapkv:tokens=40"]
     together = work.compare(model, specs, task)
-    whole, alive, found_passes = evaluate_module.prefill, weakref.WeakSet(), []
+    whole, alive, found_passes = evaluate.prefill, weakref.WeakSet(), []
 
     def counting(model, recipes, ids):
         found_passes.append(([recipe.name for recipe in recipes], len(alive)))
@@ -173,7 +167,7 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
         alive.update(x.cache for x in found)
         return logits, found
 
-    monkeypatch.setattr(evaluate_module, "prefill", counting)
+    monkeypatch.setattr(evaluate, "prefill", counting)
     monkeypatch.setattr(passes, "available_bytes", lambda device: 1)
     apart = work.compare(model, specs, task)
     assert len(task.batches()) == 2
@@ -188,14 +182,14 @@ def test_groups_change_no_figure_and_free_their_caches(model, tokenizer, task, m
 def test_a_failed_forward_pass_leaves_the_rows_of_other_groups(
     model, tokenizer, task, monkeypatch, caplog
 ):
-    whole = evaluate_module.prefill
+    whole = evaluate.prefill
 
     def fails(model, recipes, ids):
         if "rtn" in [recipe.name for recipe in recipes]:
             raise KeyError("a bug")
         return whole(model, recipes, ids)
 
-    monkeypatch.setattr(evaluate_module, "prefill", fails)
+    monkeypatch.setattr(evaluate, "prefill", fails)
     with pytest.raises(KeyError):  # that of `full` too
         work.compare(model, ["rtn", "window"], task)
     monkeypatch.setattr(passes, "available_bytes", lambda device: 1)
@@ -221,38 +215,6 @@ def test_warm_up_steps_of_decoding_are_not_timed(model, tokenizer, task, monkeyp
     timed = TIMED_STEPS - decoding.WARM_UP_STEPS
     assert full.decode_tokens_s == kivi.decode_tokens_s == task.text.shape[0] * timed
     assert (full.prefill_s, kivi.prefill_s) == (3, 5)
-
-
-# decoding
-
-
-def test_decoding_ends_when_every_answer_is_right_or_wrong(model, tokenizer, monkeypatch):
-    ids = tokenize(tokenizer, TEXT)
-    (hay,) = haystacks(tokenizer, ids, [1], context=300, questions=1)
-    question = hay.questions[0]
-    with torch.inference_mode():
-        cache = kvloom.Cache(model, "full")
-        new, said = torch.tensor([hay.context_ids + question.ids]), []
-        for _ in range(9):
-            new = forward(model, new, cache).argmax(-1, keepdim=True)
-            said.append(new)
-        whole = tokenizer.decode(torch.cat(said, dim=1)[0]).lstrip()
-        steps = []
-
-        def counted(*args):
-            steps.append(args)
-            return forward(*args)
-
-        monkeypatch.setattr(compare_module, "read_tokens", counted)
-        monkeypatch.setattr(passes, "read_tokens", counted)
-        for answer, most in ((whole, 9), ("~" + whole, 3), (whole[:-1] + "~", 9)):
-            steps.clear()
-            one = Haystack(hay.context_ids, [replace(question, answer=answer, answer_tokens=9)])
-            work = count_correct(model, tokenizer, resolve("full"), one, 1)
-            correct = run_alone(model, work)
-            assert correct == (answer == whole)
-            assert 1 < len(steps) <= 1 + most  # the context, then token by token
-    kvloom.detach(model)
 
 
 def test_load_takes_a_folder_in_its_own_dtype(model, tokenizer, tmp_path):

@@ -13,7 +13,6 @@ from transformers import (
     MistralConfig,
 )
 
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
@@ -82,7 +81,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
         assert "rtn" in captured.get()
 
 
-@for_each("wrong", [{"new_tokens": 8}, {"batch": 0}, {"context": 0}, {"seed": -1}])
+@pytest.mark.parametrize("wrong", [{"new_tokens": 8}, {"batch": 0}, {"context": 0}, {"seed": -1}])
 def test_settings_out_of_range(wrong):
     (name,) = wrong
     with pytest.raises(InputError, match=f"{name}=.* or more"):

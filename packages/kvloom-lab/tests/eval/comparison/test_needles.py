@@ -9,33 +9,23 @@ from transformers import (
 )
 
 import kvloom
-from for_each import for_each
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
-from kvloom_lab.eval.compare import (
+from kvloom_lab.eval.comparison import (
     ASK,
     Haystack,
-    Question,
-    _needle,
-    _undecided,
     count_correct,
     haystacks,
+    question_about,
 )
-from kvloom_lab.eval.needles import Encoder
+from kvloom_lab.eval.needles import fact_text
+from kvloom_lab.eval.sample import Question
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import tokenize
-from reference_model.tasks import needle_fact
+from reference_model.tasks import Encoder, needle_fact
 from reference_model.tokenizer import train_tokenizer
-
-
-@for_each(
-    ("said", "undecided"),
-    [("", True), ("12", True), ("123", False), ("1234", False), ("13", False), ("13\ufffd", True)],
-)
-def test_an_answer_is_decided_by_its_first_wrong_character(said, undecided):
-    assert _undecided(said, "123") == undecided
 
 
 def test_needle_sentences_are_those_of_training():
@@ -44,9 +34,10 @@ def test_needle_sentences_are_those_of_training():
     tokenizer = train_tokenizer([TEXT, WORDS, *pieces], 900)
     encode = Encoder(tokenizer, tokenize(tokenizer, TEXT))
     want = needle_fact(encode, "amber", encode(*"9234567"))
-    fact, question = _needle(tokenizer, "amber", "9234567")
-    assert (fact.ids, question.ids) == (want.ids, want.question_ids)
-    assert question.answer_tokens == 7
+    fact = tokenizer.encode(fact_text("amber", "9234567"), add_special_tokens=False)
+    question = question_about(tokenizer, "amber", "9234567")
+    assert (fact, question.ids) == (want.ids, want.question_ids)
+    assert question.tokens == 7
 
 
 def bpe(pre_tokenizer, decoder, normalizer=None):
@@ -85,14 +76,14 @@ def test_needles_of_other_tokenizers_read_as_text(other):
         asked = tokenizer.decode(q.ids)
         key = asked.split(" for ")[1].split(" is")[0]
         assert asked.rstrip().endswith(f"The magic number for {key} is")
-        assert f"The magic number for {key} is {q.answer}." in said
+        assert f"The magic number for {key} is {q.expected[0]}." in said
         whole = tokenizer.encode(
-            f"\nQuestion: The magic number for {key} is {q.answer}", add_special_tokens=False
+            f"\nQuestion: The magic number for {key} is {q.expected[0]}", add_special_tokens=False
         )
         assert whole[: len(q.ids)] == q.ids
         answer = tokenizer.batch_decode([whole[len(q.ids) :]])[0]
-        assert answer.lstrip() == q.answer
-        assert len(whole) == len(q.ids) + q.answer_tokens
+        assert answer.lstrip() == q.expected[0]
+        assert len(whole) == len(q.ids) + q.tokens
 
 
 @pytest.mark.parametrize("ask", ASK)
@@ -110,7 +101,7 @@ def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
         )  # fmt: skip
         said = tokenizer.decode(out[0, prompt.shape[1] :]).lstrip()
         answer = said if i != 2 else "not " + said
-        asked.append(Question(longer, answer, 5))
+        asked.append(Question(longer, [answer], 5))
     hay = Haystack(hay.context_ids, asked)
     with torch.inference_mode():
         work = count_correct(model, tokenizer, resolve("full"), hay, 2, ask)

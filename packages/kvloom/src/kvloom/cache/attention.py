@@ -1,20 +1,26 @@
 """How a step attends to the regions of a layer.
 
 Decides what computes it: a kernel that reads tokens as they are stored, torch's fused attention for
-exact tokens alone, else the reference, region by region.
+exact tokens alone, else each region by itself: by the kernel of its format, or by the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import ops
+from ..kernels import dispatch, ops
 from ..kernels.attend import reference
 from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
+from ..store.format_tokens import FormatView
+from ..store.formats import Format
+
+_UNPACK = 8192  # tokens that are unpacked at once
 
 
 def attend_to(
@@ -23,31 +29,94 @@ def attend_to(
     scale: float,
     softcap: float | None,
     products: bool = False,
-    plan: OpPlan[..., reference.State] | None = None,
+    plan: OpPlan[..., reference.AttentionState] | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
-    operation as a layer has bound it (None: bind it for this call). Returns [B, Hq, T, D] in q's
-    dtype, and the products if a kernel returned them (else None).
+    operation as a layer has bound it (None: bind it for this call). sink_logits: fp32 [Hq], of
+    attention sinks that the model has learned. Returns [B, Hq, T, D] in q's dtype, and the products
+    if a kernel returned them (else None).
     """
     only = regions[0] if len(regions) == 1 else None
     if only is None or only.where is not None or only.own < only.keys.tokens:
-        run = ops.attend.bind(q, regions).run if plan is None else plan.bind(q, regions)
+        if plan is None:
+            run = ops.attend.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits).run
+        else:
+            run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
         if run is not None:
-            state = run(q, regions, scale, softcap=softcap, products=products)
+            state = run(
+                q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
+            )
             out = state.out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products
     if only is not None and _fused(only, q.shape[2], softcap):
         out = reference.sdpa(
             q, only.keys.tail, only.values.tail, scale,
-            causal=only.own > 1, visible=only.visible, bias=only.bias,
+            causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
         )  # fmt: skip
         return out, None
-    if only is not None:
-        return reference.attend_regions(q, regions, scale, softcap=softcap).out.to(q.dtype), None
-    states = [ops.attend(q, [region], scale, softcap=softcap) for region in regions]
-    return reference.merge(states).out.to(q.dtype), None
+    states: list[reference.AttentionState] = []
+    for region in regions:
+        if region.where is None and any(isinstance(view.packed, FormatView) for view in region[:2]):
+            states += _by_format(q, region, scale, softcap)
+        elif only is None:
+            states.append(ops.attend(q, [region], scale, softcap=softcap))
+        else:  # no kernel covers it, as `bind` has said
+            states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
+    state = reference.merge(states)
+    if sink_logits is not None:
+        state = reference.with_sinks(state, sink_logits)
+    return state.out.to(q.dtype), None
+
+
+def _by_format(
+    q: Tensor, region: Region, scale: float, softcap: float | None
+) -> Iterator[reference.AttentionState]:
+    """Attend to stretches of a region in which keys, and values, are all packed or all exact."""
+    keys, values = region.keys, region.values
+    for lo, hi in pairwise(sorted({0, keys.prefix, values.prefix, keys.tokens})):
+        sides = keys.stored(lo, hi), values.stored(lo, hi)
+        visible, bias = _masks(region, lo, hi)
+        for fmt in _formats(q, sides):
+            state = fmt.attend(q, *sides, scale, visible=visible, bias=bias, softcap=softcap)
+            if state is not None:
+                dispatch.ran["attend", fmt.kind, ""] += 1
+                yield state
+                break
+        else:
+            packed = lo < max(keys.prefix, values.prefix)
+            yield from _unpacked(q, region, lo, hi, _UNPACK if packed else hi, scale, softcap)
+
+
+def _formats(q: Tensor, sides: tuple[Any, Any]) -> list[Format]:
+    """Return the formats of other distributions whose kernels may attend to these tokens."""
+    if dispatch.setting() == "ref" or dispatch.differentiated(q):
+        return []
+    return [side.fmt for side in sides if isinstance(side, FormatView)]
+
+
+def _unpacked(
+    q: Tensor, region: Region, lo: int, hi: int, at_once: int, scale: float, softcap: float | None
+) -> Iterator[reference.AttentionState]:
+    """Attend to tokens lo to hi of a region, of which so many are unpacked at once."""
+    for begin in range(lo, hi, at_once):
+        end = min(hi, begin + at_once)
+        k, v = region.keys.tensor(begin, end), region.values.tensor(begin, end)
+        visible, bias = _masks(region, begin, end)
+        own = region.own if end == region.keys.tokens else 0  # packed tokens are of the past
+        part = Region.exact(k, v, visible=visible, bias=bias, own=own)
+        yield ops.attend(q, [part], scale, softcap=softcap)
+
+
+def _masks(region: Region, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask and the bias of tokens lo to hi of a region."""
+    visible, bias = region.visible, region.bias
+    return (
+        None if visible is None else visible[..., lo:hi],
+        None if bias is None else bias[..., lo:hi],
+    )
 
 
 def joined(regions: Sequence[Region]) -> Sequence[Region]:
@@ -55,7 +124,7 @@ def joined(regions: Sequence[Region]) -> Sequence[Region]:
     if len(regions) == 1 or not all(map(_exact, regions)):
         return regions
     heads = max(1 if region.visible is None else region.visible.shape[1] for region in regions)
-    masks = [_mask(region, heads) for region in regions]
+    masks = [_full_mask(region, heads) for region in regions]
     biases = [region.bias for region in regions if region.bias is not None]
     return [
         Region.exact(
@@ -78,7 +147,7 @@ def _fused(region: Region, queries: int, softcap: float | None) -> bool:
     return _exact(region) and softcap is None and (region.bias is None or queries == 1)
 
 
-def _mask(region: Region, heads: int) -> Tensor:
+def _full_mask(region: Region, heads: int) -> Tensor:
     """Return the mask of an exact region, bool [B, heads, N]."""
     if region.visible is not None:
         return region.visible.expand(-1, heads, -1)

@@ -80,7 +80,7 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
         return
     _store(state, segment, queries, new, prompt)
     if retriever is not None:
-        index(state)
+        index_due(state)
 
 
 def end_repetition(state: LayerState) -> None:
@@ -111,10 +111,10 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
         storage.pack(queries.visible, prompt=once)
         if once:
             storage.trim()
-        index(state)
+        index_due(state)
 
 
-def index(state: LayerState) -> None:
+def index_due(state: LayerState) -> None:
     """Index the tokens that are due, and offload them where the recipe has a tier."""
     retriever = state.retriever
     if retriever is None:
@@ -136,7 +136,7 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
         segment.extend(*kept, 0, queries.visible)
         state.storage = evictor.next_storage(segment, drafting=False)
-        index(state)
+        index_due(state)
         return
     if new is not None:
         segment.append(*new)

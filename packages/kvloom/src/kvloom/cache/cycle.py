@@ -8,9 +8,12 @@ and a chunk differ in T alone. Decides the order of this; the parts of a layer d
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.regions import Region
 from .attention import attend_to, joined
 from .checks import check_range, checked, out_of_range
 from .commit import commit
@@ -18,11 +21,22 @@ from .layer_state import LayerState
 from .reading import step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
-from .step import Queries, StepInputs
+from .step import StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
 _SHORT = 64
+
+
+class OpenStep(NamedTuple):
+    """A step that has attended, and whose tokens no part of the layer counts yet.
+
+    stored: whether its keys and values are stored. regions: those that its queries attended to.
+    """
+
+    step: StepInputs
+    stored: bool
+    regions: list[Region]
 
 
 def attend(state: LayerState, inputs: StepInputs) -> Tensor:
@@ -30,24 +44,49 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
     """
+    out, open_step = begin(state, inputs)
+    finish(state, open_step)
+    return out
+
+
+def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
+    """Attend as `attend` does; `finish` must follow."""
     step = checked(state, inputs)
     stored = _append(state, step)
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
+    state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     out, products = attend_to(
         queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
-        state.plan,
+        state.plan, queries.sink_logits,
     )  # fmt: skip
-    state.seen += step.k.shape[2]
-    state.read = read
     if products is not None or queries.q.requires_grad:
-        q, scale, visible, softcap, alibi, ids, _ = queries
-        q = q.detach() if q.requires_grad else q
-        queries = Queries(q, scale, visible, softcap, alibi, ids, products)
-    commit(state, queries, None if stored else (step.k.detach(), step.v.detach()), regions)
+        q = queries.q
+        queries = queries._replace(q=q.detach() if q.requires_grad else q, products=products)
+        step = StepInputs(queries, step.k, step.v)
+    return out, OpenStep(step, stored, regions)
+
+
+def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
+    """Attend by the queries of another layer that shares this layer's tokens, in an open step.
+
+    inputs: the keys and values of the open step; queries: as many, or the newest of them.
+    """
+    step = checked(state, inputs)
+    queries = step.queries
+    out, _ = attend_to(
+        queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
+        sink_logits=queries.sink_logits,
+    )  # fmt: skip
     return out
+
+
+def finish(state: LayerState, open_step: OpenStep) -> None:
+    """Count the tokens of an open step, then score, evict, pack and index what is due."""
+    (queries, k, v), stored, regions = open_step
+    state.seen += k.shape[2]
+    commit(state, queries, None if stored else (k.detach(), v.detach()), regions)
 
 
 def prefill(state: LayerState, inputs: StepInputs) -> None:
@@ -64,16 +103,19 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     commit(state, queries, (step.k.detach(), step.v.detach()), [])
 
 
-def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int]) -> Tensor:
+def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
     """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
-    repetition scores these.
+    repetition scores these; None: the queries are of another layer, and no score sees them.
     """
     step = checked(state, inputs)
     regions = joined(step_regions(state, step, stored=False))
-    out, _ = attend_to(step.queries.q, regions, step.queries.scale, step.queries.softcap)
-    if state.scores_repetition:
+    queries = step.queries
+    out, _ = attend_to(
+        queries.q, regions, queries.scale, queries.softcap, sink_logits=queries.sink_logits
+    )
+    if state.scores_repetition and repeated is not None:
         state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out
 

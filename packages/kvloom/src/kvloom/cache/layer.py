@@ -1,7 +1,8 @@
 """The cache of one attention layer: what models call, and how a change that fails is undone.
 
 Decides no step itself: `cycle` runs one, `verification` takes the tokens of a speculative draft
-one by one, and `LayerState` has what is stored.
+one by one, and `LayerState` has what is stored. `LayerState` is of this package: `hf` and
+`calibrate` ask a `LayerCache`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..errors import CacheMisuse, TierError
+from ..keep import Keep
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
+from ..recall import Traffic
 from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
 from ..store import LayerMetadata
@@ -27,9 +30,8 @@ class LayerCache:
 
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
     in errors. rank, count: this layer's place among the layers of the cache. budget_rank: the same
-    pair among the layers that divide one budget (default: all). rope: rotates
-    keys where the recipe renumbers positions. metadata: what the store's formats need of this
-    layer.
+    pair among the layers that divide one budget (default: all). rope: rotates keys where the recipe
+    renumbers positions. metadata: what the store's formats need of this layer.
     """
 
     def __init__(
@@ -48,13 +50,14 @@ class LayerCache:
         self.verification = Verification()
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
+        self._open_step: cycle.OpenStep | None = None  # waits for `finish`
         self._mutable: Mutable | None = None  # while no part is replaced
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.state.reset()
         self.verification = Verification()
-        self.unusable, self.undo, self._mutable = "", None, None
+        self.unusable, self.undo, self._mutable, self._open_step = "", None, None, None
 
     @property
     def recipe(self) -> Recipe:
@@ -77,6 +80,47 @@ class LayerCache:
         return self.state.nbytes + self.verification.nbytes
 
     @property
+    def like(self) -> Tensor | None:
+        """An empty tensor with the stored keys' B, Hk, D, dtype and device; None before a step."""
+        return self.state.like
+
+    @property
+    def dropped(self) -> float:
+        """Tokens seen that the layer has dropped, of every row and head, or on average."""
+        return self.state.dropped
+
+    @property
+    def tokens_read(self) -> float:
+        """Tokens that the last step read, of each row and head, on average."""
+        return self.state.read
+
+    @property
+    def traffic(self) -> Traffic:
+        """What steps found on the device; of zeros where the layer has no tier."""
+        retriever = self.state.retriever
+        store = None if retriever is None else retriever.store
+        return Traffic() if store is None else store.traffic
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        """The largest magnitudes of keys and of values that the layer can store."""
+        return self.state.max_abs
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the next step needs token ids, for the rule that chooses outliers."""
+        return self.state.needs_ids
+
+    @property
+    def recording(self) -> bool:
+        """Whether `crop` may remove the tokens of each step."""
+        return self.state.recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self.state.recording = value
+
+    @property
     def removable(self) -> int:
         """The number of newest tokens that `crop` may still remove, because a draft is running."""
         draft = self.state.uncommitted
@@ -96,6 +140,15 @@ class LayerCache:
         """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
         return reading.logical(self.state)
 
+    def exact_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return exact keys and values [B, Hk, N, D], and logical indices [B or 1, Hk or 1, N].
+
+        For a layer that packs nothing. Sinks are among them where tokens are evicted by score.
+        """
+        segment = self.state.segment
+        keys, values = segment.exact_keys(), segment.exact_values()
+        return keys, values, segment.logical(0, keys.shape[2], keys.device)
+
     # --- a step -----------------------------------------------------------------------------------
 
     def attend(
@@ -109,32 +162,60 @@ class LayerCache:
         softcap: float | None = None,
         alibi: Alibi | None = None,
         ids: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
         scale: factor of q @ k. visible: bool [B, seen + T], False for padding. softcap: bound of
         the logits, where the model has one. alibi: the bias by position, where the model has it.
-        ids: int64 [B, T], token ids, where a rule reads them. Returns and raises as `run` does.
+        ids: int64 [B, T], token ids, where a rule reads them. sink_logits: fp32 [Hq], of attention
+        sinks that the model has learned. Returns and raises as `run` does.
         """
         visible = None if visible is None else visible[:, None]
-        return self.run(StepInputs(Queries(q, scale, visible, softcap, alibi, ids), k, v))
+        queries = Queries(q, scale, visible, softcap, alibi, ids, sink_logits=sink_logits)
+        return self.run(StepInputs(queries, k, v))
 
-    def run(self, step: StepInputs) -> Tensor:
+    def run(self, step: StepInputs, shared: bool = False) -> Tensor:
         """Attend to all stored tokens and to the new ones, and store these.
 
+        shared: other layers attend to the same tokens, by `read`; `finish` then ends the step.
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
         exception, an interrupt included, the layer is as it was before the call.
         """
         self._begin_step()
         try:
             if self.state.recording and self.verification.applies(self.state):
+                if shared:
+                    raise CacheMisuse(
+                        f"{self.name}: other layers share its keys and values, and a draft that "
+                        "this recipe evicts from takes steps token by token; use no assistant, or "
+                        "a recipe that does not evict while decoding"
+                    )
                 return self.verification.attend(self.state, step, self.mutable)
             if self.verification.steps:
                 self.verification.end()
-            return cycle.attend(self.state, step)
+            if not shared:
+                return cycle.attend(self.state, step)
+            out, self._open_step = cycle.begin(self.state, step)
+            return out
         except BaseException as error:
             self._fail(error)
             raise
+
+    def read(self, step: StepInputs) -> Tensor:
+        """Attend by the queries of another layer, within a step that `run` left open.
+
+        step: the keys and values of that step, and the other layer's queries: as many, or the
+        newest. Scores do not see them. Returns [B, Hq, T, D].
+        """
+        assert self._open_step is not None
+        return cycle.read(self.state, step, self._open_step.stored)
+
+    def finish(self) -> None:
+        """End a step that `run` left open for other layers, if there is one."""
+        open_step, self._open_step = self._open_step, None
+        if open_step is not None:
+            cycle.finish(self.state, open_step)
 
     def prefill(self, step: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
@@ -149,17 +230,48 @@ class LayerCache:
             self._fail(error)
             raise
 
-    def repeat(self, step: StepInputs, repeated: tuple[int, int]) -> Tensor:
+    def mark_seen(self, tokens: int) -> None:
+        """Count `tokens` tokens as seen, for a caller that attends to them itself."""
+        self.state.seen = tokens
+
+    # --- a repetition of the prompt ---------------------------------------------------------------
+
+    @property
+    def scores_repetition(self) -> bool:
+        """Whether the model must repeat the first prompt, which scores its tokens."""
+        return self.state.scores_repetition
+
+    @property
+    def repetition_rule(self) -> tuple[Keep, int] | None:
+        """What, besides the prompt, decides the scores of a repetition; None: nothing is scored.
+
+        Two layers with equal rules get equal scores.
+        """
+        return self.state.score_evictor.repetition_rule if self.scores_repetition else None
+
+    @property
+    def repetition_scores(self) -> Tensor | None:
+        """The scores that `repeat` has collected, fp32 [B, Hk, N]; None before the first ones."""
+        return self.state.score_evictor.repetition_scores
+
+    def take_repetition(self, scores: Tensor | None) -> None:
+        """Take the `repetition_scores` of another layer with the same prompt, not `repeat`'s."""
+        self.state.score_evictor.take_repetition(scores)
+
+    def repeat(self, step: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
         """Attend as `run` does, but store nothing: the step ends with a repetition of the prompt.
 
-        repeated: (first, end) of the prompt's tokens that are repeated, which the step scores. Call
-        it after the prompt, and `end_repetition` after the last repetition.
+        repeated: (first, end) of the prompt's tokens that are repeated, which the step scores; None
+        for the queries of another layer that shares these tokens. Call it after the prompt, and
+        `end_repetition` after the last repetition.
         """
         return cycle.repeat(self.state, step, repeated)
 
     def end_repetition(self) -> None:
         """Evict by the scores that `repeat` collected, then pack and index."""
         commit.end_repetition(self.state)
+
+    # --- undo -------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """Release the tensors that undoing the last step would need."""
@@ -169,6 +281,7 @@ class LayerCache:
 
     def roll_back(self) -> None:
         """Undo the last step, unless `end_step` was called since."""
+        self._open_step = None
         if self.undo is None:
             return
         self._wait()
@@ -239,7 +352,7 @@ class LayerCache:
             elif draft is not None:
                 commit.settle(state, draft.queries.without_newest(tokens), None)
             else:
-                commit.index(state)
+                commit.index_due(state)
         except TierError as error:
             self.unusable = str(error)
             raise

@@ -56,17 +56,17 @@ class OutlierTokens(Stateful):
             slots = torch.arange(hi - lo, device=k.device).expand(*scores.shape[:2], -1)
         slots = slots + lo
         self.tokens.append(gather(k, slots), gather(v, slots))
-        self.tokens.index, self.tokens.kept = slots.int(), slots.shape[-1]
+        self.tokens.logical_index, self.tokens.kept = slots.int(), slots.shape[-1]
 
     def regions(self, visible: Tensor | None, alibi: Alibi | None) -> list[Region]:
         """Return the exact copies; none before the rule has run."""
-        return [] if self.tokens.index is None else [self.tokens.region(visible, 0, alibi)]
+        return [] if self.tokens.logical_index is None else [self.tokens.region(visible, 0, alibi)]
 
     def hide(self, visible: Tensor | None, seen: int) -> Tensor | None:
         """Return a mask bool [B, 1 or Hk, seen]: `visible` without tokens with exact copies."""
-        if self.tokens.index is None:
+        if self.tokens.logical_index is None:
             return visible
-        index = self.tokens.index.long()
+        index = self.tokens.logical_index.long()
         b, hk = index.shape[:2]
         if visible is None:
             others = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)

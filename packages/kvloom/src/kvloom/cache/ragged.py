@@ -8,7 +8,7 @@ the other, without padding, and a table has each head's span.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,11 +36,12 @@ class RaggedChoice(NamedTuple):
 class RaggedTokens(Stateful):
     """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
-    spans: of B rows and Hk heads. index: int32 [M], the logical index of each token (None: no
-    padding was among them, and no trace wants it).
+    spans: of B rows and Hk heads. logical_index: int32 [M], of each token (None: no padding was
+    among them, and no trace wants it).
     """
 
-    tensors = ("bounds", "index")
+    tensors = ("bounds", "logical_index")
+    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     children = ("keys", "values")
 
     def __init__(self, recipe: Recipe) -> None:
@@ -54,7 +55,7 @@ class RaggedTokens(Stateful):
         )
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
-        self.index: Tensor | None = None
+        self.logical_index: Tensor | None = None
 
     @property
     def bounds(self) -> Tensor | None:
@@ -137,7 +138,7 @@ class RaggedTokens(Stateful):
         self.keys.fill(k[places][None, None], nonpadding)
         self.values.fill(v[places][None, None], nonpadding)
         self.spans = _spans(choice.counts)
-        self.index = slots.int() if index else None
+        self.logical_index = slots.int() if index else None
 
     def regions(self, visible: Tensor | None) -> list[Region]:
         """Return the tokens as a region; an empty list before they are stored.
@@ -155,11 +156,11 @@ class RaggedTokens(Stateful):
     def logical(self) -> Tensor:
         """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
         assert self.spans is not None
-        assert self.index is not None
+        assert self.logical_index is not None
         first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each
         step = torch.arange(self.spans.longest, device=first.device)
-        places = (first + step).clamp_max(len(self.index) - 1)
-        return self.index.long()[places].masked_fill_(step >= count, -1)
+        places = (first + step).clamp_max(len(self.logical_index) - 1)
+        return self.logical_index.long()[places].masked_fill_(step >= count, -1)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn, which selects, repeats or reorders batch rows, to the rows."""
@@ -171,8 +172,8 @@ class RaggedTokens(Stateful):
         blocks = _ranges(first // self.unit, count // self.unit)
         self.keys.take(blocks, self.unit)
         self.values.take(blocks, self.unit)
-        if self.index is not None:
-            self.index = self.index.view(-1, self.unit)[blocks].flatten()
+        if self.logical_index is not None:
+            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()
         self.spans = _spans(count.view(len(rows), -1))
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
@@ -185,7 +186,7 @@ class RaggedTokens(Stateful):
         assert like is not None
         for name in ("keys", "values"):
             getattr(self, name).load_state(state[name], like[:1, :1])
-        self.spans, self.index = _spans(state["bounds"][..., 1]), state["index"]
+        self.spans, self.logical_index = _spans(state["bounds"][..., 1]), state["index"]
 
 
 def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:

@@ -98,7 +98,8 @@ def logical(state: LayerState) -> Tensor:
     ragged = None if state.evictor is None else state.evictor.ragged
     if ragged is not None and not ragged.stored:
         ragged = None
-    if (storage.kept and storage.index is None) or (ragged and ragged.index is None):
+    unknown = storage.kept and storage.logical_index is None
+    if unknown or (ragged and ragged.logical_index is None):
         raise CacheMisuse(
             f"{state.name}: the layer did not record which tokens it kept; call observe() before "
             "the first prompt"

@@ -8,16 +8,16 @@ nothing moves); `LimitEvictor` whenever a layer has more tokens than a limit.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..keep import budgets, choose, sinks_first
+from ..keep import Budget, Keep, budgets, choose, sinks_first
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
-from ..positions.renumber import renumber, renumber_once
-from ..positions.rope import Rope
+from ..positions.rope import Rope, renumber, renumber_once
 from ..recipe.spec import Recipe
 from .evictor import Evictor, Phase
 from .ragged import RaggedChoice, RaggedTokens
@@ -148,11 +148,20 @@ class ScoreEvictor(Evictor):
         self.phase, self.waiting, self.vote = Phase.EVICTING, None, None
         return queries
 
-    def take_repetition(self, other: ScoreEvictor) -> None:
+    @property
+    def repetition_rule(self) -> tuple[Keep, int]:
+        """What, besides the prompt, decides the scores of a repetition; the budget does not."""
+        return replace(self.keep, budget=Budget(tokens=1)), self.sinks
+
+    @property
+    def repetition_scores(self) -> Tensor | None:
+        """The scores of a repetition so far, fp32 [B, Hk, N]."""
+        assert self.repetition is not None
+        return self.repetition.scores
+
+    def take_repetition(self, scores: Tensor | None) -> None:
         """Take the scores of another evictor, whose cache holds the same prompt."""
         assert self.repetition is not None
-        assert other.repetition is not None
-        scores = other.repetition.scores
         self.repetition.scores = None if scores is None else scores.clone()
 
     # --- eviction ---------------------------------------------------------------------------------
@@ -379,7 +388,7 @@ class StepEvictor(LimitEvictor):
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read."""
         keys, values = region.keys.tail, region.values.tail
         return self.scorer.score(
-            queries, keys, values, region.visible, slots.index, slots.seen, region.bias
+            queries, keys, values, region.visible, slots.logical_index, slots.seen, region.bias
         )
 
     def evict_from_slots(
@@ -388,7 +397,7 @@ class StepEvictor(LimitEvictor):
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
         total = self.scores.joined(slots.scores, scores)
         if trace is not None:
-            trace.scored = slots.index.long(), total
+            trace.scored = slots.logical_index.long(), total
         slots.evict(total, slots.mask(visible), slots.seen - self.recent)
 
     def in_segment(self, slots: SlotStorage) -> Segment:

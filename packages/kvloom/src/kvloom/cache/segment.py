@@ -7,6 +7,7 @@ included. Visibility, causality and positions follow from it. Independent of rec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,13 +26,14 @@ from ..store.kv_side import Block
 class Segment(Stateful):
     """Tokens in order, oldest first.
 
-    The first `kept` tokens survived an eviction, and `index` int32 [B, Hk, kept] has their logical
-    indices (None: no padding was among them, and no part of the layer needs the indices). Every
-    later token j has the logical index first + j. The first `offloaded` tokens are in an offload
-    store; all numbers of tokens include them.
+    The first `kept` tokens survived an eviction, and `logical_index` int32 [B, Hk, kept] is theirs
+    (None: no padding was among them, and no part of the layer needs the indices). Every later token
+    j has the logical index first + j. The first `offloaded` tokens are in an offload store; all
+    numbers of tokens include them.
     """
 
-    tensors = ("index", "start")
+    tensors = ("logical_index", "start")
+    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     counters = ("first", "kept", "offloaded", "start_final")
     children = ("keys", "values")
 
@@ -41,7 +43,7 @@ class Segment(Stateful):
         self.first = 0
         self.kept = 0
         self.offloaded = 0
-        self.index: Tensor | None = None
+        self.logical_index: Tensor | None = None
         self.start: Tensor | None = None  # [B], logical index of each row's first token; None: 0
         self.start_final = False
         self.append_plan = OpPlan(ops.append)
@@ -51,7 +53,7 @@ class Segment(Stateful):
         """Return N exact tokens [B, Hk, N, D] as a segment; index: int32 [B, Hk, N], of `seen`."""
         segment = cls()
         segment.append(keys, values)
-        segment.index, segment.kept = index, keys.shape[2]
+        segment.logical_index, segment.kept = index, keys.shape[2]
         segment.first = seen - segment.kept
         return segment
 
@@ -134,7 +136,7 @@ class Segment(Stateful):
         """Note that the tokens at slots [B, Hk, M] of `tokens` tokens stay; moves no tensor."""
         if index:
             all_indices = self.logical(0, tokens, slots.device).expand(*slots.shape[:2], -1)
-            self.index = all_indices.gather(2, slots).int()
+            self.logical_index = all_indices.gather(2, slots).int()
         self.kept = slots.shape[-1]
         self.first += tokens - self.kept
 
@@ -199,7 +201,7 @@ class Segment(Stateful):
 
     def views(self) -> tuple[KVView, KVView]:
         """Return keys and values as they are stored, without offloaded tokens."""
-        gaps = self.index is not None
+        gaps = self.logical_index is not None
         return self.keys.kv_view(self.positions, gaps), self.values.kv_view()
 
     def mask(
@@ -235,9 +237,9 @@ class Segment(Stateful):
         """Return the logical indices of tokens lo to hi, int64 [B or 1, Hk or 1, hi - lo]."""
         begin, end = max(lo, self.kept), max(hi, self.kept)
         later = torch.arange(self.first + begin, self.first + end, device=device)
-        if self.index is None or lo >= self.kept:
+        if self.logical_index is None or lo >= self.kept:
             return later.expand(1, 1, -1)
-        index = self.index[:, :, lo:hi].long()
+        index = self.logical_index[:, :, lo:hi].long()
         return torch.cat([index, later.expand(*index.shape[:2], -1)], dim=-1)
 
     def positions(self, lo: int, hi: int) -> Tensor:
@@ -246,9 +248,9 @@ class Segment(Stateful):
         Right for padding in front; behind padding, too high by a constant, which cancels when a
         key is rotated back and forth.
         """
-        like = self.start if self.index is None else self.index
+        like = self.start if self.logical_index is None else self.logical_index
         device = torch.device("cpu") if like is None else like.device
-        assert lo >= self.kept or self.index is not None, "chosen tokens need their index"
+        assert lo >= self.kept or self.logical_index is not None, "chosen tokens need their index"
         index = self.logical(lo, hi, device)
         return index if self.start is None else index - self.start[:, None, None]
 
@@ -265,9 +267,9 @@ class Segment(Stateful):
         rest = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
         if lo >= self.kept:
             return rest
-        if self.index is None:
+        if self.logical_index is None:
             kept = visible.new_ones(visible.shape[0], 1, min(hi, self.kept) - lo)
         else:
-            index = self.index[:, :, lo:hi].long()
+            index = self.logical_index[:, :, lo:hi].long()
             kept = visible.expand(-1, index.shape[1], -1).gather(2, index)
         return torch.cat([kept, rest.expand(-1, kept.shape[1], -1)], dim=2)

@@ -8,6 +8,7 @@ evicted token is free again. Each slot has the logical index of its token.
 from __future__ import annotations
 
 from copy import copy
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,11 +25,12 @@ from .segment import Segment
 class SlotStorage(Stateful):
     """C slots [B, Hk, C, D], of which one is free between steps.
 
-    seen: the number of tokens seen. scores: fp32 [B, Hk, C]. index: int32 [B, Hk, C], the logical
-    index of each slot's token.
+    seen: the number of tokens seen. scores: fp32 [B, Hk, C]. logical_index: int32 [B, Hk, C], the
+    logical index of each slot's token.
     """
 
-    tensors = ("keys", "values", "scores", "free", "index")
+    tensors = ("keys", "values", "scores", "free", "logical_index")
+    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     kept = 0  # tokens of a prompt that a crop cannot remove: see `Segment`
 
     def __init__(
@@ -40,7 +42,7 @@ class SlotStorage(Stateful):
         self.keys, self.values = _one_more(keys), _one_more(values)
         self.scores = _one_more(scores.unsqueeze(-1)).squeeze(-1)
         self.free = torch.full((b, h, 1), n, device=keys.device)
-        self.index = _one_more(index.unsqueeze(-1)).squeeze(-1)
+        self.logical_index = _one_more(index.unsqueeze(-1)).squeeze(-1)
 
     def __len__(self) -> int:
         return self.keys.shape[2] - 1
@@ -71,7 +73,7 @@ class SlotStorage(Stateful):
         if not ops.append((k, v), targets, max_abs):
             return False
         self.scores.scatter_(2, self.free, 0.0)
-        self.index.scatter_(2, self.free, self.seen)
+        self.logical_index.scatter_(2, self.free, self.seen)
         self.seen += 1
         return True
 
@@ -84,7 +86,7 @@ class SlotStorage(Stateful):
         """
         bias = None
         if alibi is not None:
-            index = self.index.long()
+            index = self.logical_index.long()
             if alibi.closed_up:  # no slot is free while a step attends
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
@@ -95,17 +97,17 @@ class SlotStorage(Stateful):
         """Return the mask by slot, bool [B, Hk, C]."""
         if visible is None:
             return None
-        return visible.expand(-1, self.keys.shape[1], -1).gather(2, self.index.long())
+        return visible.expand(-1, self.keys.shape[1], -1).gather(2, self.logical_index.long())
 
     def step_index(self, device: torch.device) -> Tensor:
         """Return the logical index of each slot while a step attends to all, int [B, Hk, C]."""
-        return self.index
+        return self.logical_index
 
     def logical(self) -> Tensor:
         """Return the logical indices of all tokens, int64 [B, Hk, C - 1], in no order."""
-        b, h, c = self.index.shape
-        used = torch.arange(c, device=self.index.device) != self.free
-        return self.index[used].view(b, h, c - 1).long()
+        b, h, c = self.logical_index.shape
+        used = torch.arange(c, device=self.logical_index.device) != self.free
+        return self.logical_index[used].view(b, h, c - 1).long()
 
     def evict(self, scores: Tensor, visible: Tensor | None, recent: int) -> None:
         """Free the slot with the lowest score among the tokens with an index below `recent`.
@@ -113,16 +115,16 @@ class SlotStorage(Stateful):
         scores: fp32 [B, Hk, C] after this step. visible: bool [B, Hk, C]; False is freed first.
         """
         self.scores = scores
-        self.free = ops.lowest(scores, self.index, recent, visible)
+        self.free = ops.lowest(scores, self.logical_index, recent, visible)
 
     def in_order(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return keys, values, scores and indices of all tokens, oldest first."""
-        order = self.index.scatter(2, self.free, -1).argsort(dim=-1)[..., 1:]
+        order = self.logical_index.scatter(2, self.free, -1).argsort(dim=-1)[..., 1:]
         return (
             gather(self.keys, order),
             gather(self.values, order),
             self.scores.gather(2, order),
-            self.index.gather(2, order),
+            self.logical_index.gather(2, order),
         )
 
     @classmethod

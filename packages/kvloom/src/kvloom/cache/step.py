@@ -23,7 +23,8 @@ class Queries(NamedTuple):
 
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
-    products: scale * q @ k, where attention left it (see `ops.step_mass`).
+    products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
+    of attention sinks, where the model has them; scores leave them out.
     """
 
     q: Tensor
@@ -33,6 +34,7 @@ class Queries(NamedTuple):
     alibi: Alibi | None = None
     ids: Tensor | None = None
     products: Tensor | None = None
+    sink_logits: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -55,7 +57,9 @@ class Queries(NamedTuple):
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
         if ids is not None:
             ids = ids[:, begin:end]
-        return Queries(self.q[:, :, begin:end], self.scale, visible, self.softcap, alibi, ids)
+        return self._replace(
+            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, ids=ids, products=None
+        )
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
@@ -83,7 +87,7 @@ class Queries(NamedTuple):
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
         ids = None if self.ids is None else fn(self.ids)
-        return Queries(fn(self.q), self.scale, visible, self.softcap, alibi, ids)
+        return self._replace(q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None)
 
 
 class StepInputs(NamedTuple):
@@ -135,7 +139,7 @@ class Uncommitted(Stateful):
 
     def __init__(self, tokens: int, queries: Queries) -> None:
         self.tokens = tokens
-        self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, _ = queries
+        self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids = queries[:6]
 
     @property
     def queries(self) -> Queries:

@@ -9,7 +9,7 @@ the start.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -17,18 +17,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..cache.attention import attend_to
 from ..cache.layer import LayerCache
-from ..cache.score_evictor import ScoreEvictor
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..hf import attention, compat
-from ..hf.access import read_tokens
 from ..hf.cache import Cache
+from ..hf.compat import read_tokens
 from ..hf.repetition import of_prompt
-from ..hf.routed import RoutedCache, RoutedLayer, lasting
-from ..kernels.attend.regions import Region
+from ..hf.routed import RoutedCache, RoutedLayer, outside_inference_mode
+from ..hf.shared_pass import TogetherLayer
 from ..recipe.spec import Recipe
+from .recorder import attend_causally
 
 
 class LayerContext(NamedTuple):
@@ -67,7 +66,7 @@ class ReadPrompt:
         queries: int = 32,
     ) -> None:
         self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
-        self.repeated: dict[int, ScoreEvictor] = {}
+        self.repeated: dict[int, Tensor | None] = {}
         """By layer, the scores of a repetition of this prompt, once they are needed."""
         cache = Cache(model, Recipe())
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
@@ -76,18 +75,16 @@ class ReadPrompt:
             self.layers[i] = _Reader(self.layers[i].cache, queries)
         read_tokens(model, ids, cache)
         self.modules = _decoder_layers(model)
-        own = {i: self.layers[i].inputs for i in self.numbers}
-        self.exact, logits = self._base({i: _Tokens(x.k, x.v, None) for i, x in own.items()})
+        inputs = {number: self.layers[number].inputs for number in self.numbers}
+        tokens = {number: _Tokens(step.k, step.v, None) for number, step in inputs.items()}
+        self.exact, logits = self._base(tokens)
         self.logp = torch.log_softmax(logits[0].float(), dim=-1)
 
     def evicted(self, recipe: Recipe) -> LayerContext:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
         for number in self.numbers:
-            segment = self._filled(number, cache).state.segment
-            keys, values = segment.exact_keys(), segment.exact_values()
-            index = segment.logical(0, keys.shape[2], keys.device)
-            tokens[number] = _Tokens(keys, values, index)
+            tokens[number] = _Tokens(*self._filled(number, cache).exact_tokens())
         return self._base(tokens)[0]
 
     def one_layer(self, number: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
@@ -100,44 +97,43 @@ class ReadPrompt:
         cache.layers[number] = _Candidates(members)
         ids = self.continuation.expand(len(recipes), -1)
         with _skipped(self.modules[:number], base.outputs, len(recipes)):
-            return kl_divergence(self.logp, read_tokens(self.model, ids, cache, every=True))
+            return kl_divergence(self.logp, read_tokens(self.model, ids, cache, all_logits=True))
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:
         """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
-        caches = [Cache(self.model, x) for x in recipes]
-        together = self._rows(len(recipes), self.exact)
+        caches = [Cache(self.model, recipe) for recipe in recipes]
+        batch = self._rows(len(recipes), self.exact)
         for number in self.numbers:
-            together.layers[number] = _Candidates([self._filled(number, x) for x in caches])
+            batch.layers[number] = _Candidates([self._filled(number, cache) for cache in caches])
         ids = self.continuation.expand(len(recipes), -1)
-        found = [
-            kl_divergence(exact, read_tokens(self.model, new, together, every=True))
-            for exact, new in zip(
-                self.logp.split(self.step), ids.split(self.step, dim=1), strict=True
-            )
+        steps = zip(self.logp.split(self.step), ids.split(self.step, dim=1), strict=True)
+        divergences = [
+            kl_divergence(exact, read_tokens(self.model, new, batch, all_logits=True))
+            for exact, new in steps
         ]
-        return torch.cat(found, dim=1)
+        return torch.cat(divergences, dim=1)
 
     def kept(self, recipe: Recipe) -> list[float]:
         """Return the share of the prompt that each layer keeps, averaged over its heads."""
         cache = Cache(self.model, recipe)
         members = [self._filled(number, cache) for number in self.numbers]
-        return [1 - member.state.dropped / member.seen for member in members]
+        return [1 - member.dropped / member.seen for member in members]
 
     def _filled(self, number: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
         member = self._stored(number, cache)
-        if member.state.scores_repetition:
+        if member.scores_repetition:
             if not self.repeated:
                 self._repeat(member.recipe)
-            member.state.score_evictor.take_repetition(self.repeated[number])
-            lasting(member.end_repetition)()
+            member.take_repetition(self.repeated[number])
+            outside_inference_mode(member.end_repetition)()
         member.end_step()
         return member
 
     def _stored(self, number: int, cache: Cache) -> LayerCache:
         """Store the prompt in one layer of a cache, and return it."""
         member = cache.layers[number].cache
-        lasting(member.prefill)(self.layers[number].inputs)
+        outside_inference_mode(member.prefill)(self.layers[number].inputs)
         return member
 
     def _repeat(self, recipe: Recipe) -> None:
@@ -148,13 +144,13 @@ class ReadPrompt:
         members = {number: self._stored(number, cache) for number in self.numbers}
         with attention.routed(self.model._kvloom.configs):
             repetition.score()
-        self.repeated |= {number: member.state.score_evictor for number, member in members.items()}
+        self.repeated |= {number: member.repetition_scores for number, member in members.items()}
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
         cache = self._rows(1, LayerContext(tokens, []))
         with _outputs_recorded(self.modules) as outputs:
-            logits = read_tokens(self.model, self.continuation, cache, every=True)
+            logits = read_tokens(self.model, self.continuation, cache, all_logits=True)
         return LayerContext(tokens, outputs), logits
 
     def _rows(self, rows: int, base: LayerContext) -> _Batch:
@@ -216,14 +212,14 @@ class _Reader(RoutedLayer):
         super().__init__(cache)
         self.queries = queries
 
-    def attend(self, given: StepInputs) -> Tensor:
+    def attend(self, step: StepInputs) -> Tensor:
         """Attend causally within the prompt."""
-        self.awaits_attention = False
-        queries = given.queries
+        self.arrived()
+        queries = step.queries
         last = queries._replace(q=queries.q[:, :, -self.queries :].clone(), visible=None)
-        self.inputs = given._replace(queries=last)
-        self.cache.state.seen = given.tokens
-        return _attend(given)
+        self.inputs = step._replace(queries=last)
+        self.cache.mark_seen(step.tokens)
+        return attend_causally(step)
 
 
 class _Shared(RoutedLayer):
@@ -233,53 +229,31 @@ class _Shared(RoutedLayer):
         super().__init__(cache)
         self.tokens = tokens
 
-    def attend(self, given: StepInputs) -> Tensor:
+    def attend(self, step: StepInputs) -> Tensor:
         """Attend to the shared tokens, and causally to the new ones of each row."""
-        self.awaits_attention = False
-        rows, k = len(given.k), given.k
+        self.arrived()
+        rows, k = len(step.k), step.k
         keys = torch.cat([self.tokens.k.expand(rows, -1, -1, -1), k], dim=2)
-        values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), given.v], dim=2)
+        values = torch.cat([self.tokens.v.expand(rows, -1, -1, -1), step.v], dim=2)
         index = self.tokens.indices
         if index is not None:
             new = torch.arange(self.cache.seen, self.cache.seen + k.shape[2], device=k.device)
             index = torch.cat([index, new.expand(*index.shape[:2], -1)], dim=2)
-        return _attend(given._replace(k=keys, v=values), index)
+        return attend_causally(step._replace(k=keys, v=values), index)
 
 
-class _Candidates(RoutedLayer):
+class _Candidates(TogetherLayer):
     """A layer whose rows each have a cache of their own."""
 
     def __init__(self, members: Sequence[LayerCache]) -> None:
-        super().__init__(members[0])
-        self.members = members
+        super().__init__(members, [slice(row, row + 1) for row in range(len(members))])
 
-    def attend(self, given: StepInputs) -> Tensor:
+    def attend(self, step: StepInputs) -> Tensor:
         """Attend in each cache with its row of the batch."""
-        self.awaits_attention = False
-        queries = given.queries._replace(visible=None)
-        new = zip(self.members, queries.q.split(1), given.k.split(1), given.v.split(1), strict=True)
-        rows = [
-            lasting(member.run)(StepInputs(queries._replace(q=q), k, v)) for member, q, k, v in new
-        ]
+        out = super().attend(step._replace(queries=step.queries._replace(visible=None)))
         for member in self.members:
             member.end_step()
-        return torch.cat(rows)
-
-
-def _attend(given: StepInputs, index: Tensor | None = None) -> Tensor:
-    """Attend the T queries, the last of N tokens, causally to k, v [B, Hk, N, D].
-
-    index: logical indices [1, Hk or 1, N]; None: 0 to N.
-    """
-    queries, k, v = given
-    q, bias = queries.q, None
-    if queries.alibi is not None:
-        if index is None:
-            index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
-        bias = queries.alibi.bias(index)
-    region = Region.exact(k, v, own=q.shape[2], bias=bias)
-    out, _ = attend_to(q, [region], queries.scale, queries.softcap)
-    return out
+        return out
 
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -292,12 +266,12 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 @contextmanager
 def _outputs_recorded(layers: Sequence[nn.Module]) -> Iterator[list[Any]]:
     """Yield a list to which each of these layers adds its output, a tensor or a tuple."""
-    found: list[Any] = []
+    outputs: list[Any] = []
     with ExitStack() as hooks:
         for layer in layers:
-            hook = layer.register_forward_hook(lambda _, given, output: found.append(output))
+            hook = layer.register_forward_hook(lambda _, inputs, output: outputs.append(output))
             hooks.callback(hook.remove)
-        yield found
+        yield outputs
 
 
 @contextmanager
@@ -306,18 +280,13 @@ def _skipped(layers: Sequence[nn.Module], outputs: Sequence[Any], rows: int) -> 
     with ExitStack() as restored:
         for layer, output in zip(layers, outputs, strict=False):
             restored.callback(_restore, layer, vars(layer).get("forward"))
-            layer.forward = _FixedOutput(_repeated(output, rows))
+            layer.forward = _returning(_repeated(output, rows))
         yield
 
 
-class _FixedOutput:
-    """A forward whose output is known."""
-
-    def __init__(self, output: Any) -> None:
-        self.output = output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.output
+def _returning(output: Any) -> Callable[..., Any]:
+    """Return a forward whose output is known."""
+    return lambda *args, **kwargs: output
 
 
 def _repeated(output: Any, rows: int) -> Any:

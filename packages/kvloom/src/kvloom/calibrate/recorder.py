@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from ..cache.attention import attend_to
 from ..cache.checks import check_range, check_shapes
-from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..hf.cache import Cache
+from ..hf.observe import alibi_bias
 from ..hf.routed import RoutedLayer
 from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
@@ -40,39 +40,44 @@ Observer = Callable[[int, AttentionInputs], None]
 """Called with a layer's number in the model, and the inputs of its attention."""
 
 
-class RecordingLayer(LayerCache):
+def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
+    """Attend the T queries of a step, the last of N tokens, causally to k, v [B, Hk, N, D].
+
+    index: logical indices, int64 [1, Hk or 1, N]; None: 0 to N.
+    """
+    queries, k, v = step
+    bias = alibi_bias(queries, k, index)
+    region = Region.exact(k, v, own=queries.tokens, bias=bias)
+    out, _ = attend_to(
+        queries.q, [region], queries.scale, queries.softcap, sink_logits=queries.sink_logits
+    )
+    return out
+
+
+class RecordingLayer(RoutedLayer):
     """A layer that attends exactly within one prompt, calls the observer, and stores nothing."""
 
-    def __init__(self, number: int, observer: Observer) -> None:
-        super().__init__(Recipe(), f"layer {number}")
+    def __init__(self, routed: RoutedLayer, number: int, observer: Observer) -> None:
+        super().__init__(routed.cache, shared=routed.shared)
         self.number, self.observer = number, observer
 
-    def run(self, given: StepInputs) -> Tensor:
+    def attend(self, step: StepInputs) -> Tensor:
         """Attend causally. Prompts with padding are not supported."""
-        queries, k, v = given
-        q, scale, softcap, alibi = queries.q, queries.scale, queries.softcap, queries.alibi
-        check_shapes(self.name, None, k, v)
-        check_range(self.name, self.state.max_abs, k, v)
-        t = k.shape[2]
-        bias = None
-        if alibi is not None:
-            bias = alibi.bias(torch.arange(t, device=k.device).view(1, 1, -1))
-        self.observer(self.number, AttentionInputs(q, k, v, scale, softcap, bias))
-        out, _ = attend_to(q, [Region.exact(k, v, own=t, bias=bias)], scale, softcap)
-        return out
+        if self.arrived():
+            return attend_causally(step)
+        queries, k, v = step
+        check_shapes(self.cache.name, None, k, v)
+        check_range(self.cache.name, self.cache.largest, k, v)
+        bias = alibi_bias(queries, k)
+        inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
+        self.observer(self.number, inputs)
+        return attend_causally(step)
 
 
 def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
     """Run the model on contexts ids [B, T] and call the observer once a layer."""
     cache = Cache(model, Recipe())
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, RoutedLayer):
-            layer.cache = RecordingLayer(number, observer)
+    for number in cache.geometry.numbers:
+        cache.layers[number] = RecordingLayer(cache.layers[number], number, observer)
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
-
-
-def compressible_layers(model: PreTrainedModel) -> list[int]:
-    """Return the numbers of the layers whose cache kvloom replaces."""
-    found = enumerate(Cache(model, Recipe()).layers)
-    return [number for number, layer in found if isinstance(layer, RoutedLayer)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,20 +19,45 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
 from ..hf import compat
-from ..hf.attach import attachment_restored
 from ..hf.metadata import identity, undoable_rope
+from ..hf.routing import attachment_restored
 from ..hf.shard import needs_whole
 from ..positions.rope import Rope
 from ..progress import TotalProgress
 from ..recipe.spec import Recipe
 from ..store import LayerEncoding, Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
-from .channel_groups import group_channels
-from .clip_search import search_clip
-from .ranges import CONTEXTS, LAYERS, read_ranges
-from .recorder import AttentionInputs, compressible_layers, record
-from .sampled_attention import AttentionSample, ExactAttention
-from .settings import Settings
+from .clip_search import AttentionSample, ExactAttention, search_clip
+from .ranges import CONTEXTS, LAYERS, group_channels, read_ranges
+from .recorder import AttentionInputs, record
+
+MIN_CONTEXTS = 4
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much text to read.
+
+    Attributes:
+        contexts: The most contexts that are read for the ranges of channels.
+        context: Tokens of a context.
+        settled: Every 8 contexts, the share of each range that these 8 added is computed. Reading
+            stops when its mean over all channels, layers, keys and values is below `settled`.
+        sample_contexts: The number of first contexts on which clip factors are searched.
+        sample_tokens: Tokens of each of these contexts.
+        queries: Sampled queries.
+        sinks: First tokens that these attend to unquantized.
+        recent: Newest tokens that these attend to unquantized.
+    """
+
+    contexts: int = 64
+    context: int = 1024
+    settled: float = 0.02
+    sample_contexts: int = 4
+    sample_tokens: int = 1024
+    queries: int = 64
+    sinks: int = 5
+    recent: int = 128
 
 
 def calibrate(
@@ -91,13 +116,13 @@ def _calibrate(
     settings: Settings,
     on_step: TotalProgress,
 ) -> Calibration:
-    layers, rope = compressible_layers(model), _rope(model, formats)
+    layers, rope = compat.geometry(model).numbers, _rope(model, formats)
     partial = out.with_name(out.name + ".partial")
     text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
     about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}
-    found = _resume(partial, Calibration(identity(model), text, about, name=out.name))
-    done = found.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
-    read_ranges(model, ids, found, partial, rope, settings.settled, on_step)
+    calibration = _resume(partial, Calibration(identity(model), text, about, name=out.name))
+    done = calibration.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
+    read_ranges(model, ids, calibration, partial, rope, settings.settled, on_step)
     searched = [(side, f) for side, f in formats if isinstance(f.clip, str)]
     unfinished = int(done[LAYERS]) < len(layers)
     samples = _samples(model, ids, settings) if searched and unfinished else {}
@@ -105,19 +130,19 @@ def _calibrate(
         on_step("calibrating layers", i, len(layers))
         layer = layers[i]
         for side, fmt in formats:
-            _add_groups(found, layer, side, fmt)
+            _add_groups(calibration, layer, side, fmt)
         if searched:
             attention = ExactAttention(samples.pop(layer))
             for side, fmt in searched:
-                _add_clip(found, layer, side, fmt, attention, rope)
+                _add_clip(calibration, layer, side, fmt, attention, rope)
         done[LAYERS] = i + 1
-        found.save(partial)
+        calibration.save(partial)
     on_step("calibrating layers", len(layers), len(layers))
-    found.settings = {**found.settings, "read": int(done[CONTEXTS])}
-    del found.tensors["done"]
-    found.save(out)
+    calibration.settings = {**calibration.settings, "read": int(done[CONTEXTS])}
+    del calibration.tensors["done"]
+    calibration.save(out)
     partial.unlink(missing_ok=True)
-    return found
+    return calibration
 
 
 def _resume(partial: Path, fresh: Calibration) -> Calibration:
@@ -126,9 +151,9 @@ def _resume(partial: Path, fresh: Calibration) -> Calibration:
         saved = Calibration.load(partial)
     except CalibrationError:
         return fresh
-    same = (saved.model, saved.text, saved.settings) == (fresh.model, fresh.text, fresh.settings)
+    matches = (saved.model, saved.text, saved.settings) == (fresh.model, fresh.text, fresh.settings)
     saved.name = fresh.name
-    return saved if same else fresh
+    return saved if matches else fresh
 
 
 def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[int, AttentionSample]:
@@ -143,21 +168,21 @@ def _samples(model: PreTrainedModel, ids: Tensor, settings: Settings) -> dict[in
     return samples
 
 
-def _add_groups(found: Calibration, layer: int, side: str, fmt: Packed) -> None:
+def _add_groups(calibration: Calibration, layer: int, side: str, fmt: Packed) -> None:
     """Group the channels of a layer's keys or values, where the format reorders them."""
     kind = kind_of(side, fmt)
     name = f"groups.{layer}.{kind}.{shape_of(fmt)}"
-    if not fmt.reorder or name in found.tensors:
+    if not fmt.reorder or name in calibration.tensors:
         return
-    low, high = found.ranges(layer, kind)
+    low, high = calibration.ranges(layer, kind)
     if fmt.smooth:
         max_abs = largest(low, high)
         low, high = low / max_abs, high / max_abs
-    found.tensors[name] = group_channels(low, high, fmt.span, fmt.group)
+    calibration.tensors[name] = group_channels(low, high, fmt.span, fmt.group)
 
 
 def _add_clip(
-    found: Calibration,
+    calibration: Calibration,
     layer: int,
     side: str,
     fmt: Packed,
@@ -166,16 +191,16 @@ def _add_clip(
 ) -> None:
     """Search the clip factors of a format in a layer, unless they are found already."""
     name = f"{layer}.{kind_of(side, fmt)}.{format_of(fmt)}"
-    if f"clip.{name}" in found.tensors:
+    if f"clip.{name}" in calibration.tensors:
         return
     unclipped = replace(fmt, clip=1.0)
-    encoding = found.encoding(layer, side, unclipped)
+    encoding = calibration.encoding(layer, side, unclipped)
     if encoding is None:
         heads, dim = exact.k.shape[1], exact.k.shape[3]
         encoding = LayerEncoding(unclipped.encoding, heads, dim, fmt.consecutive(heads, dim))
     by_group, by_layer = search_clip(exact, side, encoding, rope if fmt.pre_rope else None)
-    found.tensors[f"clip.{name}"] = by_group
-    found.tensors[f"clip_layer.{name}"] = by_layer
+    calibration.tensors[f"clip.{name}"] = by_group
+    calibration.tensors[f"clip_layer.{name}"] = by_layer
 
 
 def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | None:
@@ -191,3 +216,20 @@ def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | N
 def _spell(side: str, fmt: Packed) -> str:
     clip = "" if isinstance(fmt.clip, float) else f".clip-{fmt.clip}"
     return f"{kind_of(side, fmt)}.{format_of(fmt)}{clip}"
+
+
+def cut_contexts(ids: np.ndarray, first: list[int], settings: Settings) -> Tensor:
+    """Cut contexts from a text's ids [N]; each starts with the ids `first`.
+
+    Returns int64 [contexts, context]. Contexts are spread over the whole text and never overlap;
+    there are fewer if the text is short. Raises `CalibrationError` for fewer than `MIN_CONTEXTS`.
+    """
+    body = settings.context - len(first)
+    count = min(settings.contexts, len(ids) // body) if body > 0 else 0
+    if count < MIN_CONTEXTS:
+        raise CalibrationError(
+            f"the text has {len(ids)} tokens, and calibration needs {MIN_CONTEXTS} contexts of "
+            f"{settings.context}; give more text or a smaller context"
+        )
+    starts = np.linspace(0, len(ids) - body, count).astype(int)
+    return torch.from_numpy(np.stack([[*first, *ids[s : s + body]] for s in starts]))

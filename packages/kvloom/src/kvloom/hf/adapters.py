@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..cache.step import Queries, StepInputs
 from ..positions.alibi import Alibi
 from . import attention, compat
-from .adapter_registry import ADAPTERS, Adapter, register
+from .compat import Adapter, register
 from .routed import RoutedCache, RoutedLayer
 
 __all__ = ["attend", "install", "register", "uninstall", "visible_mask"]
@@ -39,13 +39,11 @@ def uninstall(model: PreTrainedModel) -> None:
     """Restore the forward of every attention module."""
     for module in _attentions(model):
         if _OWN in vars(module):
-            name, own = _name(module), getattr(module, _OWN)
+            name, forward = _name(module), getattr(module, _OWN)
             delattr(module, _OWN)
             delattr(module, name)
-            if (
-                getattr(module, name, None) != own
-            ):  # not its class's: it was replaced before `install`
-                setattr(module, name, own)
+            if getattr(module, name, None) != forward:  # it was replaced before `install`
+                setattr(module, name, forward)
 
 
 def attend(
@@ -74,7 +72,9 @@ def visible_mask(mask: Tensor) -> Tensor | None:
 
 
 def _adapter(model: PreTrainedModel) -> Adapter:
-    return ADAPTERS[compat.decoder_config(model).model_type]()
+    adapter = compat.adapter_of(compat.decoder_config(model))
+    assert adapter is not None
+    return adapter
 
 
 def _attentions(model: PreTrainedModel) -> list[Any]:
@@ -103,5 +103,5 @@ def _forward(
 
 def _dropout(module: torch.nn.Module) -> float:
     """Return the dropout of a module's attention, in training."""
-    found = [getattr(module, name, 0.0) for name in _DROPOUTS]
-    return max(getattr(x, "p", x) for x in found)
+    rates = [getattr(module, name, 0.0) for name in _DROPOUTS]
+    return max(getattr(x, "p", x) for x in rates)

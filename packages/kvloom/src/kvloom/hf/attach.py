@@ -1,24 +1,94 @@
-"""Make a recipe the default of a model, and undo it."""
+"""Make a recipe the default of a model, undo it, and report what changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..recipe.geometry import Geometry
+from ..recipe.layers import listed
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, self_check
 from .cache import Cache
+from .guard import Owner
 from .metadata import load_layer_metadata
-from .owner import Owner
-from .report import Report, report
-from .routing import route, unroute
+from .routing import attachment, set_attachment, unroute
+
+_TOKENS = 32768  # the prompt for which a report states sizes
+_SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
+_SMALL_HEAD = 64
+_FEW = 0.15  # share of a prompt below which evicting costs much quality
+_MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
+_REASONS = {
+    compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
+    "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
+    "LinearAttentionAndFullAttentionLayer": _MIXED,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _MIXED,
+    "DynamicIndexedLayer": "its attention reads the tokens that an index of its own selects",
+    "DummyLayer": "it stores nothing: it has no keys and values, or those of an earlier layer",
+}
+"""Why a layer of each kind is not compressed."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The changes that `attach` made: printable, and plain data.
+
+    In a `with` statement, it undoes them at the end of the block.
+
+    Attributes:
+        model: The model's class.
+        recipe: The attached recipe.
+        geometry: The model's layers and heads.
+        compressed: Numbers of the compressed layers.
+        skipped: Why each other layer is not compressed.
+        full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
+        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers and
+            sliding windows, and leave out the states of other layers.
+        notes: Advice and warnings, a sentence each.
+    """
+
+    model: str
+    recipe: Recipe
+    geometry: Geometry
+    compressed: tuple[int, ...]
+    skipped: dict[int, str]
+    full_nbytes: int
+    nbytes: int
+    notes: tuple[str, ...] = ()
+    _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    def __enter__(self) -> Report:
+        """Return the report itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Attach what was attached before `attach`, or nothing."""
+        if self._undo is not None:
+            self._undo()
+
+    def __str__(self) -> str:
+        total = len(self.compressed) + len(self.skipped)
+        lines = [
+            f"kvloom: {self.recipe.name} on {self.model}: {len(self.compressed)} of {total} layers "
+            f"compressed ({listed(self.compressed)})"
+        ]
+        for reason in dict.fromkeys(self.skipped.values()):
+            which = tuple(i for i, r in self.skipped.items() if r == reason)
+            lines.append(f"  not compressed: layers {listed(which)}: {reason}")
+        if self.compressed:
+            lines.append(
+                f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
+                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+            )
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+    __repr__ = __str__
 
 
 def attach(
@@ -44,31 +114,16 @@ def attach(
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
     """
-    model = compat.unwrap(model)
-    compat.refuse_unsupported(model)
+    model = compat.supported_model(model)
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
     load_layer_metadata(model, recipe)
     rotary.renumbering(model, recipe)
     self_check.admit(model, Cache, check)
     result = report(model, recipe)
-    before = getattr(model, "_kvloom", None)
-    former = None if before is None else (before.recipe, before.new_cache)
-    route(model)
-    model._kvloom.recipe, model._kvloom.new_cache = recipe, Cache
-    return replace(result, _undo=partial(_restore, Owner(model), former))
-
-
-def _restore(owner: Owner, former: tuple[Any, Any] | None) -> None:
-    """Give a model the recipe and the maker of caches that it had; None: it was not routed."""
-    model = owner.get()
-    if model is None:
-        return
-    if former is not None:
-        route(model)
-        model._kvloom.recipe, model._kvloom.new_cache = former
-    elif getattr(model, "_kvloom", None) is not None:
-        unroute(model)
+    undo = partial(_restore, Owner(model), attachment(model))
+    set_attachment(model, (recipe, Cache))
+    return replace(result, _undo=undo)
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -83,12 +138,59 @@ def detach(model: PreTrainedModel) -> None:
     unroute(compat.unwrap(model))
 
 
-@contextmanager
-def attachment_restored(model: PreTrainedModel) -> Iterator[None]:
-    """Detach kvloom from the model at the end, unless it was attached at the beginning."""
-    attached_before = getattr(model, "_kvloom", None) is not None
-    try:
-        yield
-    finally:
-        if not attached_before and getattr(model, "_kvloom", None) is not None:
-            detach(model)
+def report(model: PreTrainedModel, recipe: Recipe) -> Report:
+    """Return the report of `recipe` on `model`."""
+    stock, geometry = compat.stock_layers(model), compat.geometry(model)
+    skipped = {
+        number: _REASONS.get(kind, f"kvloom does not compress a {kind}")
+        for number, (kind, *_) in enumerate(stock)
+        if kind != compat.FULL
+    }
+    compressed = tuple(geometry.numbers)
+    in_windows = sum(
+        min(layer.window, _TOKENS) * layer.token_nbytes for layer in stock if layer.window
+    )
+    return Report(
+        type(model).__name__,
+        recipe,
+        geometry,
+        compressed,
+        skipped,
+        _TOKENS * geometry.token_nbytes() + in_windows,
+        recipe.nbytes(_TOKENS, geometry) + in_windows,
+        _notes(model, recipe, geometry) if compressed else (),
+    )
+
+
+def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
+    """Return advice and warnings on this recipe with this model."""
+    notes = []
+    if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
+        notes.append(
+            "note: a prompt attends exactly, so log-likelihoods from one forward pass (as lm-eval "
+            "computes them) do not depend on the recipe"
+        )
+    fraction = None if recipe.keep is None else recipe.keep.budget.fraction
+    if fraction is not None and fraction < _FEW and recipe.tuned is None:
+        notes.append(
+            f"warning: keeping {fraction:g} of a prompt can cost much quality; use "
+            f"fraction={_FEW:g} or more"
+        )
+    bits = min(
+        (fmt.bits for store in recipe.stores for fmt in store.quantized.values()), default=16
+    )
+    parameters = sum(p.numel() for p in model.parameters())
+    if bits <= 2 and (parameters < _SMALL or geometry.head_dim <= _SMALL_HEAD):
+        notes.append(
+            f"warning: {bits:g}-bit keys or values can cost much quality on a model of this size "
+            f"({parameters / 1e6:,.0f} M parameters, head_dim {geometry.head_dim}); compare with "
+            "kivi-4"
+        )
+    return tuple(notes)
+
+
+def _restore(owner: Owner, attached: tuple | None) -> None:
+    """Give a model, if it still exists, what was attached before."""
+    model = owner.get()
+    if model is not None:
+        set_attachment(model, attached)

@@ -27,8 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
-from .adapter_registry import ADAPTERS
-from .compat import padding_mask
+from .compat import ADAPTERS, padding_mask
 from .routed import RoutedLayer
 
 NAME = "kvloom"
@@ -43,7 +42,7 @@ _WITHOUT_EFFECT = frozenset({
 """Arguments of attention that change nothing in a layer whose mask is plainly causal."""
 
 _LOCK = threading.Lock()
-_OWN: dict[int, tuple[str, int]] = {}
+_STOCK: dict[int, tuple[str, int]] = {}
 """By the id of each config in a routed step: the model's own implementation, and how many steps
 of threads run."""
 
@@ -54,19 +53,19 @@ def routed(configs: Sequence[Any]) -> Iterator[None]:
     with _LOCK:
         for config in configs:
             attributes = vars(config)  # setting one by its name takes transformers 4 us
-            own, steps = _OWN.get(id(config), (attributes[FIELD], 0))
-            _OWN[id(config)] = own, steps + 1
+            implementation, steps = _STOCK.get(id(config), (attributes[FIELD], 0))
+            _STOCK[id(config)] = implementation, steps + 1
             attributes[FIELD] = NAME
     try:
         yield
     finally:
         with _LOCK:
             for config in configs:
-                own, steps = _OWN.pop(id(config))
+                implementation, steps = _STOCK.pop(id(config))
                 if steps > 1:
-                    _OWN[id(config)] = own, steps - 1
+                    _STOCK[id(config)] = implementation, steps - 1
                 else:
-                    vars(config)[FIELD] = own
+                    vars(config)[FIELD] = implementation
 
 
 def attention(
@@ -84,19 +83,62 @@ def attention(
     """
     layer = getattr(key, "_kvloom_layer", None)
     if layer is None:
-        own_mask = getattr(attention_mask, "_kvloom_own", None)
-        if own_mask is not None:
-            attention_mask = own_mask()
-        own = _own_attention(module)
-        return own(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    softcap = kwargs.pop("softcap", None)
+        stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
+        if stock_mask is not None:
+            attention_mask = stock_mask()
+        attend = _stock_attention(module)
+        return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
     check_arguments(layer, kwargs)
     visible = visible_tokens(layer, attention_mask)
     if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
         raise _not_causal(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = layer.attend(StepInputs(Queries(query, scale, visible, softcap), key, value))
+    queries = Queries(query, scale, visible, softcap)
+    if sinks is not None:
+        queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
+    out = layer.attend(StepInputs(queries, key, value))
     return out.transpose(1, 2).contiguous(), None
+
+
+class PaddingMask(Tensor):
+    """What `mask` returns for a plainly causal layer: bool [B, N] or [0, 0], without queries.
+
+    A model may index it as a mask [B, H, T, N] by a slice of queries, and gets the same mask.
+    _kvloom_visible: bool [B, 1, N], False for padding; None: no padding. _kvloom_stock_mask:
+    returns the mask of the model's own implementation.
+    """
+
+    _kvloom_visible: Tensor | None
+    _kvloom_stock_mask: Callable[[], Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a slice of queries, [..., slice, :], be the mask again; all else is a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is not Tensor.__getitem__ or not _is_slice_of_queries(args[1]):
+                return func(*args, **(kwargs or {}))
+            mask = args[0].clone().as_subclass(PaddingMask)
+        mask._kvloom_visible = args[0]._kvloom_visible
+        mask._kvloom_stock_mask = _no_stock_mask
+        return mask
+
+
+def _is_slice_of_queries(index: Any) -> bool:
+    """Return whether an index is [..., slice, :] or [:, :, slice, :]."""
+    return (
+        isinstance(index, tuple)
+        and (len(index) == 4 or (len(index) == 3 and index[0] is Ellipsis))
+        and isinstance(index[-2], slice)
+        and index[-1] == slice(None)
+    )
+
+
+def _no_stock_mask() -> Any:
+    raise CacheMisuse(
+        "the model attends by a part of its queries in a layer that kvloom does not compress; use "
+        "transformers' own cache"
+    )
 
 
 def mask(
@@ -114,8 +156,8 @@ def mask(
     Sliding and chunked layers, masks that are not plainly causal (image blocks), and masks that the
     model itself reads get what the model's own implementation makes.
     """
-    make = ALL_MASK_ATTENTION_FUNCTIONS[own_implementation(config)]
-    own = partial(
+    make = ALL_MASK_ATTENTION_FUNCTIONS[stock_implementation(config)]
+    stock_mask = partial(
         make, *args, config=config, kv_length=kv_length,
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
@@ -124,16 +166,17 @@ def mask(
         mask_function is causal_mask_function and local_size is None and allow_is_causal_skip
     )
     if not plainly_causal and config.model_type not in ADAPTERS:  # an adapter is plainly causal
-        made = own()
+        made = stock_mask()
         if isinstance(made, Tensor):
-            made._kvloom_made = True  # type: ignore[attr-defined]
+            made._kvloom_is_stock = True  # type: ignore[attr-defined]
         return made
-    if attention_mask is None or attention_mask.all():
-        padding = torch.empty(0, 0, dtype=torch.bool)
-    else:
+    padding, visible = torch.empty(0, 0, dtype=torch.bool), None
+    if attention_mask is not None and not attention_mask.all():
         padding = padding_mask(attention_mask, kv_length)
-    padding._kvloom_own = own  # type: ignore[attr-defined]
-    return padding
+        visible = padding[:, None]
+    result = padding.as_subclass(PaddingMask)
+    result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
+    return result
 
 
 def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
@@ -143,9 +186,9 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     """
     if mask is None:
         return None
-    if hasattr(mask, "_kvloom_own"):
-        return mask[:, None] if mask.numel() else None
-    if hasattr(mask, "_kvloom_made"):
+    if isinstance(mask, PaddingMask):
+        return mask._kvloom_visible
+    if hasattr(mask, "_kvloom_is_stock"):
         raise _not_causal(layer)
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
@@ -170,17 +213,32 @@ def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:
                 f"{layer.cache.name}: kvloom computes no attention weights; leave out "
                 "output_attentions, or call kvloom.detach(model)"
             )
-        meaning = " (attention sinks)" if name in ("s_aux", "sinks") else ""
         raise CacheMisuse(
-            f"{layer.cache.name}: the model's attention takes {name!r}{meaning}, which kvloom does "
-            "not compute; use transformers' own cache"
+            f"{layer.cache.name}: the model's attention takes {name!r}, which kvloom does not "
+            "compute; use transformers' own cache"
         )
+
+
+def _sink_logits(
+    module: torch.nn.Module, layer: RoutedLayer, query: Tensor, sinks: Tensor
+) -> Tensor:
+    """Return the logits of attention sinks, fp32 [Hq]: the module's own parameter, one per head.
+
+    Raises `CacheMisuse` for others: what the model does with them is not known.
+    """
+    if sinks is not getattr(module, "sinks", None) or sinks.numel() != query.shape[1]:
+        raise CacheMisuse(
+            f"{layer.cache.name}: the model's attention takes 's_aux' that are not its own sinks, "
+            f"one for each of {query.shape[1]} heads, which kvloom does not compute; use "
+            "transformers' own cache"
+        )
+    return sinks.reshape(-1).float()
 
 
 def _causal(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
     """Return whether a query without a mask sees no later tokens, as transformers decides it."""
-    given = arguments.get("is_causal")
-    return bool(getattr(module, "is_causal", True) if given is None else given)
+    is_causal = arguments.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
 
 
 def _not_causal(layer: RoutedLayer) -> CacheMisuse:
@@ -191,23 +249,23 @@ def _not_causal(layer: RoutedLayer) -> CacheMisuse:
     )
 
 
-def own_implementation(config: Any) -> str:
+def stock_implementation(config: Any) -> str:
     """Return the attention implementation of a config without kvloom."""
-    own = _OWN.get(id(config), (config._attn_implementation, 0))[0]
-    if own == NAME:
+    name = _STOCK.get(id(config), (config._attn_implementation, 0))[0]
+    if name == NAME:
         raise CacheMisuse(
             "attention implementation 'kvloom' works during a step with a kvloom cache only; load "
             'the model with another one, such as "sdpa", and call kvloom.attach(model)'
         )
-    return own
+    return name
 
 
-def _own_attention(module: torch.nn.Module) -> Callable[..., Any]:
+def _stock_attention(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the function that a module would call without kvloom."""
-    name = own_implementation(module.config)
+    name = stock_implementation(module.config)
     if name in ALL_ATTENTION_FUNCTIONS:
-        found: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
-        return found
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
+        return function
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise CacheMisuse(

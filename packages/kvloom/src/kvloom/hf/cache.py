@@ -11,8 +11,8 @@ from ..cache.build import build_layers
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
+from .guard import Owner
 from .metadata import load_layer_metadata
-from .owner import Owner
 from .routed import RoutedCache, RoutedLayer
 from .routing import route
 
@@ -44,22 +44,23 @@ class Cache(RoutedCache):
         recipe: Recipe | str | Path = "near-lossless",
         check: bool = True,
     ) -> None:
-        model = compat.unwrap(model)
-        compat.refuse_unsupported(model)
+        model = compat.supported_model(model)
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         metadata = load_layer_metadata(model, self.recipe)
         rope, learned = rotary.renumbering(model, self.recipe)
         self_check.admit(model, type(self), check)
-        config = compat.decoder_config(model)
-        stock = compat.stock_layers(config)
+        stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         built = build_layers(self.recipe, numbers, metadata, rope)
         heads = self.geometry.kv_heads if shard.running() else None
-        routed = {i: RoutedLayer(x, heads) for i, x in zip(numbers, built, strict=True)}
+        shared = compat.shared_layers(model)
+        routed = {
+            i: RoutedLayer(x, heads, i in shared) for i, x in zip(numbers, built, strict=True)
+        }
         layers = [routed.get(i, layer) for i, (_, layer) in enumerate(stock)]
-        super().__init__(layers, compat.fingerprint(config))
+        super().__init__(layers, compat.fingerprint(model))
         self.learned_positions = learned
         route(model)
 
@@ -79,7 +80,7 @@ class Cache(RoutedCache):
     @property
     def _texts(self) -> dict[str, str]:
         """What `repr` shows, by name."""
-        likes = (layer.cache.state.like for layer in self.routed)
+        likes = (layer.cache.like for layer in self.routed)
         rows = next((len(like) for like in likes if like is not None), 1)
         return {
             "recipe": self.recipe.name,
@@ -119,6 +120,6 @@ class Cache(RoutedCache):
                 Nothing is changed then.
             UnsupportedModel: The model cannot be identified.
         """
-        loaded = save.load(cls, compat.unwrap(model), path)
+        loaded = save.load(cls, model, path)
         assert isinstance(loaded, cls)
         return loaded

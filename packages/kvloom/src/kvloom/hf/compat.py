@@ -1,30 +1,110 @@
 """Differences between models and between versions of transformers; no other module checks them.
 
-Decides whether a model can be supported and what its layers are. Written against transformers
-5.10 to 5.23.
+Decides whether a model can be supported, what its layers are, and which model types have an
+adapter: those whose attention bypasses transformers' attention interface. A built-in adapter is in
+`models/`, in a file named after its model type, and is imported when a model needs it; `adapters`
+installs it. An adapter also says what else its model type does in its own way. Written against
+transformers 5.10 to 5.23.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
 
 from ..errors import UnsupportedModel
+from ..positions.rope import Rope
 from ..recipe.geometry import Geometry
-from . import shard
-from .adapter_registry import ADAPTERS
+from ..registry import Registry
+from . import models, shard
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+UNEQUAL = object()
+"""In place of an attribute in which layers differ."""
+
+_OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+"""What older transformers (5.10) call the attributes of Gemma 4's layers of full attention."""
 
 # Models that use the attention interface but do not cache what they attend to.
 _REFUSED = {
     "jetmoe": "it repeats its keys before attention",
 }
+
+
+class Adapter(NamedTuple):
+    """How to route one model type, and what its config does not say in the usual way.
+
+    Attributes:
+        attention: The class of its attention modules.
+        attend: Replaces their forward.
+        alibi: See `register`; so are the others.
+        heads: None: as other models.
+        rope: None: as other models.
+    """
+
+    attention: type
+    attend: Callable[..., tuple]
+    alibi: Callable[[Any], bool] | None = None
+    heads: Callable[[Any], tuple[int, int]] | None = None
+    rope: Callable[[Any], Rope] | None = None
+
+
+def _built_in(model_type: str) -> Adapter:
+    module = import_module(f".models.{model_type}", __package__)
+    optional = {name: getattr(module, name, None) for name in ("alibi", "heads", "rope")}
+    return Adapter(module.ATTENTION, module.attend, **optional)
+
+
+ADAPTERS: Registry[Callable[[], Adapter]] = Registry(
+    "model adapter",
+    {name: partial(_built_in, name) for _, name, _ in iter_modules(models.__path__)},
+)
+
+
+def register(
+    model_type: str,
+    attention: type,
+    *,
+    alibi: Callable[[Any], bool] | None = None,
+    heads: Callable[[Any], tuple[int, int]] | None = None,
+    rope: Callable[[Any], Rope] | None = None,
+) -> Callable[[Any], Any]:
+    """Register a function as the attention of a model type; a decorator.
+
+    The function is called with the module, its `RoutedLayer` and the arguments of the module's
+    forward, whose result it returns. It attends through `adapters.attend`.
+
+    Args:
+        model_type: As in the model's config.
+        attention: The class of the model's attention modules.
+        alibi: Called with the config; returns whether the model has ALiBi instead of positions.
+            None: the config has a true `alibi`, or the model has none.
+        heads: Called with the config; returns the query heads and the key/value heads of a layer.
+            None: the config's `num_attention_heads` and `num_key_value_heads`.
+        rope: Called with the config; returns how the model rotates keys. None: kvloom finds it in
+            the model's modules.
+
+    Returns:
+        The decorator, which returns the function.
+
+    Raises:
+        RecipeError: The model type has an adapter already.
+    """
+
+    def decorate(attend: Callable[..., tuple]) -> Callable[..., tuple]:
+        adapter = Adapter(attention, attend, alibi, heads, rope)
+        ADAPTERS.register(lambda: adapter, name=model_type)
+        return attend
+
+    return decorate
 
 
 def decoder_config(model: PreTrainedModel) -> Any:
@@ -34,10 +114,10 @@ def decoder_config(model: PreTrainedModel) -> Any:
 
 def decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model's text decoder: the module that calls the layers."""
-    found = model.get_decoder()
-    if not isinstance(found, PreTrainedModel):  # ModernBERT's is its output layer
-        found = model.base_model
-    return found
+    decoder = model.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # ModernBERT's is its output layer
+        decoder = model.base_model
+    return decoder
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -61,8 +141,19 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raise `UnsupportedModel`, by name and with the reason, if attention cannot be routed."""
+def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) -> PreTrainedModel:
+    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
+
+    Args:
+        model: Any model.
+        needs_all_heads: What needs all heads of the model, as the subject of a sentence; None:
+            nothing does.
+
+    Raises:
+        UnsupportedModel: kvloom cannot route its attention, or this process holds a part of the
+            heads only.
+    """
+    model = unwrap(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
             f"expected a transformers PreTrainedModel, got {type(model).__name__}"
@@ -74,39 +165,72 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     elif not model.can_generate():
         reason = "it cannot generate: load it as a ...ForCausalLM"
     elif unequal := _unequal(config):
-        reason = f"its layers differ in {unequal}"
-    elif getattr(config, "num_attention_heads", None) is None:
+        reason = f"its layers of full attention differ in {unequal}"
+    elif _heads(config)[0] is None:
         reason = "it has no attention, and so no keys and values"
     elif getattr(config, "kv_lora_rank", None):
         reason = "it caches latents instead of keys and values (MLA)"
-    elif getattr(config, "num_kv_shared_layers", 0):
-        reason = "some of its layers share the keys and values of others"
     elif config.model_type in _REFUSED:
         reason = _REFUSED[config.model_type]
-    elif not adapted(model) and not model._can_set_attn_implementation():
+    elif not has_adapter(model) and not model._can_set_attn_implementation():
         reason = "its attention does not go through transformers' attention interface"
     else:
         reason = shard.problem(model, *_heads(config))
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
+    if needs_all_heads is not None:
+        shard.needs_whole(model, needs_all_heads)
+    return model
+
+
+def _attribute(config: Any, name: str, number: int | None = None) -> Any:
+    """Return an attribute of attention; None if the config has none.
+
+    number: of a layer; None: the layers of full attention, or `UNEQUAL` if these differ.
+    """
+    of_full = getattr(config, _OF_FULL.get(name, ""), None)
+    is_full = of_full is not None and (number is None or config.layer_types[number] == FULL)
+    if is_full and (name == "head_dim" or config.attention_k_eq_v):
+        return of_full
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: layers differ
+        if number is not None:
+            return getattr(config.per_layer_config[number], name, None)
+        full = zip(config.per_layer_config, config.layer_types, strict=True)
+        values = {getattr(layer, name, None) for layer, kind in full if kind == FULL}
+        return values.pop() if len(values) == 1 else UNEQUAL
 
 
 def _unequal(config: Any) -> str | None:
-    """Return an attribute of attention that the layers do not share; None if there is none."""
-    for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        try:
-            getattr(config, name, None)
-        except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError
-            return name
-    return None
+    """Return an attribute in which the layers of full attention differ; None if all are equal."""
+    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    return next((name for name in names if _attribute(config, name) is UNEQUAL), None)
+
+
+def shared_layers(model: PreTrainedModel) -> set[int]:
+    """Return the layers of full attention whose keys and values later layers attend to, too."""
+    config = decoder_config(model)
+    count = getattr(config, "num_kv_shared_layers", 0) or 0
+    before = config.layer_types[: config.num_hidden_layers - count] if count else []
+    return {max(i for i, kind in enumerate(before) if kind == FULL)} if FULL in before else set()
 
 
 def has_alibi(config: Any) -> bool:
     """Return whether the model has ALiBi (arXiv:2108.12409) instead of positions."""
-    return bool(config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False))
+    adapter = adapter_of(config)
+    if adapter is not None and adapter.alibi is not None:
+        return adapter.alibi(config)
+    return bool(getattr(config, "alibi", False))
 
 
-def adapted(model: PreTrainedModel) -> bool:
+def adapter_of(config: Any) -> Adapter | None:
+    """Return the adapter of a decoder's config; None if its model type has none."""
+    new_adapter = ADAPTERS.get(config.model_type)
+    return None if new_adapter is None else new_adapter()
+
+
+def has_adapter(model: PreTrainedModel) -> bool:
     """Return whether `adapters` routes the model's attention modules."""
     return decoder_config(model).model_type in ADAPTERS
 
@@ -116,29 +240,37 @@ def geometry(model: PreTrainedModel) -> Geometry:
 
     Its heads are those of this process, which may hold a part of the model (`shard`).
     """
-    config, (rank, ranks) = decoder_config(model), shard.shard(model)
+    config, (rank, ranks) = decoder_config(model), shard.heads_shard(model)
     q_heads, kv_heads = _heads(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    kinds = [kind for kind, _ in stock_layers(config)]
+    kinds = [kind for kind, _ in new_stock_layers(model)]
     numbers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     return Geometry(
-        len(numbers), q_heads // ranks, kv_heads // ranks, head_dim, model.dtype,
+        len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
         has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
     )  # fmt: skip
 
 
-def _heads(config: Any) -> tuple[int, int]:
-    """Return the query heads and the key/value heads of the whole model."""
-    q_heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    if config.model_type == "falcon":
-        one = config.multi_query and not config.new_decoder_architecture
-        kv_heads = 1 if one else config.num_kv_heads
-    return q_heads, kv_heads
+def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
+    """Return the query heads and the key/value heads of the whole model.
+
+    number: of a layer; None: of the layers of full attention.
+    """
+    adapter = adapter_of(config)
+    if adapter is not None and adapter.heads is not None:
+        return adapter.heads(config)
+    q_heads = _attribute(config, "num_attention_heads", number)
+    return q_heads, _attribute(config, "num_key_value_heads", number) or q_heads
 
 
-def fingerprint(config: Any) -> tuple:
+def _head_dim(config: Any, number: int | None = None) -> int:
+    """Return the size of a head; number: as for `_heads`."""
+    head_dim = _attribute(config, "head_dim", number)
+    return head_dim or config.hidden_size // _heads(config, number)[0]
+
+
+def fingerprint(model: PreTrainedModel) -> tuple:
     """Return what identifies a model's config: a cache is refused by a model with another."""
+    config = decoder_config(model)
     names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
     return tuple(getattr(config, name, None) for name in names)
 
@@ -148,11 +280,9 @@ def is_recording_mode(generation_mode: Any) -> bool:
     return "assisted" in str(getattr(generation_mode, "value", generation_mode)).lower()
 
 
-def stock_layers(config: Any) -> list[tuple[str, Any]]:
-    """Return the (type, new cache layer) that transformers itself would use for each layer.
-
-    The type is `FULL`, `SLIDING`, or the name of the class that transformers picks.
-    """
+def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
+    """Return the kind and a new cache layer that transformers itself would use for each layer."""
+    config = decoder_config(model)
     names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
     layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
@@ -160,11 +290,40 @@ def stock_layers(config: Any) -> list[tuple[str, Any]]:
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
 
 
+class StockLayer(NamedTuple):
+    """What transformers itself stores in a layer.
+
+    Attributes:
+        kind: "full_attention", "sliding_attention", or the name of the class that transformers
+            picks.
+        window: The tokens of sliding attention, which it stores at most; None for other layers.
+        token_nbytes: Bytes of one token's keys and values, batch 1; 0 for other kinds.
+    """
+
+    kind: str
+    window: int | None
+    token_nbytes: int
+
+
+def stock_layers(model: PreTrainedModel) -> list[StockLayer]:
+    """Return what transformers itself stores in each layer."""
+    config, itemsize = decoder_config(model), model.dtype.itemsize
+    ranks = shard.heads_shard(model)[1]
+    layers = []
+    for number, (kind, layer) in enumerate(new_stock_layers(model)):
+        nbytes = 0
+        if kind in (FULL, SLIDING):
+            kv_heads = _heads(config, number)[1]
+            nbytes = 2 * kv_heads // ranks * _head_dim(config, number) * itemsize
+        layers.append(StockLayer(kind, layer.sliding_window if kind == SLIDING else None, nbytes))
+    return layers
+
+
 def layer_kinds(model: PreTrainedModel) -> set[str]:
     """Return the kinds of layers of a model, as its config names them."""
     config = decoder_config(model)
-    named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    return set(named or (kind for kind, _ in stock_layers(config)))
+    layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return set(layer_types or (kind for kind, _ in new_stock_layers(model)))
 
 
 def is_croppable(layer: Any) -> bool:
@@ -173,7 +332,7 @@ def is_croppable(layer: Any) -> bool:
     return bool(getattr(layer, "is_croppable", not stateful))
 
 
-def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+def padding_mask(mask: Tensor, tokens: int) -> Tensor:
     """Return a 2-D mask [B, n] as bool [B, tokens]: cut or filled with False, as transformers."""
     mask = mask.bool()
     if mask.shape[-1] < tokens:
@@ -181,11 +340,38 @@ def padding_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor:
     return mask[:, :tokens]
 
 
-@lru_cache
-def last_logits_option(forward: Callable[..., Any]) -> dict[str, int]:
-    """Return the keyword argument that computes the last logits only, where the model has it.
+def read_tokens(
+    model: PreTrainedModel, ids: Tensor, cache: Any, all_logits: bool = False
+) -> Tensor:
+    """Append tokens to a kvloom cache by one forward pass, and return logits.
 
-    The logits of a whole prompt may take more memory than its cache.
+    Args:
+        model: The model of the cache.
+        ids: int64 [B, T].
+        cache: A `Cache`, or several of them `Together`.
+        all_logits: Whether to return the logits of all T positions.
+
+    Returns:
+        The logits of the last position [B, V], or of all positions [B, T, V].
     """
-    supported = "logits_to_keep" in inspect.signature(forward).parameters
-    return {"logits_to_keep": 1} if supported else {}
+    if not all_logits:
+        return last_logits(model, cache, input_ids=ids)
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+def last_logits(model: PreTrainedModel, cache: Any, **inputs: Any) -> Tensor:
+    """Run one forward pass with a cache, and return the logits of the last position [B, V].
+
+    The logits of a whole prompt may take more memory than its cache, so the model computes the last
+    ones alone where it can.
+    """
+    last_only = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model).forward) else {}
+    out = model(past_key_values=cache, use_cache=True, **inputs, **last_only)
+    logits: Tensor = out.logits[:, -1]
+    return logits
+
+
+@lru_cache
+def _takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import attention, compat, repetition, token_ids
+from . import attention, compat, repetition
 from .routed import RoutedCache
 
 
@@ -61,7 +62,7 @@ class RoutedForward:
         check_mask(kwargs.get("attention_mask"))
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         routed = attention.routed(self.model._kvloom.configs)
-        with token_ids.of_call(cache, args, kwargs), cache.step(), routed:
+        with token_ids(cache, args, kwargs), cache.step(), routed:
             out = self.forward(*args, **kwargs)
             if repeated is not None:
                 repeated.run()
@@ -85,17 +86,17 @@ class RoutedForward:
 
 def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call to change: the cache, or the positions of new tokens."""
-    given = kwargs.get("input_ids", args[0] if args else None)
+    ids = kwargs.get("input_ids", args[0] if args else None)
     cache = kwargs.get("past_key_values")
-    if given is not None and given.shape[-1] == 0:
+    if ids is not None and ids.shape[-1] == 0:
         raise nothing_new(cache)
     if isinstance(cache, RoutedCache):
         cache.check_model(model)
-        new = kwargs.get("inputs_embeds") if given is None else given
+        new = kwargs.get("inputs_embeds") if ids is None else ids
         if new is None:
             return {}  # the model's own error names what is missing
         cache.check_batch(new.shape[0])
-        changes = _without_cached(cache, {**kwargs, "input_ids": given})
+        changes = _without_cached(cache, {**kwargs, "input_ids": ids})
         if changes:
             kwargs, new = {**kwargs, **changes}, changes["input_ids"]
         if cache.learned_positions:
@@ -122,13 +123,13 @@ def check_mask(mask: Any) -> None:
     )
 
 
-def nothing_new(cache: Any, given: int = 0) -> CacheMisuse:
-    """Return the error of a call with `given` tokens in all, none of which is new."""
+def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:
+    """Return the error of a call with `tokens` tokens in all, none of which is new."""
     seen = cache.get_seq_length() if isinstance(cache, RoutedCache) else 0
     if not seen:
         return CacheMisuse("the prompt is empty: give at least one token")
     return CacheMisuse(
-        f"the cache holds {seen} tokens and generate() was given {given or 'no more'} in all; it "
+        f"the cache holds {seen} tokens and generate() was given {tokens or 'no more'} in all; it "
         "takes the whole sequence, the tokens in the cache and the new ones: "
         "generate(torch.cat([old_ids, new_ids], dim=-1), past_key_values=cache)"
     )
@@ -146,28 +147,50 @@ def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any
         return {}
     tokens = ids.shape[-1]
     mask, position = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    whole = mask is not None and mask.dim() == 2 and mask.shape[-1] == tokens
+    has_whole_sequence = mask is not None and mask.dim() == 2 and mask.shape[-1] == tokens
     if position is not None and position.shape[-1] == tokens:
-        whole = whole or int(position[..., 0].max()) == 0
-    if not whole:
+        has_whole_sequence = has_whole_sequence or int(position[..., 0].max()) == 0
+    if not has_whole_sequence:
         return {}
     along = ("input_ids", "position_ids", "token_type_ids", "cache_position")
-    given = {name: kwargs[name] for name in along if kwargs.get(name) is not None}
-    return {name: x[..., seen:] for name, x in given.items() if x.shape[-1] == tokens}
+    inputs = {name: kwargs[name] for name in along if kwargs.get(name) is not None}
+    return {name: x[..., seen:] for name, x in inputs.items() if x.shape[-1] == tokens}
 
 
 def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return position ids [B or 1, T] of new tokens, as if dropped ones had never existed."""
     tokens = new.shape[1]
-    given, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     padding: Any = 0
     if mask is not None and mask.dim() == 2:
         padding = (mask == 0).sum(dim=-1, keepdim=True)
-        if given is None:
-            given = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
-    if given is None:
+        if positions is None:
+            positions = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -tokens:]
+    if positions is None:
         seen = cache.get_seq_length()
-        given = torch.arange(seen, seen + tokens, device=new.device)[None]
-    dropped = cache.routed[0].cache.state.dropped if cache.routed else 0
-    evicted = dropped - torch.as_tensor(padding, device=given.device)
-    return given - evicted.clamp(min=0)
+        positions = torch.arange(seen, seen + tokens, device=new.device)[None]
+    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    evicted = dropped - torch.as_tensor(padding, device=positions.device)
+    return positions - evicted.clamp(min=0)
+
+
+@contextmanager
+def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Give the layers that need them the token ids of a call, and take them away after it.
+
+    Raises `CacheMisuse` for a call by embeddings, before anything is changed.
+    """
+    layers = [layer for layer in cache.routed if layer.cache.needs_ids]
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if layers and ids is None:
+        raise CacheMisuse(
+            "the rule for outliers reads token ids, not inputs_embeds; give input_ids, or use "
+            "another rule"
+        )
+    for layer in layers:
+        layer.ids = ids
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.ids = None

@@ -1,19 +1,25 @@
-"""One step or change of a cache at a time, and none after a failure that could not be undone.
+"""Who may use a cache: one thread at a time, and the model that it belongs to.
 
-Decides which thread may use a cache now. The cache decides what a step is and how to undo it.
+The cache decides what a step is and how to undo it.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 
 
 class Guard:
-    """Whether a step is running, in which thread, and why a cache cannot be used any more."""
+    """One step or change at a time, and none after a failure that could not be undone.
+
+    unusable: why the cache cannot be used any more; "" if it can.
+    """
 
     def __init__(self, unusable: str = "") -> None:
         self._lock = threading.Lock()
@@ -60,3 +66,37 @@ class Guard:
             self.unusable = f"{what} failed midway"
             yield
             self.unusable = ""
+
+
+class Owner:
+    """A weak reference to a model; a pickle loses it."""
+
+    def __init__(self, model: PreTrainedModel | None = None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+
+    def __deepcopy__(self, memo: dict) -> Owner:
+        """Return itself: the copy is of the same model."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Leave the model out."""
+        return Owner, ()
+
+    def get(self) -> PreTrainedModel | None:
+        """Return the model; None if it no longer exists, or was lost in a pickle."""
+        return None if self._model is None else self._model()
+
+    def is_model(self, model: PreTrainedModel) -> bool:
+        """Return whether the cache was made for this very object."""
+        return self.get() is model
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model; raises `CacheMisuse` if it no longer exists."""
+        model = self.get()
+        if model is None:
+            raise CacheMisuse(
+                "a saved cache identifies its model, and this one's model no longer exists, or was "
+                "lost in a pickle; save a cache while its model exists"
+            )
+        return model

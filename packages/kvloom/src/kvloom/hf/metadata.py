@@ -22,7 +22,7 @@ from ..store import LayerMetadata
 from ..store.calibration import Calibration, of_heads
 from . import compat, rotary, shard
 
-BESIDE = "calibration.kvcal"
+CALIBRATION_FILE = "calibration.kvcal"
 """The name of a calibration in the folder of a model's weights.
 
 Not `.safetensors`, although that is the format: loaders such as vLLM's read every `*.safetensors`
@@ -50,16 +50,13 @@ def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
     """Raise `IncompatibleRecipe` for a recipe that was tuned for other weights."""
     if recipe.tuned is None:
         return
-    read = _READ.setdefault(model, {})
-    if ("weights",) not in read:
-        read["weights",] = identity(model)["weights"]
-    own = read["weights",]
-    if recipe.tuned.model != own:
+    weights = _read_once(model, ("weights",), lambda: identity(model)["weights"])
+    if recipe.tuned.model != weights:
         raise IncompatibleRecipe(
             recipe.name,
             [
                 f"it was tuned for a model with weights {recipe.tuned.model}, and this model has "
-                f"weights {own}; tune a recipe for this model with `kvloom tune`"
+                f"weights {weights}; tune a recipe for this model with `kvloom tune`"
             ],
         )
 
@@ -87,8 +84,8 @@ def identity(
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
         digest.update(f"{name} {shape}".encode())
-        some = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
-        digest.update(some.view(torch.uint8).numpy().tobytes())
+        first_numbers = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
+        digest.update(first_numbers.view(torch.uint8).numpy().tobytes())
     return {
         "model": type(model).__name__, "layers": g.layers,
         "kv_heads": g.kv_heads if part else g.kv_heads * g.ranks,
@@ -100,15 +97,15 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
     if recipe.store.calibration is not None:
         return Path(recipe.store.calibration)
     if model.name_or_path:
-        path = Path(model.name_or_path) / BESIDE
+        path = Path(model.name_or_path) / CALIBRATION_FILE
         if path.is_file():
             return path
     raise IncompatibleRecipe(
         recipe.name,
         [
             "it needs a calibration of this model: run `kvloom calibrate MODEL --text FILE "
-            f"--out {BESIDE}` and add calibration={BESIDE} to the recipe, or put that file "
-            "beside the model's weights"
+            f"--out {CALIBRATION_FILE}` and add calibration={CALIBRATION_FILE} to the recipe, or "
+            "put that file beside the model's weights"
         ],
     )
 
@@ -116,21 +113,21 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
 def undoable_rope(model: PreTrainedModel) -> Rope:
     """Return the model's rotary embedding; raises `CalibrationError` if it cannot be undone."""
     try:
-        found = rotary.rope(model)
+        rope = rotary.model_rope(model)
     except UnsupportedModel:
-        found = None
-    if found is None:
+        rope = None
+    if rope is None:
         raise CalibrationError(
             f"keys cannot be packed before RoPE: {type(model).__name__} has no rotary embedding "
             "that can be undone and redone; use pre_rope=false"
         )
-    return found
+    return rope
 
 
 def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
     """Return the model's rotary embedding, for a score; None if it has none."""
     try:
-        return rotary.rope(model)
+        return rotary.model_rope(model)
     except UnsupportedModel as error:
         raise IncompatibleRecipe(
             recipe.name,
@@ -150,32 +147,39 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
         return LayerMetadata(head=geometry.first_head)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
-    read, key = _READ.setdefault(model, {}), (store, path, stamp, number, rotates)
-    if key not in read:
+
+    def read() -> LayerMetadata:
         rope = _score_rope(model, recipe) if rotates else None
         if store.pre_rope:
             rope = undoable_rope(model)
         sides = {}
         if path is not None:
-            if (path, stamp) not in read:
-                read[path, stamp] = _calibration(model, path)
-            calibration = read[path, stamp]
+            calibration = _read_once(model, (path, stamp), lambda: _calibration(model, path))
             sides = {s: calibration.encoding(number, s, f) for s, f in store.quantized.items()}
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
-        read[key] = LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
-    found: LayerMetadata = read[key]
-    return found
+        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
+
+    metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, rotates), read)
+    return metadata
+
+
+def _read_once(model: PreTrainedModel, key: tuple, read: Callable[[], Any]) -> Any:
+    """Return what `read` returns; it is called once for a model and a key."""
+    results = _READ.setdefault(model, {})
+    if key not in results:
+        results[key] = read()
+    return results[key]
 
 
 def _calibration(model: PreTrainedModel, path: Path) -> Calibration:
     """Read a calibration; raises `CalibrationError` for one of another model."""
-    calibration, own = Calibration.load(path), identity(model)
-    if calibration.model != own:
+    calibration, this_model = Calibration.load(path), identity(model)
+    if calibration.model != this_model:
         raise CalibrationError(
             f"{str(path)!r} is the calibration of {_spell(calibration.model)}, and this is "
-            f"{_spell(own)}; calibrate it with `kvloom calibrate`"
+            f"{_spell(this_model)}; calibrate it with `kvloom calibrate`"
         )
     return calibration
 

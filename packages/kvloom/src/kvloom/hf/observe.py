@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache.layer import LayerCache
-from ..cache.step import StepInputs
+from ..cache.step import Queries, StepInputs
 from ..errors import UnsupportedModel
 from ..kernels import ops
 from ..store.buffer import Buffer
@@ -48,22 +48,23 @@ class ObservedLayer(RoutedLayer):
     def __init__(
         self, routed: RoutedLayer, layer: int, on_step: Callable[[ObservedStep], None]
     ) -> None:
-        super().__init__(routed.cache)
+        super().__init__(routed.cache, shared=routed.shared)
         self.layer, self.on_step = layer, on_step
         self.exact = Buffer()
 
-    def attend(self, given: StepInputs) -> Tensor:
-        """Attend as `RoutedLayer` does; a repetition of the prompt is not a step."""
-        if self.repeated is not None:
-            return super().attend(given)
-        self.exact.append(given.k.detach())
+    def attend(self, step: StepInputs) -> Tensor:
+        """Attend as `RoutedLayer` does.
+
+        A repetition of the prompt is not a step, nor is the attention of a layer that shares keys.
+        """
+        if self.repeated is not None or not self.awaits_attention:
+            return super().attend(step)
+        self.exact.append(step.k.detach())
         keys = self.exact.view()
-        every = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
-        queries = given.queries
-        bias = None if queries.alibi is None else queries.alibi.bias(every)
-        q, scale, softcap = queries.q, queries.scale, queries.softcap
+        q, scale, softcap = step.queries.q, step.queries.scale, step.queries.softcap
+        bias = alibi_bias(step.queries, keys)
         self.on_step(ObservedStep(self.layer, self.cache, q, keys, scale, softcap, bias))
-        return super().attend(given)
+        return super().attend(step)
 
     def roll_back(self) -> None:
         """Undo the last step, as `RoutedLayer` does."""
@@ -72,7 +73,19 @@ class ObservedLayer(RoutedLayer):
             self.exact.drop_back(len(self.exact) - self.cache.seen)
 
 
-def observe(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -> None:
+def alibi_bias(queries: Queries, keys: Tensor, index: Tensor | None = None) -> Tensor | None:
+    """Return ALiBi's bias of keys [B, Hk, N, D], fp32 [B, Hq, N]; None where the model has none.
+
+    index: logical indices, int64 [B or 1, Hk or 1, N]; None: 0 to N.
+    """
+    if queries.alibi is None:
+        return None
+    if index is None:
+        index = torch.arange(keys.shape[2], device=keys.device).view(1, 1, -1)
+    return queries.alibi.bias(index)
+
+
+def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -> None:
     """Call `on_step` at every step of an empty cache, layer by layer, and trace its layers.
 
     Raises `UnsupportedModel` if the cache compresses no layer of the model.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from ..keep import Budget, Keep, Reconstruction
+from ..keep import Keep, Reconstruction
 from . import compat
-from .routed import RoutedCache, RoutedLayer, lasting, restore_attributes, stock_attributes
+from .routed import RoutedCache, RoutedLayer, outside_inference_mode, remember_stock
 
 # A chunk follows this many tokens before it, so that the model can find its place.
 _LEAD = 8
@@ -65,7 +64,7 @@ class Repetition:
     def check(self) -> None:
         """Raise `CacheMisuse` if the model lacks positions, or a token of the instruction."""
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        if any(one >= vocabulary for one in self.instruction):
+        if any(token >= vocabulary for token in self.instruction):
             raise CacheMisuse(
                 f"instruction={' '.join(map(str, self.instruction))!r} has a token that the model "
                 f"lacks; use ids below {vocabulary}"
@@ -82,21 +81,15 @@ class Repetition:
 
     @property
     def rule(self) -> tuple[Any, ...]:
-        """What the scores depend on beside the prompt: of every layer, None where none is scored.
+        """What, besides the prompt, decides the scores: of every layer, None where none is scored.
 
         Two caches with equal rules get equal scores.
         """
-        evictors = [
-            layer.cache.state.score_evictor if layer.cache.state.scores_repetition else None
-            for layer in self.cache.routed
-        ]
-        return tuple(
-            None if one is None else (replace(one.keep, budget=Budget(tokens=1)), one.sinks)
-            for one in evictors
-        )
+        return tuple(layer.cache.repetition_rule for layer in self.cache.routed)
 
     def run(self) -> None:
         """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
+        self.cache.finish_shared()
         self.score()
         self.evict()
 
@@ -104,30 +97,30 @@ class Repetition:
         """Take the scores of another cache with an equal rule, instead of `score`."""
         if not self.needed:
             return
-        for own, its in zip(self.cache.routed, other.cache.routed, strict=True):
-            if own.cache.state.scores_repetition:
-                own.cache.state.score_evictor.take_repetition(its.cache.state.score_evictor)
+        for layer, source in zip(self.cache.routed, other.cache.routed, strict=True):
+            if layer.cache.scores_repetition:
+                layer.cache.take_repetition(source.cache.repetition_scores)
 
     def evict(self) -> None:
         """Evict in every layer that waits for scores."""
         for layer in self.cache.routed:
-            lasting(layer.cache.end_repetition)()
+            outside_inference_mode(layer.cache.end_repetition)()
 
     @torch.no_grad()
     def score(self) -> None:
         """Repeat the prompt if it is needed; every layer notes the scores."""
         decoder = compat.decoder(self.model)
-        others = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
+        stock = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
         layers = self.cache.routed
         try:
             for begin, lo, hi in self._chunks() if self.needed else ():
                 for layer in layers:
                     layer.repeated = lo, hi
-                states = [stock_attributes(other) for other in others]
+                restore_stock = remember_stock(stock)
                 decoder(
                     past_key_values=self.cache, use_cache=True, **self._inputs(decoder, begin, hi)
                 )
-                restore_attributes(others, states)
+                restore_stock()
         finally:
             for layer in layers:
                 layer.repeated = None
@@ -146,19 +139,19 @@ class Repetition:
         rows, prompt = self.ids.shape
         instruction = self.ids.new_tensor(self.instruction).expand(rows, -1)
         ids = torch.cat([instruction, self.ids[:, begin:end]], dim=1)
-        new, found = torch.ones_like(ids), {}
+        new, inputs = torch.ones_like(ids), {}
         if self.mask is not None:
             mask = compat.padding_mask(self.mask, prompt).to(ids.device, torch.long)
             new = torch.cat([torch.ones_like(instruction), mask[:, begin:end]], dim=1)
             new, order = new.sort(dim=1, descending=True, stable=True)  # padding goes last
             ids = ids.gather(1, order)
-            found["attention_mask"] = torch.cat([mask, new], dim=1)
-        found["input_ids"] = ids
+            inputs["attention_mask"] = torch.cat([mask, new], dim=1)
+        inputs["input_ids"] = ids
         takes = inspect.signature(decoder.forward).parameters
         if self.positions is not None and "position_ids" in takes:
             last = self.positions.amax(dim=-1, keepdim=True)
-            found["position_ids"] = last + new.cumsum(dim=-1)
-        return found
+            inputs["position_ids"] = last + new.cumsum(dim=-1)
+        return inputs
 
 
 def of_prompt(
@@ -168,11 +161,11 @@ def of_prompt(
 
     Raises `CacheMisuse` where the prompt cannot be repeated.
     """
-    layers = [x.cache.state for x in cache.routed]
-    waiting = [state for state in layers if not state.seen and state.scores_repetition]
-    if not waiting:
+    layers = [layer.cache for layer in cache.routed]
+    waiting = [layer for layer in layers if not layer.seen and layer.scores_repetition]
+    keeps = [keep for layer in waiting if (keep := layer.recipe.keep) is not None]
+    if not keeps:
         return None
-    keeps = [state.score_evictor.keep for state in waiting]
     if any(keep.scorer != keeps[0].scorer for keep in keeps):
         raise CacheMisuse(
             "layers of one recipe repeat the prompt in different chunks or by different "
@@ -185,6 +178,6 @@ def of_prompt(
             "input_ids, or use another recipe, such as snapkv"
         )
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    found = Repetition(model, cache, ids, mask, positions, keeps)
-    found.check()
-    return found
+    repetition = Repetition(model, cache, ids, mask, positions, keeps)
+    repetition.check()
+    return repetition

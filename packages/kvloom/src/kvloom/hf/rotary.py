@@ -23,22 +23,22 @@ from . import compat
 _CHANGING = ("dynamic", "longrope")
 
 
-def rope(model: PreTrainedModel) -> Rope | None:
+def model_rope(model: PreTrainedModel) -> Rope | None:
     """Return the rotary embedding of the model's full-attention layers; None if it has none.
 
     Raises `UnsupportedModel` if it has one that cannot be undone and redone.
     """
     config = compat.decoder_config(model)
-    if config.model_type == "gptj":
-        dims = config.rotary_dim or config.n_embd // config.n_head
-        return Rope(10000.0 ** -(torch.arange(0, dims, 2).float() / dims), interleaved=True)
+    adapter = compat.adapter_of(config)
+    if adapter is not None and adapter.rope is not None:
+        return adapter.rope(config)
     if compat.has_alibi(config):
         return None
     decoder = compat.decoder(model)
-    found = [m for m in decoder.modules() if _inv_freq(m) is not None]
-    if not found:
+    modules = [m for m in decoder.modules() if _inv_freq(m) is not None]
+    if not modules:
         return None
-    kind = getattr(found[0], "rope_type", "default")
+    kind = getattr(modules[0], "rope_type", "default")
     kind = kind.get(compat.FULL) if isinstance(kind, dict) else kind
     if kind in _CHANGING:
         raise UnsupportedModel(
@@ -48,9 +48,9 @@ def rope(model: PreTrainedModel) -> Rope | None:
     apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
     head_dim = compat.geometry(model).head_dim
     for interleaved in (False, True):
-        guess = Rope(_inv_freq(found[0]).detach().float().clone(), interleaved)
-        if apply is not None and _agrees(guess, found[0], apply, head_dim):
-            return guess
+        rope = Rope(_inv_freq(modules[0]).detach().float().clone(), interleaved)
+        if apply is not None and _agrees(rope, modules[0], apply, head_dim):
+            return rope
     raise UnsupportedModel(
         f"{type(model).__name__}: kvloom does not understand its rotary embedding, so keys cannot "
         'be moved to other positions; use positions="original"'
@@ -61,16 +61,15 @@ def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bo
     """Return how tokens get other positions if the recipe renumbers them.
 
     Returns the rotary embedding of the model's keys (None: no key is re-rotated), and whether new
-    tokens need smaller learned positions after an eviction. Raises
-    `UnsupportedModel`, or `IncompatibleRecipe` where positions are learned and the layers would not
-    agree on them.
+    tokens need smaller learned positions after an eviction. Raises `UnsupportedModel`, or
+    `IncompatibleRecipe` where positions are learned and the layers would not agree on them.
     """
     numbers = compat.geometry(model).numbers
     keeps = {recipe.for_layer(number, numbers).keep for number in numbers}
     if not any(keep is not None and keep.positions != "original" for keep in keeps):
         return None, False
-    found = rope(model)
-    learned = found is None and not compat.has_alibi(compat.decoder_config(model))
+    rope = model_rope(model)
+    learned = rope is None and not compat.has_alibi(compat.decoder_config(model))
     equal = len(keeps) == 1 and all(k is not None and k.budget.layers == "uniform" for k in keeps)
     if learned and not equal:
         raise IncompatibleRecipe(
@@ -80,33 +79,40 @@ def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bo
                 'must hold equally many tokens; use layers="uniform" and one keep for all layers'
             ],
         )
-    return found, learned
+    return rope, learned
 
 
 def _inv_freq(module: torch.nn.Module) -> Any:
-    named = getattr(module, f"{compat.FULL}_inv_freq", None)
-    return getattr(module, "inv_freq", None) if named is None else named
+    inv_freq = getattr(module, f"{compat.FULL}_inv_freq", None)
+    return getattr(module, "inv_freq", None) if inv_freq is None else inv_freq
 
 
 def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> bool:
     """Return whether `rope` rotates keys from position 3 to 40 as the model does."""
-    given = inspect.signature(module.forward).parameters
-    extra = {"layer_type": compat.FULL} if "layer_type" in given else {}
+    parameters = inspect.signature(module.forward).parameters
+    extra = {"layer_type": compat.FULL} if "layer_type" in parameters else {}
     raw = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
     raw = raw.to(rope.inv_freq.device)
 
-    def at(position: int) -> Tensor:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if "k" in inspect.signature(apply).parameters:  # of queries and keys together
+            x = apply(x, x, cos, sin)[1]
+        else:
+            x = apply(x, cos, sin)
+        return x
+
+    def key_at(position: int) -> Tensor:
         ids = torch.tensor([[position]], device=raw.device)
         cos, sin = module(raw, ids, **extra)
         dims = cos.shape[-1]
         try:
-            return apply(raw, raw, cos, sin)[1]
+            return rotated(raw, cos, sin)
         except RuntimeError:  # the model passes only the channels that rotate
-            return torch.cat([apply(*[raw[..., :dims]] * 2, cos, sin)[1], raw[..., dims:]], -1)
+            return torch.cat([rotated(raw[..., :dims], cos, sin), raw[..., dims:]], -1)
 
     try:
         with torch.no_grad():
-            want, start = at(40), at(3)
+            want, start = key_at(40), key_at(3)
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False
     by = torch.tensor([[[37]]])

@@ -24,23 +24,22 @@ from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat
-from .guard import Guard
-from .owner import Owner
+from .guard import Guard, Owner
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def lasting(change: _F) -> _F:
+def outside_inference_mode(method: _F) -> _F:
     """Run a method outside inference mode, so that its tensors can be changed later."""
 
-    @wraps(change)
-    def changing(*args: Any, **kwargs: Any) -> Any:
+    @wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_inference_mode_enabled():
-            return change(*args, **kwargs)
+            return method(*args, **kwargs)
         with torch.inference_mode(False):
-            return change(*args, **kwargs)
+            return method(*args, **kwargs)
 
-    return changing  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -51,9 +50,12 @@ class RoutedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, cache: LayerCache, kv_heads: int | None = None) -> None:
+    def __init__(
+        self, cache: LayerCache, kv_heads: int | None = None, shared: bool = False
+    ) -> None:
         super().__init__()
         self.cache = cache
+        self.shared = shared  # later layers attend to these keys and values, too
         self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
@@ -82,26 +84,38 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = True
         return key, value_states
 
-    def attend(self, given: StepInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
-        if not self.awaits_attention:
+    def arrived(self) -> bool:
+        """Note that attention came; return whether it came before, from another layer.
+
+        Raises `CacheMisuse` if no layer shares these keys and values.
+        """
+        again, self.awaits_attention = not self.awaits_attention, False
+        if again and not self.shared:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update (differential attention, "
-                "or layers that share keys and values), which kvloom does not compute; use "
+                "or layers that share keys and values), which kvloom does not compute here; use "
                 "transformers' own cache"
             )
-        self.awaits_attention = False
-        if given.queries.visible is not None:
-            given = on_one_device(given)
+        return again
+
+    def attend(self, step: StepInputs) -> Tensor:
+        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
+        again = self.arrived()
+        if step.queries.visible is not None:
+            step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
-            run = partial(self.cache.repeat, repeated=self.repeated)
-        elif self.ids is not None:
-            ids = self.ids.to(given.k.device)
-            given = given._replace(queries=given.queries._replace(ids=ids))
+            run = partial(self.cache.repeat, repeated=None if again else self.repeated)
+        elif again:
+            run = self.cache.read
+        elif self.shared:
+            run = partial(self.cache.run, shared=True)
+        if self.ids is not None:
+            ids = self.ids.to(step.k.device)
+            step = step._replace(queries=step.queries._replace(ids=ids))
         if torch.is_inference_mode_enabled():
-            run = lasting(run)
-        return run(given)
+            run = outside_inference_mode(run)
+        return run(step)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return (tokens seen + query tokens, 0): masks are by logical index, not by slot."""
@@ -120,18 +134,18 @@ class RoutedLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Record each step, so that `crop` can remove its tokens."""
-        self.cache.state.recording = True
+        self.cache.recording = True
 
     @property
     def record_past(self) -> bool:
         """Whether `crop` may remove the tokens of each step."""
-        return self.cache.state.recording
+        return self.cache.recording
 
     @record_past.setter
     def record_past(self, value: bool) -> None:
-        self.cache.state.recording = value
+        self.cache.recording = value
 
-    @lasting
+    @outside_inference_mode
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         self.cache.crop(self.to_remove(tokens))
@@ -150,17 +164,17 @@ class RoutedLayer(CacheLayerMixin):
         self.cache.roll_back()
         self.awaits_attention = False
 
-    @lasting
+    @outside_inference_mode
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
         self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    @lasting
+    @outside_inference_mode
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    @lasting
+    @outside_inference_mode
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
         self.cache.map(lambda x: x[indices.to(x.device)])
@@ -188,7 +202,7 @@ class RoutedCache(transformers.Cache):
         """Return True, for an empty cache too."""
         return True
 
-    @lasting
+    @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
         new = memo[id(self)] = object.__new__(type(self))
@@ -213,20 +227,19 @@ class RoutedCache(transformers.Cache):
     @property
     def _stock_nbytes(self) -> int:
         """Bytes of the layers that transformers holds, which a recipe does not change."""
-        return sum(_stock_nbytes(x) for x in self.layers if not isinstance(x, RoutedLayer))
+        return sum(map(_stock_nbytes, self._stock))
 
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read in a layer: the mean of compressed layers."""
-        read = [layer.cache.state.read for layer in self.routed]
+        read = [layer.cache.tokens_read for layer in self.routed]
         return sum(read) / len(read) if read else 0.0
 
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        retrievers = [layer.cache.state.retriever for layer in self.routed]
-        each = [x.store.traffic for x in retrievers if x is not None and x.store is not None]
-        return Traffic(*(sum(x) for x in zip(*each, strict=True))) if each else Traffic()
+        each = [layer.cache.traffic for layer in self.routed]
+        return Traffic(*(sum(x) for x in zip(*each, strict=True)))
 
     @property
     def bits_per_value(self) -> float:
@@ -244,24 +257,30 @@ class RoutedCache(transformers.Cache):
         with self.guard.step():
             for layer in self.routed:
                 layer.cache.end_step()
-            others = self._others
-            states = [stock_attributes(layer) for layer in others]
+            restore_stock = remember_stock(self._stock)
             try:
                 yield
                 if unreached := self._unreached():
                     raise unreached
+                self.finish_shared()
             except BaseException as error:
                 unreached = self._unreached() if isinstance(error, Exception) else None
                 self.guard.unusable = "a step failed, and undoing it failed too"
                 for layer in self.routed:
                     layer.roll_back()
-                restore_attributes(others, states)
+                restore_stock()
                 self.guard.unusable = ""
                 if unreached is None or isinstance(error, KvloomError):
                     raise
                 raise unreached from error
             for layer in self.routed:
                 layer.cache.end_step()
+
+    def finish_shared(self) -> None:
+        """Store the step's tokens in layers that others share, once all have attended to them."""
+        for layer in self.routed:
+            if layer.shared:
+                layer.cache.finish()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -309,7 +328,7 @@ class RoutedCache(transformers.Cache):
         """Raise `CacheMisuse` for a model with another config than that of this cache."""
         if self.owner.is_model(model):
             return  # reading a config takes longer than the attention of a short context
-        other = compat.fingerprint(compat.decoder_config(model))
+        other = compat.fingerprint(model)
         if other != self.fingerprint:
             raise CacheMisuse(
                 f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
@@ -318,7 +337,7 @@ class RoutedCache(transformers.Cache):
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
-        like = next((x.cache.state.like for x in self.routed), None)
+        like = next((x.cache.like for x in self.routed), None)
         if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
@@ -333,7 +352,7 @@ class RoutedCache(transformers.Cache):
         """
         for layer in self.routed:
             layer.cache.check_crop(layer.to_remove(tokens_to_remove))
-        for layer in self._others:
+        for layer in self._stock:
             if not compat.is_croppable(layer):
                 raise CacheMisuse(
                     f"crop cannot take tokens back out of the recurrent state of a "
@@ -360,20 +379,19 @@ class RoutedCache(transformers.Cache):
             super().reset()
 
     @property
-    def _others(self) -> list[Any]:
+    def _stock(self) -> list[Any]:
         """The layers that are transformers' own."""
         return [layer for layer in self.layers if not isinstance(layer, RoutedLayer)]
 
     def _change(self, method: str, argument: Any) -> None:
         """Call a method of every layer, of transformers' own first: these can be restored."""
-        others = self._others
-        states = [stock_attributes(layer) for layer in others]
+        restore_stock = remember_stock(self._stock)
         with self.guard.change(method):
             try:
-                for layer in others:
+                for layer in self._stock:
                     getattr(layer, method)(argument)
             except Exception as error:
-                restore_attributes(others, states)
+                restore_stock()
                 self.guard.unusable = ""
                 raise CacheMisuse(
                     f"{method}: a {type(layer).__name__} of transformers cannot do it "
@@ -383,19 +401,24 @@ class RoutedCache(transformers.Cache):
                 getattr(layer, method)(argument)
 
 
-def restore_attributes(layers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Give layers of transformers the attributes that `stock_attributes` returned."""
-    for layer, state in zip(layers, states, strict=True):
-        vars(layer).clear()
-        vars(layer).update(state)
+def remember_stock(layers: list[Any]) -> Callable[[], None]:
+    """Return a function that restores the present state of layers of transformers."""
+    states = [_stock_attributes(layer) for layer in layers]
+
+    def restore() -> None:
+        for layer, state in zip(layers, states, strict=True):
+            vars(layer).clear()
+            vars(layer).update(state)
+
+    return restore
 
 
-def on_one_device(given: StepInputs) -> StepInputs:
+def on_one_device(step: StepInputs) -> StepInputs:
     """Return a step whose mask is on the device of its queries."""
-    q, visible = given.queries.q, given.queries.visible
+    q, visible = step.queries.q, step.queries.visible
     if visible is None or visible.device == q.device:
-        return given
-    return given._replace(queries=given.queries._replace(visible=visible.to(q.device)))
+        return step
+    return step._replace(queries=step.queries._replace(visible=visible.to(q.device)))
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -405,18 +428,18 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.state.like is None:
+    if cache.like is None:
         return 0
-    b, h, _, d = cache.state.like.shape
+    b, h, _, d = cache.like.shape
     return 2 * b * h * d * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:
-    like = cache.state.like
+    like = cache.like
     return 0 if like is None else _values(cache) * like.element_size()
 
 
-def stock_attributes(layer: Any) -> dict[str, Any]:
+def _stock_attributes(layer: Any) -> dict[str, Any]:
     """Return the attributes of a layer of transformers; copies what it changes in place."""
 
     def copied(x: Any) -> Any:
@@ -434,8 +457,8 @@ def stock_attributes(layer: Any) -> dict[str, Any]:
 def _stock_nbytes(layer: Any) -> int:
     """Return the bytes of the keys, values and states of a layer of transformers."""
     names = "keys", "values", "conv_states", "recurrent_states"
-    held = (getattr(layer, name, None) for name in names)
+    states = (getattr(layer, name, None) for name in names)
     # states are a dict of tensors, or a tensor in transformers 5.10
-    tensors = (x for y in held for x in (y.values() if isinstance(y, dict) else (y,)))
+    tensors = (x for y in states for x in (y.values() if isinstance(y, dict) else (y,)))
     # after a prompt keys and values are views of all of it, until the next step
     return sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,7 +62,7 @@ def route(model: PreTrainedModel) -> None:
     A model whose default is use_cache=False (MPT) would ignore even a cache that it is given, so
     this becomes True.
     """
-    if getattr(model, "_kvloom", None) is not None:
+    if attachment(model) is not None:
         return
     modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
@@ -74,7 +75,7 @@ def route(model: PreTrainedModel) -> None:
             config.use_cache = True
     for forward in forwards:
         forward.install()
-    if compat.adapted(model):
+    if compat.has_adapter(model):
         adapters.install(model)
 
 
@@ -87,10 +88,36 @@ def unroute(model: PreTrainedModel) -> None:
         forward.uninstall()
     for config, attribute, former in routing.changed:
         setattr(config, attribute, former)
-    if compat.adapted(model):
+    if compat.has_adapter(model):
         adapters.uninstall(model)
     del model._prepare_cache_for_generation
     del model._kvloom
+
+
+def attachment(model: PreTrainedModel) -> tuple[Any, Any] | None:
+    """Return the recipe of a routed model and what makes its caches; None: it is not routed."""
+    routing = getattr(model, "_kvloom", None)
+    return None if routing is None else (routing.recipe, routing.new_cache)
+
+
+def set_attachment(model: PreTrainedModel, attached: tuple[Any, Any] | None) -> None:
+    """Route the model with such a recipe and maker of caches; None: undo its routing."""
+    if attached is not None:
+        route(model)
+        model._kvloom.recipe, model._kvloom.new_cache = attached
+    elif attachment(model) is not None:
+        unroute(model)
+
+
+@contextmanager
+def attachment_restored(model: PreTrainedModel) -> Iterator[None]:
+    """Detach kvloom from the model at the end, unless it was attached at the beginning."""
+    before = attachment(model)
+    try:
+        yield
+    finally:
+        if before is None:
+            set_attachment(model, None)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -100,11 +127,11 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     """
     decoder = compat.decoder(model)
     path = next(name for name, module in model.named_modules() if module is decoder).split(".")
-    around = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
-    configs = [getattr(module, "config", None) for module in (*around, *decoder.modules())]
+    outer_modules = [model.get_submodule(".".join(path[:i])) for i in range(len(path))]
+    configs = [getattr(module, "config", None) for module in (*outer_modules, *decoder.modules())]
     configs.append(compat.decoder_config(model))
-    found = {id(x): x for x in configs if isinstance(x, PreTrainedConfig)}
-    return list(found.values())
+    by_id = {id(x): x for x in configs if isinstance(x, PreTrainedConfig)}
+    return list(by_id.values())
 
 
 def _prepare_cache(
@@ -116,21 +143,21 @@ def _prepare_cache(
     **kwargs: Any,
 ) -> Any:
     """Build a kvloom cache where transformers would build its default one."""
-    routing, given = model._kvloom, model_kwargs.get("past_key_values")
-    wanted = generation_config.use_cache is not False
-    wanted = wanted and generation_config.cache_implementation is None
-    if given is None and wanted and routing.new_cache is not None:
-        given = model_kwargs["past_key_values"] = routing.new_cache(model, routing.recipe)
-    if isinstance(given, RoutedCache):
+    routing, cache = model._kvloom, model_kwargs.get("past_key_values")
+    uses_cache = generation_config.use_cache is not False
+    uses_cache = uses_cache and generation_config.cache_implementation is None
+    if cache is None and uses_cache and routing.new_cache is not None:
+        cache = model_kwargs["past_key_values"] = routing.new_cache(model, routing.recipe)
+    if isinstance(cache, RoutedCache):
         tokens = [
             model_kwargs[name].shape[-1]
             for name in ("attention_mask", "position_ids")
             if model_kwargs.get(name) is not None
         ]
-        if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= given.get_seq_length():
-            raise nothing_new(given, tokens[0])
+        if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= cache.get_seq_length():
+            raise nothing_new(cache, tokens[0])
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
-        for layer in given.routed:
+        for layer in cache.routed:
             layer.record_past = bool(records)
             layer.cache.verification.certain = tokens[0] if records and tokens else 0
     return type(model)._prepare_cache_for_generation(

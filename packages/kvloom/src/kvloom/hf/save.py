@@ -3,7 +3,8 @@
 Decides what is in a file's metadata and which files are refused; `LayerState.state` decides what
 of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
 spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
-It has no calibrated numbers: the recipe's calibration is read again and must be the same.
+It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
+is named by its path in the tree of state, as `2.tokens.keys.packed.codes.live`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .. import __version__
 from ..cache.layer_state import VERSION
@@ -33,12 +35,13 @@ from ..recipe.spec import Recipe
 from ..store import LayerMetadata, files
 from ..store.calibration import checksum
 from . import compat, shard
-from .flat import flat, load_stock_state, nested, stock_state
 from .metadata import identity, load_layer_metadata
 from .routed import RoutedCache, RoutedLayer
-from .routing import unroute
+from .routing import attachment, set_attachment
 
 _KEY = "kvloom_cache"
+_TENSOR = "tensor"  # stands for the tensor of the same path
+_SLIDING = ("keys", "values", "cumulative_length", "is_initialized", "record_past")
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -65,15 +68,15 @@ def load(
     kind: Callable[[PreTrainedModel, Recipe], RoutedCache], model: PreTrainedModel, path: str | Path
 ) -> RoutedCache:
     """Read `path` as a `kind`; see `Cache.load`."""
-    compat.refuse_unsupported(model)
+    model = compat.supported_model(model)
     path = Path(path)
     about = _about(path)
-    routed = getattr(model, "_kvloom", None) is not None
+    before = attachment(model)
     try:
         return _restore(kind, model, path, about)
     except Exception as error:
-        if not routed and getattr(model, "_kvloom", None) is not None:
-            unroute(model)
+        if before is None:
+            set_attachment(model, None)
         if isinstance(error, _CLEAR):
             raise
         # anything else: a field does not have the expected form
@@ -168,23 +171,23 @@ def _about(path: Path) -> dict[str, Any]:
     return about
 
 
-def _check_model(path: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+def _check_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Raise `SavedCacheError` for another rank, model or dtype, with what differs."""
-    if saved.get("rank") != own["rank"]:
-        one, other = (each.get("rank") or "a whole model" for each in (saved, own))
+    if saved.get("rank") != present["rank"]:
+        file_rank, rank = (traits.get("rank") or "a whole model" for traits in (saved, present))
         raise SavedCacheError(
-            f"{str(path)!r} holds the cache of {one}, and this process is {other}; load the file "
-            "that this rank saved, with the same number of ranks"
+            f"{str(path)!r} holds the cache of {file_rank}, and this process is {rank}; load the "
+            "file that this rank saved, with the same number of ranks"
         )
-    differ = [name for name in own if saved.get(name) != own[name]]
+    differ = [name for name in present if saved.get(name) != present[name]]
     if differ:
-        one, other = (
-            f"{each.get('model')} with {', '.join(f'{n}={each.get(n)}' for n in differ)}"
-            for each in (saved, own)
+        saved_from, loaded = (
+            f"{traits.get('model')} with {', '.join(f'{n}={traits.get(n)}' for n in differ)}"
+            for traits in (saved, present)
         )
         raise SavedCacheError(
-            f"{str(path)!r} holds a cache of {one}, and this model is {other}; load the model, and "
-            "the dtype, that it was saved from"
+            f"{str(path)!r} holds a cache of {saved_from}, and this model is {loaded}; load the "
+            "model, and the dtype, that it was saved from"
         )
 
 
@@ -193,8 +196,8 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     config = compat.decoder_config(model)
     more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
     dtype = str(model.dtype).removeprefix("torch.")
-    own = shard.place(model)
-    rank = None if own == shard.WHOLE else str(own)
+    place = shard.weights_shard(model)
+    rank = None if place == shard.WHOLE else str(place)
     traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **more}
     return json.loads(json.dumps(traits, default=str))
 
@@ -235,3 +238,56 @@ def _check_settled(cache: RoutedCache) -> None:
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
     if len(seen) > 1 or any(layer.awaits_attention for layer in cache.routed):
         raise CacheMisuse("the last step failed, so this cache cannot be used; save another one")
+
+
+def flat(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a tree of state as JSON; its tensors go to `tensors`, in host memory."""
+    if isinstance(tree, Tensor):
+        tensors[path] = tree.detach().cpu().contiguous()
+        return _TENSOR
+    if isinstance(tree, (list, tuple)):
+        return [flat(x, f"{path}.{i}", tensors) for i, x in enumerate(tree)]
+    if isinstance(tree, dict):
+        return {name: flat(x, f"{path}.{name}", tensors) for name, x in tree.items()}
+    if tree is None or isinstance(tree, int | float):
+        return tree
+    raise TypeError(f"{path}: {type(tree).__name__} is not state")
+
+
+def nested(data: Any, path: str, tensor: Callable[[str], Tensor], device: torch.device) -> Any:
+    """Return the tree that `flat` wrote as JSON; tensors are copied to the device, or to the host.
+
+    tensor: returns a tensor by name; its memory may be a mapped file, which may change.
+    """
+    if data == _TENSOR:
+        host = ".host." in path
+        return tensor(path).to("cpu" if host else device, copy=True)
+    if isinstance(data, list):
+        return [nested(x, f"{path}.{i}", tensor, device) for i, x in enumerate(data)]
+    if isinstance(data, dict):
+        return {name: nested(x, f"{path}.{name}", tensor, device) for name, x in data.items()}
+    return data
+
+
+def stock_state(layer: Any) -> dict[str, Any]:
+    """Return the state of a layer of transformers; raises `SavedCacheError` for other kinds.
+
+    kvloom saves sliding windows alone, and layers that store nothing.
+    """
+    if type(layer).__name__ == "DummyLayer":  # it shares the keys and values of another layer
+        return {}
+    if type(layer) is not DynamicSlidingWindowLayer:
+        raise SavedCacheError(
+            f"{type(layer).__name__}: kvloom cannot save layers of this kind; save caches of "
+            "kvloom's own layers and transformers' sliding windows"
+        )
+    return {name: getattr(layer, name) for name in _SLIDING if name in vars(layer)}
+
+
+def load_stock_state(layer: Any, saved: dict[str, Any]) -> None:
+    """Load a state that `stock_state` returned into a new layer of transformers."""
+    if saved.get("is_initialized"):
+        like = saved["keys"].new_empty(0)
+        layer.lazy_initialization(like, like)
+    for name, x in saved.items():
+        setattr(layer, name, x)

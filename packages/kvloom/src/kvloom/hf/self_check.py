@@ -25,9 +25,9 @@ from ..kernels import dispatch
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat
-from .attention import FIELD, own_implementation
+from .attention import FIELD, stock_implementation
 from .routed import RoutedCache
-from .routing import route, unroute
+from .routing import attachment, set_attachment
 
 _PROMPT, _PADDING, _STEPS = 24, 7, 4
 _LONGEST_WINDOW = 512  # a longer sliding window is not exceeded: the check would take too long
@@ -47,8 +47,8 @@ def is_tested(model: PreTrainedModel) -> bool:
     An attention function that other code registered may compute something else.
     """
     kinds = _tested_classes().get(type(model).__name__)
-    known = own_implementation(compat.decoder_config(model)) in _IMPLEMENTATIONS
-    return known and kinds is not None and compat.layer_kinds(model) <= set(kinds)
+    is_stock_attention = stock_implementation(compat.decoder_config(model)) in _IMPLEMENTATIONS
+    return is_stock_attention and kinds is not None and compat.layer_kinds(model) <= set(kinds)
 
 
 def admit(
@@ -77,17 +77,17 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
     """Raise `UnsupportedModel` if the model cannot run `full`, or its logits differ."""
     name = type(model).__name__
     try:
-        sample = batch(model)
-        with trial(model, None):
-            plain = generate(model, sample)
+        sample = sample_batch(model)
+        with routed_trial(model, None):
+            plain = generate_sample(model, sample)
     except Exception as error:
         raise UnsupportedModel(
             f"{name} cannot be verified: without kvloom, generate() raises {_spelled(error)} for "
             "random tokens; check=False skips this check"
         ) from error
     try:
-        with trial(model, new_cache), dispatch.use("ref"):  # kernels take seconds to compile
-            routed = generate(model, sample)
+        with routed_trial(model, new_cache), dispatch.use("ref"):  # kernels take seconds to compile
+            routed = generate_sample(model, sample)
     except Exception as error:
         raise UnsupportedModel(f"{name} cannot be used with kvloom: {_spelled(error)}") from error
     if not isinstance(routed.past_key_values, RoutedCache):
@@ -100,36 +100,32 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
             f"{name} cannot be used with kvloom: its generate() stores no token in a cache; "
             "use the model without kvloom"
         )
-    found = difference(plain, routed)
-    if found > _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) and (
-        found > (most := tolerance(model, sample, plain))
+    measured = logits_difference(plain, routed)
+    if measured > _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) and (
+        measured > (allowed := rounding_tolerance(model, sample, plain))
     ):
         raise UnsupportedModel(
             f"{name} cannot be used with kvloom: the logits after {sample['input_ids'].shape[1]} "
-            f"random tokens differ by {found:.2g} of their spread from those of the plain model, "
-            f"where rounding explains {most:.2g}; use transformers' own cache, and report the model"
+            f"random tokens differ by {measured:.2g} of their spread from those of the plain "
+            f"model, where rounding explains {allowed:.2g}; use transformers' own cache, and "
+            "report the model"
         )
 
 
 @contextmanager
-def trial(
+def routed_trial(
     model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any] | None
 ) -> Iterator[None]:
     """Give the model caches of `full` (None: those of transformers), then restore it."""
-    before = getattr(model, "_kvloom", None)
-    route(model)
-    routing = model._kvloom
-    attached = routing.recipe, routing.new_cache
-    routing.recipe, routing.new_cache = resolve("full"), new_cache
+    before = attachment(model)
+    set_attachment(model, (resolve("full"), new_cache))
     try:
         yield
     finally:
-        routing.recipe, routing.new_cache = attached
-        if before is None:
-            unroute(model)
+        set_attachment(model, before)
 
 
-def batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
+def sample_batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
     """Return two rows of random tokens, one of them left-padded: input_ids and attention_mask.
 
     They have `tokens` tokens, and those of a sliding window of at most 512 tokens. A model with
@@ -148,7 +144,7 @@ def batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
     return {"input_ids": ids[drawn].to(device), "attention_mask": mask.to(device)}
 
 
-def generate(
+def generate_sample(
     model: PreTrainedModel, sample: dict[str, Tensor], past_key_values: Any = None, **settings: Any
 ) -> Any:
     """Return what `generate()` does: sequences, and the logits of a few steps.
@@ -170,24 +166,24 @@ def generate(
             model.train()
 
 
-def difference(plain: Any, other: Any) -> float:
+def logits_difference(plain: Any, other: Any) -> float:
     """Return the largest difference of logits, relative to the spread of the plain ones.
 
     Each row is compared up to the first step where the tokens before it differ.
     """
     largest = 0.0
-    same = torch.ones(plain.logits[0].shape[0], dtype=torch.bool, device=plain.logits[0].device)
+    equal = torch.ones(plain.logits[0].shape[0], dtype=torch.bool, device=plain.logits[0].device)
     for want, got in zip(plain.logits, other.logits, strict=True):
         want, got = want.float(), got.float()
         spread = (want - want.mean(dim=-1, keepdim=True)).norm(dim=-1)
         error = (got - want).norm(dim=-1) / spread
-        if same.any():
-            largest = max(largest, float(error.nan_to_num(torch.inf)[same].max()))
-        same &= want.argmax(dim=-1) == got.argmax(dim=-1)
+        if equal.any():
+            largest = max(largest, float(error.nan_to_num(torch.inf)[equal].max()))
+        equal &= want.argmax(dim=-1) == got.argmax(dim=-1)
     return largest
 
 
-def tolerance(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> float:
+def rounding_tolerance(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> float:
     """Return the difference of logits that rounding explains in the model's dtype.
 
     plain: what `generate` returned for the sample without kvloom. In half precision the plain model
@@ -196,11 +192,11 @@ def tolerance(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> 
     """
     if model.dtype in _TOLERANCE:
         return _TOLERANCE[model.dtype]
-    with trial(model, None):
-        others = [generate(model, sample, use_cache=False)]
+    with routed_trial(model, None):
+        others = [generate_sample(model, sample, use_cache=False)]
         with suppress(Exception), _other_implementation(model):  # a model may have one alone
-            others.append(generate(model, sample))
-    return max(_HALF_TOLERANCE, *(2 * difference(plain, other) for other in others))
+            others.append(generate_sample(model, sample))
+    return max(_HALF_TOLERANCE, *(2 * logits_difference(plain, other) for other in others))
 
 
 @contextmanager
@@ -233,8 +229,8 @@ def _is_meta(model: PreTrainedModel) -> bool:
 
 
 def _spelled(error: Exception) -> str:
-    known = isinstance(error, KvloomError)
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    is_ours = isinstance(error, KvloomError)
+    return str(error) if is_ours else f"{type(error).__name__}: {error}"
 
 
 @lru_cache

@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 WHOLE = Shard()
 
 
-def place(model: PreTrainedModel) -> Shard:
+def weights_shard(model: PreTrainedModel) -> Shard:
     """Return which part of the weights this process holds; `WHOLE` without tensor parallelism."""
     ranks = getattr(model, "_tp_size", None) or 1
     mesh = getattr(model, "_device_mesh", None)
@@ -44,13 +44,13 @@ def place(model: PreTrainedModel) -> Shard:
     return Shard(mesh.get_local_rank(), ranks)
 
 
-def shard(model: PreTrainedModel) -> Shard:
+def heads_shard(model: PreTrainedModel) -> Shard:
     """Return this process's part of the model's heads; `WHOLE` where it holds all of them.
 
     A plan that gathers the keys of all ranks (Phi-3) leaves every rank all heads.
     """
-    own = place(model)
-    return own if own == WHOLE or _divides_heads(model.tp_plan) else WHOLE
+    part = weights_shard(model)
+    return part if part == WHOLE or _divides_heads(model.tp_plan) else WHOLE
 
 
 def problem(model: PreTrainedModel, q_heads: int, kv_heads: int) -> str | None:
@@ -62,7 +62,7 @@ def problem(model: PreTrainedModel, q_heads: int, kv_heads: int) -> str | None:
     names = getattr(mesh, "mesh_dim_names", None) or ()
     if "pp" in names and mesh["pp"].size() > 1:  # type: ignore[index]
         return "pipeline parallelism is not supported; use tensor parallelism alone"
-    ranks = shard(model).ranks
+    ranks = heads_shard(model).ranks
     if q_heads % ranks or kv_heads % ranks:
         fits = [str(n) for n in range(1, ranks) if q_heads % n == 0 and kv_heads % n == 0]
         return (
@@ -77,10 +77,10 @@ def needs_whole(model: PreTrainedModel, what: str) -> None:
 
     what: what needs all heads, as the subject of a sentence.
     """
-    own = shard(model)
-    if own != WHOLE:
+    part = heads_shard(model)
+    if part != WHOLE:
         raise UnsupportedModel(
-            f"{what} needs all heads of the model, and this process is {own}; load the model "
+            f"{what} needs all heads of the model, and this process is {part}; load the model "
             "without tensor parallelism"
         )
 
@@ -93,7 +93,7 @@ def running() -> bool:
 def check_gathers(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` if the weights of a divided model cannot be gathered by `whole`."""
     divided = any(hasattr(weight, "full_tensor") for weight in model.parameters())
-    if place(model) != WHOLE and not divided:
+    if weights_shard(model) != WHOLE and not divided:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be identified: this transformers divides its weights "
             "without a record of how; install transformers 5.23, or use a recipe without "

@@ -1,12 +1,11 @@
 """Which tokens stay."""
 
 from .expected import Expected
-from .outliers import Outliers
-from .policy import POSITIONS, Budget, Keep
+from .policy import POSITIONS, Budget, Keep, Outliers
 from .reconstruction import Reconstruction
-from .registered import SCORERS, built_in, checked, register_score
 from .scorer import Scorer, Step
 from .scorers import (
+    SCORERS,
     Dilated,
     KeyNorm,
     Mass,
@@ -15,6 +14,9 @@ from .scorers import (
     Random,
     Recent,
     ValueAware,
+    built_in,
+    checked,
+    register_score,
 )
 from .select import choose, protect_sinks, sinks_first
 

@@ -67,8 +67,8 @@ def split(total: int, weights: Sequence[float], cap: int) -> list[int]:
     uncapped = list(range(layers))
     left = min(total, cap * layers)
     while uncapped:
-        whole = math.fsum(weights[i] for i in uncapped)
-        capped = [i for i in uncapped if left * weights[i] / whole >= cap]
+        total_weight = math.fsum(weights[i] for i in uncapped)
+        capped = [i for i in uncapped if left * weights[i] / total_weight >= cap]
         if not capped:
             break
         for i in capped:
@@ -76,8 +76,8 @@ def split(total: int, weights: Sequence[float], cap: int) -> list[int]:
         left -= cap * len(capped)
         uncapped = [i for i in uncapped if i not in capped]
     if uncapped:
-        whole = math.fsum(weights[i] for i in uncapped)
-        exact = {i: left * weights[i] / whole for i in uncapped}
+        total_weight = math.fsum(weights[i] for i in uncapped)
+        exact = {i: left * weights[i] / total_weight for i in uncapped}
         for i, x in exact.items():
             tokens[i] = math.floor(x)
         rest = left - sum(tokens[i] for i in uncapped)

@@ -1,4 +1,4 @@
-"""How many tokens a layer keeps, how many of them are the newest, and when it drops the others.
+"""How many tokens a layer keeps, when it drops the others, and which stay exact.
 
 Decides numbers only: scores are in `scorers`, the choice of tokens in `select`; the layer's cache
 drops them.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import RecipeError
-from ..registry.fields import check_fields
+from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
-from .registered import SCORERS
 from .scorer import Scorer
-from .scorers import Recent
+from .scorers import SCORERS, Mass, Recent, Rule
 
 WHEN = {
     "step": "after the prompt and at every step",
@@ -43,8 +43,8 @@ class Budget:
             fraction, a number takes at most half.
         layers: How heavy hitters are divided over the layers: "uniform", "pyramid", "pyramidkv",
             "variance", "inverse-variance", "joint" (see heads), or one weight for each layer.
-        apart: Round the recent share and the heavy share of the prompt down separately, as MiniKV's
-            code does; otherwise round the budget down, and then its recent share.
+        round_shares: Round the recent share and the heavy share of the prompt down separately, as
+            MiniKV's code does; otherwise round the budget down, and then its recent share.
         heads: The share of its heavy hitters that every key/value head is certain of (AdaKV). The
             heads of a layer, or with layers="joint" of all layers with an equal keep and store,
             compete for the rest. None: all heads keep the same number.
@@ -57,15 +57,18 @@ class Budget:
     fraction: float | None = None
     recent: int | float = 1.0
     layers: str | tuple[float, ...] = "uniform"
-    apart: bool = False
+    round_shares: bool = False
     heads: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "recent", "layers", "apart", "heads")
+        check_fields(self, "recent", "layers", "round_shares", "heads")
         if (self.tokens is None) == (self.fraction is None):
-            raise RecipeError("a budget is either tokens or a fraction of the prompt: give one")
-        if self.tokens is not None and (type(self.tokens) is not int or self.tokens < 1):
-            raise RecipeError(f"budget tokens={self.tokens!r} must be a whole number, 1 or more")
+            raise RecipeError(
+                "a budget is either tokens or a fraction of the prompt, not "
+                f"tokens={self.tokens!r} and fraction={self.fraction!r}; give one of the two"
+            )
+        if self.tokens is not None:
+            check_whole("budget tokens", self.tokens, 1)
         number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
         if self.fraction is not None and not (number and 0 < self.fraction <= 1):
             raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
@@ -80,10 +83,7 @@ class Budget:
                 "use a smaller window or a larger budget"
             )
         if isinstance(self.layers, str):
-            if self.layers not in budgets.POLICIES:
-                raise RecipeError(
-                    f"layers={self.layers!r} is not one of {', '.join(budgets.POLICIES)}"
-                )
+            check_choice("layers", self.layers, budgets.POLICIES)
         elif not all(0 <= weight < math.inf for weight in self.layers) or not any(self.layers):
             raise RecipeError(
                 f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
@@ -94,6 +94,11 @@ class Budget:
             raise RecipeError(
                 'layers="joint" divides a budget over heads; give heads, such as 0.2, too'
             )
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `round_shares`."""
+        return {"round_shares" if name == "apart" else name: x for name, x in table.items()}
 
     @property
     def recent_tokens(self) -> int | None:
@@ -116,7 +121,7 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         tokens = self._of_prompt(prompt_tokens)
-        if self.apart and self.recent_share is not None:
+        if self.round_shares and self.recent_share is not None:
             heavy_share = round(1 - self.recent_share, 12)  # 1 - 0.9 is a little less than 0.1
             return int(tokens * self.recent_share) + int(tokens * heavy_share)
         return int(tokens)
@@ -126,7 +131,7 @@ class Budget:
         total, share = self.resolve(prompt_tokens), self.recent_share
         if share is None:
             return min(self.recent_tokens or 0, total if self.fraction is None else total // 2)
-        if self.apart and self.fraction is not None:
+        if self.round_shares and self.fraction is not None:
             return int(self._of_prompt(prompt_tokens) * share)
         return int(total * share)
 
@@ -204,12 +209,9 @@ class Keep:
         check_fields(self, "budget", "when", "group", "shared", "positions", "seed")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
-        if self.when not in WHEN:
-            raise RecipeError(f"when={self.when!r} is not one of {', '.join(WHEN)}")
-        if self.group not in HEAD_GROUPS:
-            raise RecipeError(f"group={self.group!r} is not one of {', '.join(HEAD_GROUPS)}")
-        if self.positions not in POSITIONS:
-            raise RecipeError(f"positions={self.positions!r} is not one of {', '.join(POSITIONS)}")
+        check_choice("when", self.when, WHEN)
+        check_choice("group", self.group, HEAD_GROUPS)
+        check_choice("positions", self.positions, POSITIONS)
         if self.scorer.reads_ids:
             raise RecipeError(
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
@@ -300,3 +302,45 @@ class Keep:
     def by_age(self) -> bool:
         """Whether age alone decides: the oldest tokens are evicted, and nothing is scored."""
         return isinstance(self.scorer, Recent)
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """Tokens of a prompt that stay exact beside the first and the newest: by default heavy hitters.
+
+    SKVQ (arXiv:2405.06219, section 3.3) calls this a filter rule. A rule is a score, or any
+    function of a `Step` (with the attribute `reads_ids` where it needs token ids). The tokens of
+    each head with the highest scores stay exact. Plus infinity always includes a token as far as
+    `tokens` allows, minus infinity excludes it as far as there are others.
+
+    Attributes:
+        tokens: How many, of each key/value head.
+        scorer: The rule: a score, or a function of a `Step`.
+        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+    """
+
+    tokens: int
+    scorer: Scorer | Rule = field(default_factory=Mass)
+    group: str = "sum"
+
+    def __post_init__(self) -> None:
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise RecipeError(
+                f"tokens={self.tokens!r} of outliers must be a whole number, 1 or more"
+            )
+        if not callable(self.scorer):
+            raise RecipeError(
+                f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
+                "function of a Step"
+            )
+        if isinstance(self.scorer, Scorer) and self.scorer.repeats:
+            raise RecipeError(
+                f"score {self.scorer.kind!r} repeats the prompt, which outliers do not wait for; "
+                "use another score for outliers"
+            )
+        check_choice("group", self.group, HEAD_GROUPS)
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the rule reads `Step.ids`."""
+        return bool(getattr(self.scorer, "reads_ids", False))

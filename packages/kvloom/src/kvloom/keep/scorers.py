@@ -1,14 +1,15 @@
-"""Scorers by age, attention and length: they give tokens that should stay a high score.
+"""Scores by age, attention and length, and the registry of all scores.
 
-A scorer is a frozen dataclass with a `kind`; it is called with a `Step` and returns the scores.
-Decides nothing about how many tokens stay.
+A score is a frozen dataclass with a `kind`. It is called with a `Step`, and gives tokens that
+should stay a high number. Decides nothing about how many tokens stay.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,13 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.score.noise import KINDS
-from ..registry.fields import check_fields
+from ..registry import Registry
+from ..registry.fields import check_choice, check_fields, check_whole
+from .expected import Expected
+from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
+
+S = TypeVar("S", bound=Scorer)
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,7 @@ class Dilated(Scorer):
     kind: ClassVar[str] = "dilated"
 
     def __post_init__(self) -> None:
-        if type(self.stride) is not int or self.stride < 1:
-            raise RecipeError(f"stride={self.stride!r} must be a whole number, 1 or more")
+        check_whole("stride", self.stride, 1)
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
@@ -100,8 +105,7 @@ class Observation(Scorer):
 
     def __post_init__(self) -> None:
         check_fields(self, "window", "kernel")
-        if self.pool not in ("avg", "max", "none"):
-            raise RecipeError(f"pool={self.pool!r} is not one of avg, max, none")
+        check_choice("pool", self.pool, ("avg", "max", "none"))
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
             raise RecipeError(
                 f"window={self.window} must be 1 or more, and kernel={self.kernel} odd"
@@ -142,8 +146,7 @@ class Noisy(Scorer):
 
     def __post_init__(self) -> None:
         check_fields(self, "fixed", "tau_begin", "tau_end", "steps")
-        if self.noise not in (*KINDS, "none"):
-            raise RecipeError(f"noise={self.noise!r} is not one of {', '.join(KINDS)}, none")
+        check_choice("noise", self.noise, (*KINDS, "none"))
         if not (0 < self.tau_begin < math.inf and 0 < self.tau_end < math.inf):
             raise RecipeError(
                 f"tau_begin={self.tau_begin} and tau_end={self.tau_end} must be numbers above 0"
@@ -213,3 +216,73 @@ class ValueAware(Scorer):
     def join(self, former: Tensor, new: Tensor) -> Tensor:
         """As `base` joins: a value's norm does not change, so it is a factor of both."""
         return self.base.join(former, new)
+
+
+_BUILT_IN = (
+    Recent, Dilated, Mass, Observation, Noisy, Random,
+    Reconstruction, Expected, ValueAware, KeyNorm,
+)  # fmt: skip
+
+SCORERS: Registry[type[Scorer]] = Registry(
+    "score",
+    {cls.kind: cls for cls in _BUILT_IN},
+    Scorer,
+    ("__call__",),
+)
+
+Rule = Callable[[Step], Tensor]
+"""Takes a `Step` and returns fp32 [B, Hk, N], one number for each token and key/value head."""
+
+
+def register_score(cls: type[S]) -> type[S]:
+    """Make a score available to recipes by its `kind`; usable as a decorator.
+
+    Args:
+        cls: A frozen dataclass derived from `Scorer`.
+
+    Returns:
+        The class.
+
+    Raises:
+        RecipeError: It is another class, or its name is taken.
+    """
+    SCORERS.register(cls)
+    return cls
+
+
+def checked(scorer: Rule, step: Step) -> Tensor:
+    """Return the scores of a step, fp32 [B, Hk, N].
+
+    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN
+    from a score that is not built in.
+    """
+    scores = scorer(step)
+    expected = step.k.shape[:3]
+    if not isinstance(scores, Tensor):
+        raise _refused(scorer, f"returned {type(scores).__name__}, not a tensor")
+    if scores.shape != expected or scores.dtype != torch.float32:
+        raise _refused(
+            scorer,
+            f"returned {_called(scores.dtype)} {list(scores.shape)}; return float32 "
+            f"{list(expected)}: rows, key/value heads, tokens",
+        )
+    if scores.device != step.k.device:
+        raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
+    if not built_in(scorer) and bool(scores.isnan().any()):
+        raise _refused(scorer, "returned NaN; return numbers, or infinity")
+    return scores
+
+
+def built_in(scorer: Rule) -> bool:
+    """Return whether a score is kvloom's own."""
+    kind = getattr(scorer, "kind", "")
+    return SCORERS.is_builtin(kind) and type(scorer) is SCORERS[kind]
+
+
+def _refused(scorer: Rule, why: str) -> RecipeError:
+    name = getattr(scorer, "kind", "") or getattr(scorer, "__name__", type(scorer).__name__)
+    return RecipeError(f"score {name!r} {why}")
+
+
+def _called(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,15 +7,55 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from . import ops
+    from .attend.reference import AttentionState, merge
+    from .attend.regions import KVView, Paged, PageTable, Region
     from .dispatch import compile_seconds, operations_run
     from .dispatch import use as use_backend
+    from .plan import OpPlan
+    from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
+    from .quantize.encoding import PackedTensors, RopeAngles
+    from .quantize.rotated import rotate, unrotate
 
-__all__ = ["compile_seconds", "operations_run", "use_backend"]
+__all__ = [
+    "AttentionState",
+    "KVView",
+    "OpPlan",
+    "PackedTensors",
+    "PageTable",
+    "Paged",
+    "Region",
+    "RopeAngles",
+    "compile_seconds",
+    "merge",
+    "operations_run",
+    "ops",
+    "pack_codes",
+    "rotate",
+    "rows_for",
+    "unpack_codes",
+    "unrotate",
+    "use_backend",
+]
 __getattr__ = lazy_names(
     __name__,
     {
+        "KVView": "attend.regions",
+        "OpPlan": "plan",
+        "PackedTensors": "quantize.encoding",
+        "PageTable": "attend.regions",
+        "Paged": "attend.regions",
+        "Region": "attend.regions",
+        "RopeAngles": "quantize.encoding",
+        "AttentionState": "attend.reference",
         "compile_seconds": "dispatch",
+        "merge": "attend.reference",
         "operations_run": "dispatch",
+        "pack_codes": "quantize.byte_layout",
+        "rotate": "quantize.rotated",
+        "rows_for": "quantize.byte_layout",
+        "unpack_codes": "quantize.byte_layout",
+        "unrotate": "quantize.rotated",
         "use_backend": "dispatch:use",
     },
 )

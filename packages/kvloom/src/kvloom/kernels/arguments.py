@@ -63,8 +63,8 @@ def _dtype(kind: type[int] | type[float] | Block) -> Any:
 
 def _function(names: tuple[str, ...], body: str, scope: dict[str, Any]) -> Callable[..., Any]:
     """Compile a function of keywords, as `collections.namedtuple` does: a loop would be slower."""
-    found: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {body}", scope)
-    return found
+    pack: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {body}", scope)
+    return pack
 
 
 NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -129,14 +129,14 @@ class Kernel:
 
 def _constants(fn: Callable) -> tuple[Any, ...]:
     """Return the numbers and names that a function and its compiled steps close over."""
-    found: list[Any] = []
+    constants: list[Any] = []
     for cell in fn.__closure__ or ():
         value = cell.cell_contents
         if (step := getattr(value, "py_func", None)) is not None:
-            found.append(_constants(step))
+            constants.append(_constants(step))
         elif isinstance(value, bool | int | float | str | tuple):
-            found.append(repr(value))
-    return tuple(found)
+            constants.append(repr(value))
+    return tuple(constants)
 
 
 @cache

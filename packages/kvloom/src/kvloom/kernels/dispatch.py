@@ -61,7 +61,7 @@ class Backend(NamedTuple):
     plan: Callable[..., Callable[..., Any]] | None = None
 
 
-def once(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+def unplanned(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
     """Return `Backend.run` that plans every call anew, by its first arguments."""
     first = len(signature(plan).parameters)
 
@@ -243,6 +243,9 @@ def candidate(x: Tensor) -> tuple[str, list[str]]:
     if x.device.type == "cuda":
         return "gpu", triton_runtime.misplaced(x.device)
     return "ref", [f"there are no kernels for {x.device.type}"]
+
+
+GRADIENT = "q requires a gradient; call under torch.no_grad()"
 
 
 def differentiated(q: Tensor) -> bool:

@@ -8,7 +8,7 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
-from .declare import only, rows_op, scores_op
 from .dispatch import Backend, Op
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
@@ -33,9 +32,54 @@ from .score.triton import mass as mass_triton
 from .select import reference as select_reference
 from .select.cpu import select as select_cpu
 
+P = ParamSpec("P")
 R = TypeVar("R")
-_GRADIENT = ["q requires a gradient; call under torch.no_grad()"]
-_MANY = 9  # queries or tokens per step: more are covered by no kernel, and are one case
+_MANY = 9  # queries or tokens of a step; all larger numbers are one case: no kernel covers them
+
+
+# --- operations of one kind ---------------------------------------------------------------------
+
+
+def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    return scores, scores.dtype
+
+
+def _scores_problems(scores: Tensor) -> list[str]:
+    return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
+
+
+def _scores_op(
+    reference: Callable[P, R],
+    run: Callable[..., R],
+    load: Callable[[], object],
+    coverage: str = "scores in fp32",
+) -> Op[P, R]:
+    """Declare an operation on scores that has a CPU kernel only."""
+    backend = Backend(
+        run=run,
+        problems=lambda scores, *_, **__: _scores_problems(scores),
+        load=lambda *_, **__: load(),
+        coverage=coverage,
+    )
+    return Op(reference.__name__, reference, _scores_case, cpu=backend)
+
+
+def _rows_op(
+    reference: Callable[P, R], run: Callable[..., R], load: Callable[[], object], rows: int = 0
+) -> Op[P, R]:
+    """Declare an operation on keys, bounds or centroids, its argument number `rows`; CPU only."""
+
+    def case(*args: Any, **_: Any) -> tuple[Tensor, Hashable]:
+        x = args[rows]
+        return x, (x.shape[3], x.dtype)
+
+    backend = Backend(
+        run=run,
+        problems=lambda *args, **_: select_cpu.problems(args[rows]),
+        load=lambda *_, **__: load(),
+        coverage=str(select_cpu.COVERAGE),
+    )
+    return Op(reference.__name__, reference, case, cpu=backend)
 
 
 # --- append ---------------------------------------------------------------------------------------
@@ -52,10 +96,10 @@ append = Op(
     append_reference.append,
     _append_case,
     cpu=Backend(
-        append_cpu.append,
-        only(lambda new: append_cpu.problems(new[0])),
-        only(lambda new: append_cpu.compiled(new[0].dtype)),
-        "1 to 8 tokens a step in fp32, fp16, bf16; head_dim a multiple of 16",
+        run=append_cpu.append,
+        problems=lambda new, *_, **__: append_cpu.problems(new[0]),
+        load=lambda new, *_, **__: append_cpu.compiled(new[0].dtype),
+        coverage=str(append_cpu.COVERAGE),
     ),
 )
 
@@ -64,29 +108,36 @@ append = Op(
 
 
 def _attend_case(
-    q: Tensor, regions: Sequence[Region], *_: Any, **__: Any
+    q: Tensor,
+    regions: Sequence[Region],
+    *_: Any,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    **__: Any,
 ) -> tuple[Tensor, Hashable]:
     like = regions[0].keys.exact
     _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
+    options = softcap is None, sink_logits is None
     if len(regions) == 1:
-        return like, (heads, few, d, like.dtype, gradient, _region_case(regions[0]))
-    return like, (heads, few, d, like.dtype, gradient, *map(_region_case, regions))
+        return like, (heads, few, d, like.dtype, gradient, options, _region_case(regions[0]))
+    return like, (heads, few, d, like.dtype, gradient, options, *map(_region_case, regions))
 
 
 def _region_case(region: Region) -> Hashable:
-    keys, values, where, _visible, _bias, own = region
+    keys, values, where, visible, bias, own = region
     packed, like = keys.packed, keys.exact
     rotation = how = None
     if packed is not None and packed.rope is not None:
-        rope, per_token = packed.rope, packed.at is not None and packed.at.shape[2] > 1
+        rope, positions = packed.rope, packed.positions
+        per_token = positions is not None and positions.shape[2] > 1
         rotation = rope.inv_freq.shape[0], rope.interleaved, per_token
     if where is not None:
         how = where.kind
     return (
         like.shape[1], keys.encoding, values.encoding, packed is None, values.packed is None,
-        rotation, how, own > 0,
+        rotation, how, visible is None, bias is None, own > 0,
     )  # fmt: skip
 
 
@@ -95,7 +146,7 @@ def _attend_problems(module: Any) -> Any:
 
     def problems(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> list[str]:
         reasons: list[str] = module.problems(q, regions)
-        return reasons or (_GRADIENT if dispatch.differentiated(q) else [])
+        return reasons or ([dispatch.GRADIENT] if dispatch.differentiated(q) else [])
 
     return problems
 
@@ -105,67 +156,67 @@ attend = Op(
     attend_reference.attend_regions,
     _attend_case,
     cpu=Backend(
-        attend_cpu.attend,
-        _attend_problems(attend_cpu),
-        only(attend_cpu.Attend),
-        "1 to 8 queries a step, one for chosen tokens and for pages; head_dim a multiple of 16 up "
-        "to 512; exact tokens in fp32, fp16, bf16; packed in any encoding but rotated 8 bit, keys "
-        "before RoPE that are divided, rotated or boosted, a boost of 8, balanced keys per token, "
-        "balanced values per channel, and more than 128 groups a token; chosen tokens without "
-        "boost and balanced tiles; spans of heads after RoPE, each head by itself; pages of whole "
-        "128 tokens, both sides packed and not at 1.5 bit; padding, softcap, bias, causal",
-        only(attend_cpu.Attend),
+        run=attend_cpu.attend,
+        problems=_attend_problems(attend_cpu),
+        load=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
+        coverage=attend_cpu.COVERAGE,
+        plan=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
     ),
     gpu=Backend(
-        attend_triton.attend,
-        _attend_problems(attend_triton),
-        only(attend_triton.kernels),
-        "1 to 8 queries a step, one for chosen tokens and for pages; head_dim 16 to 256, in fp32 "
-        "to 128; exact tokens in fp32, fp16, bf16; packed in any encoding but boosted, balanced "
-        "and before RoPE; pages with both sides packed; padding, softcap, bias, causal",
+        run=attend_triton.attend,
+        problems=_attend_problems(attend_triton),
+        load=lambda *_, **__: attend_triton.kernels(),
+        coverage=attend_triton.COVERAGE,
     ),
 )
 
 
 # --- quantize -------------------------------------------------------------------------------------
 
-_FORMATS = (
-    "tokens in fp32, fp16, bf16, however they lie; 1, 1.5, 2, 3, 4, 8 bit per channel or per "
-    "token, any group of one head or of all, clipped, smoothed or static, metadata fp32, fp16, "
-    "bf16, fp8; padding"
-)
-
 pack = Op(
     "pack",
     quantize_reference.pack,
-    lambda x, layer, *_, **__: (x, (layer.encoding, x.dtype)),
+    lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
     cpu=Backend(
-        pack_cpu.pack,
-        only(lambda x, layer: pack_cpu.problems(layer, x.device, x.dtype)),
-        only(pack_cpu.compiled),
-        f"{_FORMATS}; rotated groups and heads; balanced tiles",
-        only(pack_cpu.Packer),
+        run=pack_cpu.pack,
+        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(
+            layer_encoding, x.device, x.dtype
+        ),
+        load=lambda *_, **__: pack_cpu.compiled(),
+        coverage=str(pack_cpu.COVERAGE),
+        plan=lambda x, layer_encoding, *_, **__: pack_cpu.Packer(x, layer_encoding),
     ),
     gpu=Backend(
-        pack_triton.pack,
-        only(lambda x, layer: pack_triton.problems(layer, x.device, x.dtype)),
-        only(pack_triton.kernels),
-        _FORMATS,
+        run=pack_triton.pack,
+        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(
+            layer_encoding, x.device, x.dtype
+        ),
+        load=lambda *_, **__: pack_triton.kernels(),
+        coverage=str(pack_triton.COVERAGE),
     ),
 )
 
 
 def _unpack_case(
-    packed: Any, layer: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any, **__: Any
+    packed: Any,
+    layer_encoding: LayerEncoding,
+    lo: int,
+    hi: int,
+    dtype: torch.dtype,
+    *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Hashable]:
-    return packed.codes, (layer.encoding, dtype)
+    return packed.codes, (layer_encoding.encoding, dtype)
 
 
 def _unpack_problems(module: Any) -> Callable[..., list[str]]:
-    def problems(packed: Any, layer: LayerEncoding, lo: int, hi: int, dtype: torch.dtype) -> Any:
-        return module.problems(layer, packed.codes.device, dtype)
+    def problems(
+        packed: Any, layer_encoding: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any
+    ) -> list[str]:
+        reasons: list[str] = module.problems(layer_encoding, packed.codes.device, dtype)
+        return reasons
 
-    return only(problems)
+    return problems
 
 
 unpack = Op(
@@ -173,16 +224,16 @@ unpack = Op(
     quantize_reference.unpack,
     _unpack_case,
     cpu=Backend(
-        pack_cpu.unpack,
-        _unpack_problems(pack_cpu),
-        only(pack_cpu.compiled),
-        f"{_FORMATS}; rotated groups and heads; balanced tiles",
+        run=pack_cpu.unpack,
+        problems=_unpack_problems(pack_cpu),
+        load=lambda *_, **__: pack_cpu.compiled(),
+        coverage=str(pack_cpu.COVERAGE),
     ),
     gpu=Backend(
-        pack_triton.unpack,
-        _unpack_problems(pack_triton),
-        only(pack_triton.kernels),
-        _FORMATS,
+        run=pack_triton.unpack,
+        problems=_unpack_problems(pack_triton),
+        load=lambda *_, **__: pack_triton.kernels(),
+        coverage=str(pack_triton.COVERAGE),
     ),
 )
 
@@ -204,29 +255,27 @@ column_mass = Op(
     score_reference.column_mass,
     _mass_case,
     cpu=Backend(
-        mass_cpu.column_mass,
-        only(lambda q, k, *, noise=None: mass_cpu.problems(q, k, noise)),
-        only(mass_cpu.compiled),
-        "queries and keys both in fp32, fp16 or bf16, any head_dim; noise gumbel, gaussian, "
-        "constant; tau, window, padding, softcap, bias",
+        run=mass_cpu.column_mass,
+        problems=lambda q, k, *_, noise=None, **__: mass_cpu.problems(q, k, noise),
+        load=lambda *_, **__: mass_cpu.compiled(),
+        coverage=str(mass_cpu.COVERAGE),
     ),
     gpu=Backend(
-        mass_triton.column_mass,
-        only(lambda q, k, *, noise=None: mass_triton.problems(q, k, noise)),
-        only(mass_triton.kernels),
-        "queries and keys in one of fp32, fp16, bf16, head_dim up to 256; noise gumbel, constant; "
-        "tau, window, padding, softcap, bias",
+        run=mass_triton.column_mass,
+        problems=lambda q, k, *_, noise=None, **__: mass_triton.problems(q, k, noise),
+        load=lambda *_, **__: mass_triton.kernels(),
+        coverage=str(mass_triton.COVERAGE),
     ),
 )
 
 
-step_mass = scores_op(
+step_mass = _scores_op(
     score_reference.step_mass,
     mass_cpu.step_mass,
     mass_cpu.compiled,
     "products that `attend` leaves",
 )
-lowest = scores_op(
+lowest = _scores_op(
     score_reference.lowest, mass_cpu.lowest, mass_cpu.compiled, "scores in fp32, indices in int32"
 )
 
@@ -235,12 +284,12 @@ lowest = scores_op(
 
 
 _SELECT = select_cpu.select_kernels
-kmeans = rows_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.kmeans_kernels)
-page_bounds = rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
-cluster_scores = rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
-page_scores = rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)
-select_clusters = scores_op(select_reference.select_clusters, select_cpu.select_clusters, _SELECT)
-select_pages = scores_op(select_reference.select_pages, select_cpu.select_pages, _SELECT)
+kmeans = _rows_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.kmeans_kernels)
+page_bounds = _rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
+cluster_scores = _rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
+page_scores = _rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)
+select_clusters = _scores_op(select_reference.select_clusters, select_cpu.select_clusters, _SELECT)
+select_pages = _scores_op(select_reference.select_pages, select_cpu.select_pages, _SELECT)
 
 OPS: dict[str, Op[..., Any]] = {
     op.name: op

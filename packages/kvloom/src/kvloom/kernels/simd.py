@@ -71,11 +71,11 @@ for _name, _instruction in _OPERATORS.items():
 @cache
 def features() -> frozenset[str]:
     """What the machine that code is compiled for has, by LLVM's names."""
-    its = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    return frozenset(name[1:] for name in its if name.startswith("+"))
+    names = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    return frozenset(name[1:] for name in names if name.startswith("+"))
 
 
-def same(value: float, kind: Any = VF) -> ir.Constant:
+def constant(value: float, kind: Any = VF) -> ir.Constant:
     """A constant in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
 
@@ -95,22 +95,22 @@ def write(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
-def spread(builder: Any, scalar: Any) -> Any:
+def broadcast(builder: Any, scalar: Any) -> Any:
     """A scalar of any type in all lanes."""
     none = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
     one = builder.insert_element(none, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, none, same(0, VI))
+    return builder.shuffle_vector(one, none, constant(0, VI))
 
 
-def each(builder: Any, table: Any, index: Any) -> Any:
+def gather_f32(builder: Any, table: Any, index: Any) -> Any:
     """The fp32 numbers of a table at sixteen int32, read one by one."""
-    found = ir.Constant(VF, ir.Undefined)
+    lanes = ir.Constant(VF, ir.Undefined)
     for i in range(WIDTH):
         lane = ir.Constant(I32, i)
         where = builder.zext(builder.extract_element(index, lane), I64)
         x = read(builder, builder.add(table, builder.shl(where, ir.Constant(I64, 2))), F32)
-        found = builder.insert_element(found, x, lane)
-    return found
+        lanes = builder.insert_element(lanes, x, lane)
+    return lanes
 
 
 def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
@@ -119,12 +119,12 @@ def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
     return builder.call(fn, args)
 
 
-def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def muladd(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
     return call(builder, "llvm.fmuladd.v16f32", VF, a, b, c)
 
 
-def summed(builder: Any, x: Any) -> Any:
+def reduce_add(builder: Any, x: Any) -> Any:
     """The sum of all lanes."""
     fn_type = ir.FunctionType(F32, [F32, VF])
     fn = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", (), fn_type)
@@ -155,7 +155,7 @@ def loop(
     return list(values)
 
 
-def in_order(builder: Any) -> None:
+def load_barrier(builder: Any) -> None:
     """No load moves across: else the compiler loads ahead until registers spill."""
     nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
     builder.call(nothing, [])
@@ -168,9 +168,9 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
         return read(builder, address, floats)
     if kind == FP8:  # as fp16 below, with no infinity
         bits = builder.zext(read(builder, address, ir.VectorType(ir.IntType(8), width), 1), ints)
-        sign = builder.shl(builder.and_(bits, same(0x80, ints)), same(24, ints))
-        rest = builder.shl(builder.and_(bits, same(0x7F, ints)), same(20, ints))
-        size = builder.fmul(builder.bitcast(rest, floats), same(2.0**120, floats))
+        sign = builder.shl(builder.and_(bits, constant(0x80, ints)), constant(24, ints))
+        rest = builder.shl(builder.and_(bits, constant(0x7F, ints)), constant(20, ints))
+        size = builder.fmul(builder.bitcast(rest, floats), constant(2.0**120, floats))
         return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
     if kind == FP16 and "f16c" in features():
         halves = read(builder, address, ir.VectorType(ir.HalfType(), width), align=2)
@@ -178,21 +178,21 @@ def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
     bits = builder.zext(half, ints)
     if kind == BF16:
-        return builder.bitcast(builder.shl(bits, same(16, ints)), floats)
+        return builder.bitcast(builder.shl(bits, constant(16, ints)), floats)
     # without an instruction: a product corrects the exponent's bias, of subnormal numbers too
-    sign = builder.shl(builder.and_(bits, same(0x8000, ints)), same(16, ints))
-    rest = builder.and_(bits, same(0x7FFF, ints))
-    small = builder.bitcast(builder.shl(rest, same(13, ints)), floats)
-    size = builder.bitcast(builder.fmul(small, same(2.0**112, floats)), ints)
-    endless = builder.icmp_unsigned(">=", rest, same(0x7C00, ints))
-    size = builder.select(endless, builder.or_(size, same(0x7F800000, ints)), size)
+    sign = builder.shl(builder.and_(bits, constant(0x8000, ints)), constant(16, ints))
+    rest = builder.and_(bits, constant(0x7FFF, ints))
+    small = builder.bitcast(builder.shl(rest, constant(13, ints)), floats)
+    size = builder.bitcast(builder.fmul(small, constant(2.0**112, floats)), ints)
+    endless = builder.icmp_unsigned(">=", rest, constant(0x7C00, ints))
+    size = builder.select(endless, builder.or_(size, constant(0x7F800000, ints)), size)
     return builder.bitcast(builder.or_(size, sign), floats)
 
 
 # --- for kernels ---------------------------------------------------------------------------------
 
 
-def made(signature: Any, emit: Any) -> Any:
+def lowered(signature: Any, emit: Any) -> Any:
     """What an intrinsic returns that emits code of its arguments."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -205,21 +205,21 @@ def made(signature: Any, emit: Any) -> Any:
 @intrinsic
 def load(ctx: Any, address: Any) -> Any:
     """Sixteen fp32 numbers."""
-    return made(Lanes(types.int64), lambda b, a: read(b, a, VF))
+    return lowered(Lanes(types.int64), lambda b, a: read(b, a, VF))
 
 
 @intrinsic(prefer_literal=True)
 def load_any(ctx: Any, address: Any, kind: Any) -> Any:
     """Sixteen numbers of a format, a constant."""
     fmt = kind.literal_value
-    return made(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
+    return lowered(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
 
 
 @intrinsic(prefer_literal=True)
 def load_one(ctx: Any, address: Any, kind: Any) -> Any:
     """One number of a format, a constant."""
     fmt, zero = kind.literal_value, ir.Constant(I32, 0)
-    return made(
+    return lowered(
         types.float32(types.int64, kind),
         lambda b, a, _: b.extract_element(read_f32(b, a, fmt, 1), zero),
     )
@@ -228,105 +228,105 @@ def load_one(ctx: Any, address: Any, kind: Any) -> Any:
 @intrinsic
 def store(ctx: Any, address: Any, x: Any) -> Any:
     """Store sixteen fp32 numbers."""
-    return made(types.void(types.int64, Lanes), lambda b, a, x: write(b, a, x))
+    return lowered(types.void(types.int64, Lanes), lambda b, a, x: write(b, a, x))
 
 
 @intrinsic
 def store_one(ctx: Any, address: Any, x: Any) -> Any:
     """Store one fp32 number."""
-    return made(types.void(types.int64, types.float32), lambda b, a, x: write(b, a, x))
+    return lowered(types.void(types.int64, types.float32), lambda b, a, x: write(b, a, x))
 
 
 @intrinsic
 def load_byte(ctx: Any, address: Any) -> Any:
     """The byte at an address."""
     byte = ir.IntType(8)
-    return made(types.int64(types.int64), lambda b, a: b.zext(read(b, a, byte, 1), I64))
+    return lowered(types.int64(types.int64), lambda b, a: b.zext(read(b, a, byte, 1), I64))
 
 
 @intrinsic
 def load_i32(ctx: Any, address: Any) -> Any:
     """The int32 at an address."""
-    return made(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))
+    return lowered(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))
 
 
 @intrinsic
 def splat(ctx: Any, x: Any) -> Any:
     """A scalar in all lanes."""
-    return made(Lanes(types.float32), spread)
+    return lowered(Lanes(types.float32), broadcast)
 
 
 @intrinsic
 def fma(ctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
-    return made(Lanes(Lanes, Lanes, Lanes), fused)
+    return lowered(Lanes(Lanes, Lanes, Lanes), muladd)
 
 
 @intrinsic
-def larger(ctx: Any, a: Any, b: Any) -> Any:
+def maximum(ctx: Any, a: Any, b: Any) -> Any:
     """The larger of a and b, lane by lane."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
+    return lowered(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
 @intrinsic
-def smaller(ctx: Any, a: Any, b: Any) -> Any:
+def minimum(ctx: Any, a: Any, b: Any) -> Any:
     """The smaller of a and b, lane by lane."""
-    return made(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
+    return lowered(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 @intrinsic
-def total(ctx: Any, x: Any) -> Any:
+def sum_lanes(ctx: Any, x: Any) -> Any:
     """The sum of all lanes."""
-    return made(types.float32(Lanes), summed)
+    return lowered(types.float32(Lanes), reduce_add)
 
 
 @intrinsic
-def lane(ctx: Any, x: Any) -> Any:
+def first_lane(ctx: Any, x: Any) -> Any:
     """The first lane."""
     zero = ir.Constant(I32, 0)
-    return made(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
+    return lowered(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
 
 
 @intrinsic
-def largest(ctx: Any, x: Any) -> Any:
+def max_lanes(ctx: Any, x: Any) -> Any:
     """The largest lane that is a number, -inf where none is.
 
     LLVM's own reduction, which NaN may enter, goes lane by lane.
     """
 
     def emit(b: Any, x: Any) -> Any:
-        x = b.select(b.fcmp_ordered("==", x, x), x, same(float("-inf")))
+        x = b.select(b.fcmp_ordered("==", x, x), x, constant(float("-inf")))
         for half in (8, 4, 2, 1):
             pick = ir.Constant(VI, [i ^ half for i in range(WIDTH)])
             other = b.shuffle_vector(x, ir.Constant(VF, ir.Undefined), pick)
             x = b.select(b.fcmp_ordered(">", x, other), x, other)
         return b.extract_element(x, ir.Constant(I32, 0))
 
-    return made(types.float32(Lanes), emit)
+    return lowered(types.float32(Lanes), emit)
 
 
 @intrinsic
-def first(ctx: Any, x: Any, count: Any) -> Any:
+def first_lanes(ctx: Any, x: Any, count: Any) -> Any:
     """The first `count` lanes of x, -inf in the others."""
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        few = spread(b, b.trunc(count, I32))
-        return b.select(b.icmp_signed("<", lane, few), x, same(float("-inf")))
+        few = broadcast(b, b.trunc(count, I32))
+        return b.select(b.icmp_signed("<", lane, few), x, constant(float("-inf")))
 
-    return made(Lanes(Lanes, types.int64), emit)
+    return lowered(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
-def seen(ctx: Any, x: Any, address: Any) -> Any:
+def masked_lanes(ctx: Any, x: Any, address: Any) -> Any:
     """x where the sixteen bytes at address are not 0, else -inf."""
 
     def emit(b: Any, x: Any, address: Any) -> Any:
         kind = ir.VectorType(ir.IntType(8), WIDTH)
         flags = read(b, address, kind, align=1)
-        return b.select(b.icmp_unsigned("!=", flags, same(0, kind)), x, same(float("-inf")))
+        return b.select(b.icmp_unsigned("!=", flags, constant(0, kind)), x, constant(float("-inf")))
 
-    return made(Lanes(Lanes, types.int64), emit)
+    return lowered(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
@@ -334,20 +334,20 @@ def exp(ctx: Any, x: Any) -> Any:
     """e^x to fp32's precision; 0 below -87, where fp32 ends, and e^88 above 88."""
 
     def emit(b: Any, x: Any) -> Any:
-        x = b.select(b.fcmp_ordered("<", x, same(88.0)), x, same(88.0))
-        low = b.fcmp_unordered("<", x, same(-87.0))
-        x = b.select(low, same(0.0), x)
-        n = call(b, "llvm.nearbyint.v16f32", VF, b.fmul(x, same(1.4426950408889634)))
-        r = fused(b, n, same(-_LN2_HIGH), x)
-        r = fused(b, n, same(-_LN2_LOW), r)
-        y = same(_EXP[0])
+        x = b.select(b.fcmp_ordered("<", x, constant(88.0)), x, constant(88.0))
+        low = b.fcmp_unordered("<", x, constant(-87.0))
+        x = b.select(low, constant(0.0), x)
+        n = call(b, "llvm.nearbyint.v16f32", VF, b.fmul(x, constant(1.4426950408889634)))
+        r = muladd(b, n, constant(-_LN2_HIGH), x)
+        r = muladd(b, n, constant(-_LN2_LOW), r)
+        y = constant(_EXP[0])
         for c in _EXP[1:]:
-            y = fused(b, y, r, same(c))
-        y = fused(b, y, b.fmul(r, r), b.fadd(r, same(1.0)))
-        power = b.shl(b.add(b.fptosi(n, VI), same(127, VI)), same(23, VI))
-        return b.select(low, same(0.0), b.fmul(y, b.bitcast(power, VF)))
+            y = muladd(b, y, r, constant(c))
+        y = muladd(b, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
+        power = b.shl(b.add(b.fptosi(n, VI), constant(127, VI)), constant(23, VI))
+        return b.select(low, constant(0.0), b.fmul(y, b.bitcast(power, VF)))
 
-    return made(Lanes(Lanes), emit)
+    return lowered(Lanes(Lanes), emit)
 
 
 @intrinsic
@@ -360,4 +360,4 @@ def prefetch(ctx: Any, address: Any) -> Any:
         fn = b.module.declare_intrinsic("llvm.prefetch", [byte], kind)
         b.call(fn, [b.inttoptr(address, byte), *(ir.Constant(I32, i) for i in (0, 3, 1))])
 
-    return made(types.void(types.int64), emit)
+    return lowered(types.void(types.int64), emit)

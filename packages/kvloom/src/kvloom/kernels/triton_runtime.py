@@ -15,30 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of queries, keys and values that kernels read."""
+from .limits import dtype_problem
 
 
-def problems(x: Tensor, most: int = 512) -> list[str]:
+def problems(x: Tensor) -> list[str]:
+    """Return why no Triton kernel takes tensors like x."""
+    dtype = dtype_problem(x.dtype, "the tensors are")
+    return misplaced(x.device) + ([] if dtype is None else [dtype])
+
+
+def wide_head(x: Tensor, most: int) -> str | None:
     """Return why no Triton kernel takes tensors [..., D] like x, with D up to `most`."""
-    found = misplaced(x.device)
-    if x.dtype not in DTYPES:
-        found.append(f"the tensors are {x.dtype}, not fp32, fp16 or bf16")
-    if not 1 <= x.shape[-1] <= most:
-        found.append(f"head_dim={x.shape[-1]} is not between 1 and {most}")
-    return found
+    d = x.shape[-1]
+    return None if 1 <= d <= most else f"head_dim={d} is not between 1 and {most}"
 
 
 def misplaced(device: torch.device) -> list[str]:
     """Return why no Triton kernel runs on tensors of a device."""
-    found = []
+    reasons = []
     if not _installed():
-        found.append("Triton is not installed; pip install triton")
+        reasons.append("Triton is not installed; pip install triton")
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        found.append(f"the tensors are on {device.type}, not on a CUDA device")
+        reasons.append(f"the tensors are on {device.type}, not on a CUDA device")
     elif device.type == "cuda" and _capability(device) < (8, 0):
-        found.append("the GPU's compute capability is below 8.0 (Ampere)")
-    return found
+        reasons.append("the GPU's compute capability is below 8.0 (Ampere)")
+    return reasons
 
 
 def interpreted() -> bool:
@@ -72,7 +73,7 @@ def launch(
         kernel[grid](*arguments, **constants, **options)
 
 
-def room(size: int, least: int = 16) -> int:
+def padded_size(size: int, least: int = 16) -> int:
     """Return the least power of 2 that is at least `size`: tile shapes are powers of 2."""
     return max(least, 1 << (size - 1).bit_length())
 

@@ -1,8 +1,9 @@
 """Rotary position embedding of keys that are already rotated: rotate them to other positions.
 
 A key at position p is its raw key rotated by p; rotations compose, so a stored key moves from p to
-p + by in one rotation, and by = -p gives the raw key. Decides nothing about models: `hf.rotary`
-finds how a model rotates.
+p + by in one rotation, and by = -p gives the raw key. `renumber` gives kept tokens positions as if
+the evicted ones had never existed. Decides nothing about models: `hf.rotary` finds how a model
+rotates.
 """
 
 from __future__ import annotations
@@ -55,6 +56,21 @@ class Rope(NamedTuple):
         else:
             rotary = torch.cat(rotated, dim=-1)
         return torch.cat([rotary.to(x.dtype), x[..., dims:]], dim=-1)
+
+
+def renumber(rope: Rope, k: Tensor, index: Tensor, newest: int) -> Tensor:
+    """Rotate keys k [B, Hk, N, D] to consecutive positions that end at `newest`.
+
+    index: the tokens' logical indices, and positions so far, [B or 1, Hk or 1, N].
+    """
+    rank = index.argsort(dim=-1).argsort(dim=-1)
+    return rope.rotate(k, newest + 1 - index.shape[-1] + rank - index)
+
+
+def renumber_once(rope: Rope, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
+    """Rotate keys k [B, Hk, M, D], kept at slots [B, Hk, M] of `tokens` tokens, to the last M."""
+    m = slots.shape[-1]
+    return rope.rotate(k, torch.arange(tokens - m, tokens, device=k.device) - slots)
 
 
 def _angles(inv_freq: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:

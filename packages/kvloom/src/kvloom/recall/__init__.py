@@ -4,11 +4,10 @@ from typing import TypeVar
 
 from ..registry import Registry
 from .clusters import Clusters
-from .index import HEAD_CHOICES, Finder, Index, Recall, grown
+from .index import HEAD_CHOICES, Finder, Index, Recall, SideStream, grown
 from .offload import OffloadStore
-from .pages import Pages, TopK
-from .partial_keys import PartialKeys
-from .side_stream import SideStream
+from .pages import Pages
+from .partial_keys import PartialKeys, TopK
 from .tiers import TIERS, Tier, Traffic
 
 INDEXES: Registry[type[Index]] = Registry(

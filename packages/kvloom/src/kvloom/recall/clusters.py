@@ -19,7 +19,8 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels import ops
 from ..kernels.select import reference as ref
-from .index import Finder, Index, grown, whole
+from ..registry.fields import check_choice, check_whole
+from .index import Finder, Index, grown
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,11 @@ class Clusters(Index):
 
     def __post_init__(self) -> None:
         for name in ("size", "block", "block_clusters", "iterations"):
-            whole(name, getattr(self, name), 1)
-        whole("seed", self.seed, 0)
+            check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
         if self.seed >= 1 << 64:
             raise RecipeError(f"seed={self.seed} has more than 64 bits; use one below 2**64")
-        if self.distance not in ref.DISTANCES:
-            raise RecipeError(
-                f"distance={self.distance!r} is not one of {', '.join(ref.DISTANCES)}"
-            )
+        check_choice("distance", self.distance, ref.DISTANCES)
         if self.block_clusters > self.block:
             raise RecipeError(
                 f"block_clusters={self.block_clusters} is more than the block={self.block} tokens "
@@ -63,9 +61,9 @@ class Clusters(Index):
         """Return an empty index."""
         return ClusterFinder(self)
 
-    def due(self, held: int, waiting: int) -> int:
+    def due(self, indexed: int, waiting: int) -> int:
         """Return all tokens of a prompt, later whole blocks; a prompt below `size` tokens waits."""
-        if held == 0:
+        if indexed == 0:
             return waiting if waiting >= self.size else 0
         return self.block if waiting >= self.block else 0
 

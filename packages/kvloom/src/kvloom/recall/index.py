@@ -1,8 +1,8 @@
 """Recall: the whole cache stays, and a step reads the tokens an index finds for its queries.
 
-Decides how many tokens are read and how the query heads of a group choose together. `clusters` and
-`pages` find tokens; `cache.retriever` reads them. A new index is an `Index` (its options) and a
-`Finder` (its state).
+Decides how many tokens are read and how the query heads of a group choose together. `clusters`,
+`pages` and `partial_keys` find tokens; `cache.retriever` reads them. A new index is an `Index` (its
+options) and a `Finder` (its state), which may grow on a `SideStream`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..registry.fields import check_fields
+from ..registry.fields import check_choice, check_fields, check_whole
 from ..state import Stateful
 from .tiers import Tier
 
@@ -39,10 +39,10 @@ class Index:
         """Return an empty index."""
         raise NotImplementedError
 
-    def due(self, held: int, waiting: int) -> int:
-        """Return how many of `waiting` tokens to index now, where `held` are indexed already.
+    def due(self, indexed: int, waiting: int) -> int:
+        """Return how many of `waiting` tokens to index now.
 
-        The default: all whole units.
+        `indexed` tokens are indexed already. The default: all whole units.
         """
         return waiting // self.unit * self.unit
 
@@ -122,8 +122,8 @@ class Finder(Stateful):
     def state(self) -> dict[str, Any]:
         """Return the number of tokens, and the tensors by name."""
         tensors = {name: getattr(self, name, None) for name in self.tensors}
-        held = {name: x for name, x in tensors.items() if x is not None}
-        return {"tokens": self.tokens, "tensors": held}
+        present = {name: x for name, x in tensors.items() if x is not None}
+        return {"tokens": self.tokens, "tensors": present}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned."""
@@ -163,21 +163,14 @@ class Recall:
                 f"index={self.index!r} is not an index; use Clusters, Pages, PartialKeys or TopK"
             )
         check_fields(self, "group", "tier")
-        whole("budget tokens", self.tokens, 1)
-        whole("full_layers", self.full_layers, 0)
-        if self.group not in HEAD_CHOICES:
-            raise RecipeError(f"group={self.group!r} is not one of {', '.join(HEAD_CHOICES)}")
+        check_whole("budget tokens", self.tokens, 1)
+        check_whole("full_layers", self.full_layers, 0)
+        check_choice("group", self.group, HEAD_CHOICES)
         if self.tier is not None and self.index.reads_keys:
             raise RecipeError(
                 f"index={self.index.kind!r} reads every key to find some, and would copy them all "
                 "from the tier at every step; use clusters or pages"
             )
-
-
-def whole(name: str, value: object, least: int) -> None:
-    """Raise `RecipeError` if the value is not a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise RecipeError(f"{name}={value!r} must be a whole number, {least} or more")
 
 
 def grown_mask(old: Tensor | None, nonpadding: Tensor, tokens: int) -> Tensor | None:
@@ -195,3 +188,40 @@ def grown_mask(old: Tensor | None, nonpadding: Tensor, tokens: int) -> Tensor | 
 def grown(old: Tensor | None, new: Tensor) -> Tensor:
     """Return old and new concatenated along dimension 2."""
     return new if old is None else torch.cat([old, new], dim=2)
+
+
+class SideStream:
+    """Runs work beside the device's other work, on a CUDA stream; on a CPU, at once.
+
+    Call `wait` before you use its results or change the tensors that it reads.
+    """
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.done: Any = None
+
+    def __deepcopy__(self, memo: dict) -> SideStream:
+        """Return a new stream, once the work is done."""
+        self.wait()
+        return SideStream()
+
+    def run(self, work: Callable[[], None], *reads: Tensor) -> None:
+        """Run the function `work`, which reads the tensors `reads`, all on one device."""
+        if not reads[0].is_cuda:
+            work()
+            return
+        device = reads[0].device
+        if self.stream is None:
+            self.stream = torch.cuda.Stream(device)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self.stream):
+            work()
+        for x in reads:  # the allocator must not reuse their memory while this stream reads
+            x.record_stream(self.stream)
+        self.done = self.stream.record_event()
+
+    def wait(self) -> None:
+        """Make the device's current stream wait for the work; the host does not wait."""
+        if self.done is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(self.done)
+            self.done = None

@@ -56,12 +56,13 @@ class OffloadBuffer(Stateful):
         ]
         if self.encoding is None:
             return flat[0].index_select(0, addresses)
-        how = self.encoding
+        encoding = self.encoding
         codes, scale, zero = (x[None, None] for x in flat)
-        scale, zero = scale.view(META[how.meta]), zero.view(META[how.meta])
-        group = how.group or self.widths[0]
+        scale, zero = scale.view(META[encoding.meta]), zero.view(META[encoding.meta])
+        group = encoding.group or self.widths[0]
         slots = addresses[None, None]
-        return gather_packed(codes, scale, zero, how.bits, how.axis, group, slots, dtype)[0, 0]
+        bits, axis = encoding.bits, encoding.axis
+        return gather_packed(codes, scale, zero, bits, axis, group, slots, dtype)[0, 0]
 
 
 class OffloadStore(Stateful):
@@ -96,11 +97,6 @@ class OffloadStore(Stateful):
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
         self.traffic = Traffic()
         self.forget()
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes of the tensors on the device."""
-        return sum(x.nbytes for x in self._held(self.tensors))
 
     def forget(self) -> None:
         """Discard the resident copies on the device."""
@@ -240,9 +236,9 @@ class OffloadStore(Stateful):
         """Return the addresses in the buffers of tokens at slots of rows' key/value heads."""
         assert self.like is not None
         begin, batch, block = self.extents.unbind(1)
-        e = torch.searchsorted(begin.contiguous(), slots.contiguous(), right=True) - 1
-        blocks = (slots - begin[e]) // self.unit * batch[e] + self.source[row, e]
-        return (block[e] + blocks * self.like.shape[1] + head) * self.unit + slots % self.unit
+        extent = torch.searchsorted(begin.contiguous(), slots.contiguous(), right=True) - 1
+        blocks = (slots - begin[extent]) // self.unit * batch[extent] + self.source[row, extent]
+        return (block[extent] + blocks * self.like.shape[1] + head) * self.unit + slots % self.unit
 
     def _fetch(self, slots: Tensor, which: Tensor) -> Tensor:
         """Return tokens [n, 2 D] at the slots [B, H, M] where `which` is True, on the device."""

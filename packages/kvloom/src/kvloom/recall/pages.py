@@ -1,4 +1,4 @@
-"""Pages of consecutive tokens (Quest, arXiv:2406.10774, section 3), and the exact top k.
+"""Pages of consecutive tokens (Quest, arXiv:2406.10774, section 3).
 
 The index stores the least and the largest of a page's keys in every channel, which bound q . k for
 all of them. Departures: key/value heads choose for their group of queries (the paper's code: every
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
-from ..kernels.select import reference as ref
-from .index import Finder, Index, grown, grown_mask, whole
+from ..registry.fields import check_whole
+from .index import Finder, Index, grown
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Pages(Index):
     kind: ClassVar[str] = "pages"
 
     def __post_init__(self) -> None:
-        whole("page", self.page, 1)
+        check_whole("page", self.page, 1)
 
     def finder(self) -> PageFinder:
         """Return an empty index."""
@@ -82,45 +82,3 @@ class PageFinder(Finder):
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
         """Return slots int64 [B, Hk or Hq, tokens] of the best pages, by scores of `scores`."""
         return ops.select_pages(scores, tokens // self.page, self.page)
-
-
-@dataclass(frozen=True)
-class TopK(Index):
-    """No index: a step reads every key to find those with the largest q . k. An oracle.
-
-    Scores leave out ALiBi's bias.
-    """
-
-    kind: ClassVar[str] = "topk"
-    reads_keys: ClassVar[bool] = True
-
-    def finder(self) -> TopKFinder:
-        """Return an empty index."""
-        return TopKFinder()
-
-    def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
-        """Return 0: only padding is stored."""
-        return 0
-
-
-class TopKFinder(Finder):
-    """A mask bool [B, 1, N], False for padding; None where there is no padding."""
-
-    tensors = ("real",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.real: Tensor | None = None
-
-    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
-        """Count keys [B, Hk, T, D], and note padding."""
-        self.real = grown_mask(self.real, nonpadding, self.tokens)
-        self.tokens += keys.shape[2]
-
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
-        """Return the tokens with the largest q . k."""
-        k = keys()
-        scores = ref.together(ref.dots(q, k), k.shape[1], group)
-        if self.real is not None:
-            scores = scores.masked_fill(~self.real, -torch.inf)
-        return scores.topk(tokens, dim=-1).indices

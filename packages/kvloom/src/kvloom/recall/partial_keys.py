@@ -1,12 +1,14 @@
-"""A few channels of every key after a rotation (InfiniGen, arXiv:2406.19707, section 4.2).
+"""The exact top k, by all channels of every key or by a few after a rotation (InfiniGen).
 
-The prompt's queries give a rotation of each key/value head: the right singular vectors of their
-matrix. Rotated queries and keys have the same inner products, but a few channels make up most of
-them. The index stores these channels of every key, and a query reads the tokens with the largest
-inner product in them. Departures: the rotation comes from the prompt itself, so no weight changes
-and nothing is calibrated (the paper: from a sample, offline, folded into the weights); the query
-is the layer's own (the paper: an estimate from the layer before, to copy tokens in advance); a step
-reads a fixed number of tokens (the paper: those within a threshold of the largest score).
+InfiniGen (arXiv:2406.19707, section 4.2): the prompt's queries give a rotation of each key/value
+head, the right singular vectors of their matrix. Rotated queries and keys have the same inner
+products, but a few channels make up most of them. The index stores these channels of every key, and
+a query reads the tokens with the largest inner product in them.
+
+Departures: the rotation comes from the prompt itself, so no weight changes and nothing is
+calibrated (the paper: from a sample, offline, folded into the weights); the query is the layer's
+own (the paper: an estimate from the layer before, to copy tokens in advance); a step reads a fixed
+number of tokens (the paper: those within a threshold of the largest score).
 """
 
 from __future__ import annotations
@@ -20,10 +22,53 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.select import reference as ref
-from .index import Finder, Index, grown, grown_mask, whole
+from ..registry.fields import check_whole
+from .index import Finder, Index, grown, grown_mask
 
 # The number of queries and keys that are read in float64 at once.
 _CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class TopK(Index):
+    """No index: a step reads every key to find those with the largest q . k. An oracle.
+
+    Scores leave out ALiBi's bias.
+    """
+
+    kind: ClassVar[str] = "topk"
+    reads_keys: ClassVar[bool] = True
+
+    def finder(self) -> TopKFinder:
+        """Return an empty index."""
+        return TopKFinder()
+
+    def nbytes(self, tokens: int, head_dim: int, itemsize: int) -> int:
+        """Return 0: only padding is stored."""
+        return 0
+
+
+class TopKFinder(Finder):
+    """A mask bool [B, 1, N], False for padding; None where there is no padding."""
+
+    tensors: ClassVar[tuple[str, ...]] = ("real",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real: Tensor | None = None
+
+    def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
+        """Count keys [B, Hk, T, D], and note padding."""
+        self.real = grown_mask(self.real, nonpadding, self.tokens)
+        self.tokens += keys.shape[2]
+
+    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+        """Return the tokens with the largest q . k."""
+        k = keys()
+        scores = ref.together(ref.dots(q, k), k.shape[1], group)
+        if self.real is not None:
+            scores = scores.masked_fill(~self.real, -torch.inf)
+        return scores.topk(tokens, dim=-1).indices
 
 
 @dataclass(frozen=True)
@@ -45,15 +90,15 @@ class PartialKeys(Index):
     def __post_init__(self) -> None:
         if not isinstance(self.share, float | int) or not 0 < self.share <= 1:
             raise RecipeError(f"share={self.share!r} of the channels must lie in (0, 1]")
-        whole("block", self.block, 1)
+        check_whole("block", self.block, 1)
 
     def finder(self) -> PartialKeyFinder:
         """Return an empty index."""
         return PartialKeyFinder(self)
 
-    def due(self, held: int, waiting: int) -> int:
+    def due(self, indexed: int, waiting: int) -> int:
         """Return all tokens of a prompt, later whole blocks."""
-        return waiting if held == 0 else waiting // self.block * self.block
+        return waiting if indexed == 0 else waiting // self.block * self.block
 
     @property
     def step(self) -> int:
@@ -69,12 +114,11 @@ class PartialKeys(Index):
         return self.channels(head_dim) * (4 * head_dim + tokens * itemsize)
 
 
-class PartialKeyFinder(Finder):
+class PartialKeyFinder(TopKFinder):
     """Partial keys of one layer.
 
     rotation: fp32 [B, Hk, D, P], to the P channels that are stored; None before the first prompt.
-    partial: [B, Hk, N, P] in the keys' dtype. real: bool [B, 1, N], False for padding; None where
-    there is none.
+    partial: [B, Hk, N, P] in the keys' dtype.
     """
 
     tensors = ("rotation", "partial", "real")
@@ -84,7 +128,6 @@ class PartialKeyFinder(Finder):
         self.options = options
         self.rotation: Tensor | None = None
         self.partial: Tensor | None = None
-        self.real: Tensor | None = None
 
     @property
     def learned(self) -> bool:
@@ -124,20 +167,17 @@ class PartialKeyFinder(Finder):
         if self.rotation is None:
             self.learn(keys[:, :, :0], keys, nonpadding, nonpadding[..., :0])
         assert self.rotation is not None
-        self.real = grown_mask(self.real, nonpadding, self.tokens)
         self.partial = grown(self.partial, (keys.float() @ self.rotation).to(keys.dtype))
-        self.tokens += keys.shape[2]
+        super().extend(keys, nonpadding)
 
     def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens with the largest inner product in the stored channels."""
         assert self.rotation is not None
-        assert self.partial is not None
+        partial = self.partial
+        assert partial is not None
         b, hk, d, p = self.rotation.shape
         rows = (q.float().view(b, hk, -1, d) @ self.rotation).view(b, -1, p)
-        scores = ref.together(ref.dots(rows, self.partial), hk, group)
-        if self.real is not None:
-            scores = scores.masked_fill(~self.real, -torch.inf)
-        return scores.topk(tokens, dim=-1).indices
+        return super().find(rows, tokens, group, lambda: partial)
 
 
 def _doubles(x: Tensor) -> Iterator[Tensor]:

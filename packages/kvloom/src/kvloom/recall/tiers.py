@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError, TierError
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from ..state import Stateful
 
 TIERS = {
@@ -50,8 +50,7 @@ class Tier:
             )
         if self.folder is not None and self.kind != "file":
             raise RecipeError(f'folder={self.folder!r} needs kind="file", not {self.kind!r}')
-        if type(self.steps) is not int or self.steps < 0:
-            raise RecipeError(f"steps={self.steps!r} must be a whole number, 0 or more")
+        check_whole("steps", self.steps, 0)
 
 
 class Traffic(NamedTuple):

@@ -1,12 +1,11 @@
 """Recipes: their parts, their names and spelling, and the bytes that they take."""
 
 from .geometry import Geometry
-from .layers import UNCHANGED
+from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
 from .resolve import options, part_options, resolve, summary
-from .spec import LayerOverride, Protect, Recipe, predicted_layer_nbytes
+from .spec import LayerOverride, Protect, Recipe, Tuned, predicted_layer_nbytes
 from .text import is_file
-from .tuned import Tuned
 
 __all__ = [
     "RECIPES",
@@ -17,6 +16,7 @@ __all__ = [
     "Recipe",
     "Tuned",
     "is_file",
+    "listed",
     "options",
     "part_options",
     "predicted_layer_nbytes",

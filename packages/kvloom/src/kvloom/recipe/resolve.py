@@ -18,10 +18,12 @@ from typing import Any, get_type_hints
 from ..errors import RecipeError
 from ..registry.fields import alternatives
 from .named import PARTS, RECIPES, Build
-from .spec import LayerOverride, Recipe, is_file
+from .spec import LayerOverride, Recipe
+from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
+_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score"}  # of options
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _OVERRIDE = re.compile(r"@(?=[^@=,:/\\]*=)")  # not the "@" of a path
 
@@ -64,7 +66,11 @@ def summary(name: str) -> str:
 def options(name: str) -> dict[str, Any]:
     """Return the options of a recipe and their defaults."""
     parameters = inspect.signature(RECIPES[name]).parameters.values()
-    return {one.name: one.default for one in parameters if one.kind is not one.VAR_KEYWORD}
+    return {
+        parameter.name: parameter.default
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
 
 
 def part_options(name: str) -> dict[str, dict[str, Any]]:
@@ -89,9 +95,12 @@ def _named(spelled: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    given = dict(_item(name, item) for item in rest.split(",") if item.strip())
-    hints = _hints(name, RECIPES[name], given)
-    values = {key: _value(name, key, text, hints) for key, text in given.items()}
+    texts = dict(_item(item) for item in rest.split(",") if item.strip())
+    for former, present in _FORMER_NAMES.items():
+        if former in texts and present in options(name):
+            texts.setdefault(present, texts.pop(former))
+    hints = _hints(name, RECIPES[name], texts)
+    values = {key: _value(name, key, text, hints) for key, text in texts.items()}
     start = {"start": values.pop("start")} if "start" in values else {}
     return replace(RECIPES[name](**values), **start)
 
@@ -109,7 +118,7 @@ def _override(spelled: str) -> LayerOverride:
     )
 
 
-def _item(name: str, item: str) -> tuple[str, str]:
+def _item(item: str) -> tuple[str, str]:
     key, _, text = (part.strip() for part in item.partition("="))
     return key, text
 
@@ -117,18 +126,18 @@ def _item(name: str, item: str) -> tuple[str, str]:
 def _passes(build: Build) -> str | None:
     """Return the option that chooses the part to which a recipe passes further options."""
     parameters = inspect.signature(build).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return next((what for what in PARTS if what in parameters), None)
 
 
-def _hints(name: str, build: Build, given: dict[str, str]) -> dict[str, Any]:
+def _hints(name: str, build: Build, texts: dict[str, str]) -> dict[str, Any]:
     """Return the options that a recipe accepts, given these, and their annotations."""
-    own, found = get_type_hints(build), options(name)
-    hints = {key: own[key] for key in found}
+    annotations, defaults = get_type_hints(build), options(name)
+    hints = {key: annotations[key] for key in defaults}
     what = _passes(build)
     if what is not None:
-        kind = given.get(what) or found[what]
+        kind = texts.get(what) or defaults[what]
         if kind not in PARTS[what]:
             raise RecipeError(
                 f"{what}={kind!r} is not one of {', '.join(PARTS[what])}"
@@ -136,12 +145,14 @@ def _hints(name: str, build: Build, given: dict[str, str]) -> dict[str, Any]:
             )
         part = PARTS[what][kind]
         passed = get_type_hints(part)
-        hints |= {one: passed[one] for one in _defaults(part) if one not in hints}
+        hints |= {option: passed[option] for option in _defaults(part) if option not in hints}
     return hints
 
 
 def _defaults(part: type) -> dict[str, Any]:
-    return {one.name: None if one.default is MISSING else one.default for one in fields(part)}
+    return {
+        field.name: None if field.default is MISSING else field.default for field in fields(part)
+    }
 
 
 def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:

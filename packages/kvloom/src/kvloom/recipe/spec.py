@@ -6,7 +6,7 @@ functions at the end of this file. How recipes are written is in `text`.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,11 @@ from weakref import WeakValueDictionary
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from ..store import Packed, Store
 from . import text
 from .geometry import Geometry
 from .layers import UNCHANGED, Unchanged, listed, select, spelled
-from .text import is_file
-from .tuned import Tuned
-
-__all__ = ["LayerOverride", "Protect", "Recipe", "is_file"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +44,7 @@ class Protect:
         if isinstance(self.recent, tuple) and len(self.recent) != 2:
             raise RecipeError(f"recent={self.recent!r} must be one number, or (keys, values)")
         for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise RecipeError(f"{name}={value!r} must be a whole number of tokens, 0 or more")
+            check_whole(name, value, 0, " of tokens")
 
     @property
     def recents(self) -> tuple[int, int]:
@@ -100,6 +95,36 @@ class LayerOverride:
 
 
 @dataclass(frozen=True)
+class Tuned:
+    """Where a tuned recipe comes from: `kvloom tune` writes it. Another model refuses the recipe.
+
+    model: the fingerprint of the model's weights. text: SHA-256 of the text's token ids. bound:
+    what the recipe was tuned for: "bytes=0.2" or "kl=0.01". texts: the number of prompts of
+    `context` tokens. tokens: those that follow each prompt. kl, kl_p99: mean and 99th percentile of
+    the divergence from the exact cache on these tokens, in nats; predicted_kl: the sum of the
+    layers' scores. nbytes: bytes of the cache after one prompt; predicted_nbytes: by
+    `Recipe.nbytes`; share: of the bytes of the exact cache.
+    """
+
+    model: str
+    text: str
+    bound: str
+    context: int
+    texts: int
+    tokens: int
+    seed: int
+    predicted_kl: float
+    kl: float
+    kl_p99: float
+    predicted_nbytes: int
+    nbytes: int
+    share: float
+
+    def __post_init__(self) -> None:
+        check_fields(self, *(field.name for field in fields(self)))
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Which tokens to keep, how to store them, which to recall, and which to protect from all that.
 
@@ -129,8 +154,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_fields(self, "keep", "store", "recall", "protect", "name", "layers", "tuned")
-        if type(self.start) is not int or self.start < 0:
-            raise RecipeError(f"start={self.start!r} must be a whole number of tokens, 0 or more")
+        check_whole("start", self.start, 0, " of tokens")
         if self.recall is not None:
             self._check_recall(self.recall)
         if self.protect.outliers is not None and (self.keep is not None or self.store.exact):
@@ -141,8 +165,7 @@ class Recipe:
         if self.keep is not None:
             self._check_keep(self.keep)
         plain = self._plain
-        _check_head_budgets(plain)
-        keeps = [one.keep for one in plain if one.keep is not None and not one.keep.by_age]
+        keeps = [x.keep for x in plain if x.keep is not None and not x.keep.by_age]
         if any(keep.scorer.repeats for keep in keeps):
             self._check_repeats(keeps)
 
@@ -172,6 +195,28 @@ class Recipe:
                 f"a budget of {tokens} tokens leaves nothing beside {protected} protected tokens; "
                 f"use {protected + 1} or more"
             )
+        if keep.budget.heads is not None:
+            self._check_heads(f"heads={keep.budget.heads:g}")
+
+    def _check_heads(self, heads: str) -> None:
+        """Check what does not combine with heads of different lengths; heads: as errors say it."""
+        if self.recall is not None:
+            raise RecipeError(
+                f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
+                "numbers; leave one of the two out"
+            )
+        for side, fmt in self.store.sides.items():
+            if not isinstance(fmt, Packed):
+                raise RecipeError(
+                    f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; "
+                    "leave out heads, or use Packed"
+                )
+            if fmt.pre_rope or fmt.regroups:
+                raise RecipeError(
+                    f"{side}: {heads} takes tokens that are packed after RoPE, each head by "
+                    "itself; leave out pre_rope, span, reorder, clip, smooth and static, or leave "
+                    "out heads"
+                )
 
     def _check_recall(self, recall: Recall) -> None:
         keep = self.keep
@@ -207,7 +252,7 @@ class Recipe:
             if not fmt.plain:
                 raise RecipeError(
                     f"{side}: a tier takes tokens that are packed after RoPE, each head by "
-                    "itself, and not rotated or boosted; use kivi or rtn without rotate, or leave "
+                    "itself, and not rotated; use kivi or rtn without rotate, or leave "
                     "out the tier"
                 )
         unit, step = self.store.block_tokens, recall.index.step
@@ -243,23 +288,23 @@ class Recipe:
     @property
     def stores(self) -> tuple[Store, ...]:
         """The store of the recipe and those of its overrides."""
-        overridden = (one.parts["store"] for one in self.layers if "store" in one.parts)
-        return (self.store, *overridden)
+        parts = [override.parts for override in self.layers]
+        return (self.store, *(x["store"] for x in parts if "store" in x))
 
     @property
     def exact(self) -> bool:
         """Whether every layer stores and reads every token exactly, as `full` does."""
-        return not self.recalls and all(one.keep is None and one.store.exact for one in self._plain)
+        return not self.recalls and all(x.keep is None and x.store.exact for x in self._plain)
 
     @property
     def recalls(self) -> bool:
         """Whether a step of some layer reads a choice of its tokens."""
-        return any(one.recall is not None for one in self._plain)
+        return any(recipe.recall is not None for recipe in self._plain)
 
     @property
     def budgeted(self) -> bool:
         """Whether it has a budget: of tokens that a step recalls, or else of tokens kept."""
-        return any(one.recall is not None or one.keep is not None for one in self._plain)
+        return any(recipe.recall is not None or recipe.keep is not None for recipe in self._plain)
 
     def with_budget(self, budget: int | float, prompt_tokens: int | None = None) -> Recipe:
         """Return it with another budget; a recipe that is not `budgeted` stays as it is.
@@ -272,9 +317,10 @@ class Recipe:
             RecipeError: The budget is out of range.
         """
         overrides = []
-        for one in self.layers:
-            parts = self._overridden(one)._budget_parts(budget, prompt_tokens)
-            overrides.append(replace(one, **{n: p for n, p in parts.items() if n in one.parts}))
+        for override in self.layers:
+            parts = self._overridden(override)._budget_parts(budget, prompt_tokens)
+            changed = {name: part for name, part in parts.items() if name in override.parts}
+            overrides.append(replace(override, **changed))
         return replace(self, layers=tuple(overrides), **self._budget_parts(budget, prompt_tokens))
 
     def _budget_parts(self, budget: int | float, prompt_tokens: int | None) -> dict[str, Any]:
@@ -444,44 +490,10 @@ def _interned(recipe: Recipe) -> Recipe:
 
 
 def _exact(value: Any) -> Hashable:
-    """Return a key that differs wherever the fields do: 1 == 1.0, but a budget reads them apart."""
+    """Return a key that differs wherever the fields do: 1 == 1.0, but a budget tells them apart."""
     if is_dataclass(value):
         return type(value), *(_exact(getattr(value, field.name)) for field in fields(value))
     return tuple(map(_exact, value)) if isinstance(value, tuple) else (type(value), value)
-
-
-# --- heads that divide a budget by their scores ---------------------------------------------------
-
-
-def _check_head_budgets(plain: Iterable[Recipe]) -> None:
-    """Raise `RecipeError` for parts that do not combine with heads of different lengths.
-
-    plain: the recipe without overrides, and with each of them.
-    """
-    for recipe in plain:
-        if recipe.keep is None or recipe.keep.budget.heads is None:
-            continue
-        heads = f"heads={recipe.keep.budget.heads:g}"
-        if recipe.recall is not None:
-            raise RecipeError(
-                f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
-                "numbers; leave one of the two out"
-            )
-        _check_store_of_heads(recipe.store, heads)
-
-
-def _check_store_of_heads(store: Store, heads: str) -> None:
-    for side, fmt in store.sides.items():
-        if not isinstance(fmt, Packed):
-            raise RecipeError(
-                f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; leave "
-                "out heads, or use Packed"
-            )
-        if fmt.pre_rope or fmt.regroups:
-            raise RecipeError(
-                f"{side}: {heads} takes tokens that are packed after RoPE, each head by itself; "
-                "leave out pre_rope, span, reorder, clip, smooth and static, or leave out heads"
-            )
 
 
 def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
@@ -490,19 +502,19 @@ def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     problems: list[str] = []
     if keep is None or not keep.needs_all_heads:
         return problems
-    given = f"layers={keep.budget.layers!r}"
+    option = f"layers={keep.budget.layers!r}"
     if keep.budget.heads is not None:
-        given = f"heads={keep.budget.heads:g}"
+        option = f"heads={keep.budget.heads:g}"
     if geometry.ranks > 1:
         problems.append(
-            f"{given} divides a budget by the scores of all heads, and this process holds one of "
+            f"{option} divides a budget by the scores of all heads, and this process holds one of "
             f"{geometry.ranks} parts of them (tensor parallelism); use "
             'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
         )
     if keep.budget.heads is not None and geometry.alibi:
         problems.append(
-            f"{given} leaves heads with different tokens, and the model's attention adds a bias by "
-            "their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
+            f"{option} leaves heads with different tokens, and the model's attention adds a bias "
+            "by their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
         )
     return problems
 
@@ -523,18 +535,19 @@ def predicted_layer_nbytes(
     keep, sinks = recipe.keep, recipe.protect.sinks
     if recipe.start and tokens <= recipe.start:
         heads = 2 * g.kv_heads + (g.q_heads if recipe.reads_queries else 0)
-        apart = sinks if keep is None or keep.by_age else 0  # sinks have room for all of them
-        rows = tokens * heads + 2 * g.kv_heads * max(0, apart - tokens)
+        # sinks that are stored by themselves have room for all of them
+        separate_sinks = sinks if keep is None or keep.by_age else 0
+        rows = tokens * heads + 2 * g.kv_heads * max(0, separate_sinks - tokens)
         outliers = recipe.protect.outliers
         ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
-        return rows * g.head_dim * g.dtype.itemsize + (8 if apart else 0) + ids
+        return rows * g.head_dim * g.dtype.itemsize + (8 if separate_sinks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
         if keep is not None and keep.drops(tokens):
             kept = min(tokens, recipe.budget_tokens(tokens))
         body = kept - min(sinks, kept)
         total = _predict_tokens(recipe, body, g)
-        total += 2 * sinks * g.kv_heads * g.head_dim * g.dtype.itemsize
+        total += sinks * g.layer_token_nbytes()
         total += 8 if sinks else 0  # the position of the row's first token that is not padding
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     room = keep.rooms(tokens, count)[rank]
@@ -555,13 +568,13 @@ def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry) -> int:
     total, packed_in_both = 0, tokens
     for fmt, recent in _sides(recipe):
         packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
-        total += (tokens - packed) * g.kv_heads * g.head_dim * g.dtype.itemsize
+        total += (tokens - packed) * g.layer_token_nbytes() // 2
         if fmt is not None:
             total += fmt.nbytes(packed, g.head_dim, g.kv_heads)
             packed_in_both = min(packed_in_both, packed)
     if recipe.protect.outliers is not None:  # exact copies and their positions
         copies = min(recipe.protect.outliers.tokens, packed_in_both)
-        total += copies * g.kv_heads * (2 * g.head_dim * g.dtype.itemsize + _INDEX)
+        total += copies * (g.layer_token_nbytes() + g.kv_heads * _INDEX)
     return total
 
 

@@ -48,13 +48,13 @@ def to_dict(part: Any) -> dict[str, Any]:
                 )
             if part.kind != _PLAIN_KIND:
                 table["kind"] = part.kind
-    for one in fields(part):
-        value = getattr(part, one.name)
-        if value is UNCHANGED or (value is one.default and (value is None or value is False)):
+    for field in fields(part):
+        value = getattr(part, field.name)
+        if value is UNCHANGED or (value is field.default and (value is None or value is False)):
             continue
-        if value is None and Unchanged in alternatives(field_types(part.__class__)[one.name]):
-            value = _NOTHING[one.name]
-        table[one.name] = _plain(one.name, value)
+        if value is None and Unchanged in alternatives(field_types(part.__class__)[field.name]):
+            value = _NOTHING[field.name]
+        table[field.name] = _plain(field.name, value)
     return table
 
 
@@ -66,7 +66,7 @@ def _plain(name: str, value: Any) -> Any:
             f"{name}: a rule that is a function cannot be written down; register a score, or name "
             f"one of {', '.join(SCORERS)}"
         )
-    return [_plain(name, one) for one in value] if isinstance(value, tuple) else value
+    return [_plain(name, item) for item in value] if isinstance(value, tuple) else value
 
 
 def from_dict(cls: type, table: Any, where: str = "recipe") -> Any:
@@ -75,47 +75,48 @@ def from_dict(cls: type, table: Any, where: str = "recipe") -> Any:
     where: what errors call it. Raises `RecipeError` for a field that does not exist, is missing or
     has a wrong type.
     """
-    own = {one.name: one for one in fields(cls)}
+    names = [field.name for field in fields(cls)]
     if isinstance(table, dict) and hasattr(cls, "upgraded"):
         table = cls.upgraded(table)
     if not isinstance(table, dict):
-        raise RecipeError(f"{where} must be a table of {', '.join(own)}, not {table!r}")
-    unknown = sorted(set(table) - set(own), key=str)
+        raise RecipeError(f"{where} must be a table of {', '.join(names)}, not {table!r}")
+    unknown = sorted(set(table) - set(names), key=str)
     if unknown:
-        raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(own)}")
+        raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}")
     if cls is Keep:
         table = {"budget": {}, **table}
-    missing = [name for name, one in own.items() if _required(one) and name not in table]
+    missing = [field.name for field in fields(cls) if _required(field) and field.name not in table]
     if missing:
         raise RecipeError(f"{where}: {cls.__name__} needs the field {missing[0]!r}")
     types = field_types(cls)
     return cls(**{name: _value(types[name], value, name) for name, value in table.items()})
 
 
-def _required(one: Field) -> bool:
-    return one.default is MISSING and one.default_factory is MISSING
+def _required(field: Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
     """Return the value of a field from plain data; the field's own class checks it."""
     if value is None or value == _NOTHING.get(name):
         return None
-    for one in alternatives(hint):
+    for kind in alternatives(hint):
         for base, registry in _KINDS.items():
-            if isinstance(one, type) and issubclass(one, base):
+            if isinstance(kind, type) and issubclass(kind, base):
                 return _of_kind(registry, value, name)
-        if is_dataclass(one):
-            return from_dict(one, value, name)  # type: ignore[arg-type]
-        if get_origin(one) is tuple and is_dataclass(get_args(one)[0]) and isinstance(value, list):
-            return tuple(from_dict(get_args(one)[0], item, name) for item in value)
+        if is_dataclass(kind):
+            return from_dict(kind, value, name)  # type: ignore[arg-type]
+        member = get_args(kind)[0] if get_origin(kind) is tuple else None
+        if is_dataclass(member) and isinstance(value, list):
+            return tuple(from_dict(member, item, name) for item in value)  # type: ignore[arg-type]
     return tuple(value) if isinstance(value, list) else value
 
 
-def _of_kind(registry: Registry, given: Any, name: str) -> Any:
+def _of_kind(registry: Registry, data: Any, name: str) -> Any:
     """Build the score, index or format whose `kind` a table names, or which is its kind alone."""
-    table = dict(given) if isinstance(given, dict) else {}
-    kind = table.pop("kind", None) if isinstance(given, dict) else given
-    if registry is FORMATS and isinstance(given, dict) and kind is None:
+    table = dict(data) if isinstance(data, dict) else {}
+    kind = table.pop("kind", None) if isinstance(data, dict) else data
+    if registry is FORMATS and isinstance(data, dict) and kind is None:
         kind = _PLAIN_KIND
     if not isinstance(kind, str) or kind not in registry:
         raise RecipeError(f"{name} kind={kind!r} is not one of {', '.join(registry)}")
@@ -166,23 +167,25 @@ def _lines(table: dict[str, Any], path: str, header: str) -> list[str]:
     plain = {k: v for k, v in table.items() if not isinstance(v, dict) and k not in lists}
     lines = [header.format(path)] if path and (plain or not tables) else []
     lines += [f"{k} = {_toml_value(k, v)}" for k, v in plain.items()]
-    below = [(key, one, "[{}]") for key, one in tables.items()]
-    below += [(key, one, "[[{}]]") for key, many in lists.items() for one in many]
-    for key, one, form in below:
-        found = _lines(one, f"{path}.{key}" if path else key, form)
-        lines += found if found[:1] == [""] else ["", *found]
+    below = [(key, inner, "[{}]") for key, inner in tables.items()]
+    below += [
+        (key, inner, "[[{}]]") for key, tables_of_list in lists.items() for inner in tables_of_list
+    ]
+    for key, inner, form in below:
+        inner_lines = _lines(inner, f"{path}.{key}" if path else key, form)
+        lines += inner_lines if inner_lines[:1] == [""] else ["", *inner_lines]
     return lines
 
 
 def _all_tables(values: list) -> bool:
-    return all(isinstance(one, dict) for one in values)
+    return all(isinstance(value, dict) for value in values)
 
 
 def _toml_value(name: str, value: Any) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(name, one) for one in value) + "]"
+        return "[" + ", ".join(_toml_value(name, item) for item in value) + "]"
     if not isinstance(value, int | float):
         raise RecipeError(f"{name}={value!r} cannot be written in TOML; use to_dict")
     return str(value).lower()  # of True, and of 1e-09

@@ -1,12 +1,10 @@
-"""Whether the fields of a part of a recipe have the types that their annotations name.
-
-Decides types alone: each part checks itself which numbers and names it allows.
-"""
+"""Whether the fields of a part of a recipe have the types and values that they should have."""
 
 from __future__ import annotations
 
 import enum
 import types
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -33,6 +31,21 @@ def check_fields(part: Any, *names: str) -> None:
             raise RecipeError(f"{name}={value!r} must be {_spelled(hints[name])}")
 
 
+def check_whole(name: str, value: Any, least: int, unit: str = "") -> None:
+    """Raise `RecipeError` if a value is not a whole number of at least `least`.
+
+    unit: what it counts, such as " of tokens".
+    """
+    if type(value) is not int or value < least:
+        raise RecipeError(f"{name}={value!r} must be a whole number{unit}, {least} or more")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise `RecipeError` if a value is not one of the choices."""
+    if value not in choices:
+        raise RecipeError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
 @cache
 def field_types(part: Any) -> dict[str, Any]:
     """The annotations of a class, resolved."""
@@ -46,7 +59,7 @@ def alternatives(hint: Any) -> tuple[Any, ...]:
 
 def _fits(value: Any, hint: Any) -> bool:
     if len(alternatives(hint)) > 1:
-        return any(_fits(value, one) for one in alternatives(hint))
+        return any(_fits(value, kind) for kind in alternatives(hint))
     if get_origin(hint) is tuple:  # of any length
         return isinstance(value, tuple) and all(_fits(x, get_args(hint)[0]) for x in value)
     if isinstance(value, bool):
@@ -57,7 +70,9 @@ def _fits(value: Any, hint: Any) -> bool:
 def _spelled(hint: Any) -> str:
     kinds = alternatives(hint)
     if len(kinds) > 1:
-        shown = [one for one in kinds if not (one is int and float in kinds) and not _marker(one)]
+        shown = [
+            kind for kind in kinds if not (kind is int and float in kinds) and not _marker(kind)
+        ]
         return " or ".join(map(_spelled, shown))
     if get_origin(hint) is tuple:
         return f"a tuple, each item {_spelled(get_args(hint)[0])}"

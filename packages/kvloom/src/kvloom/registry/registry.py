@@ -1,16 +1,26 @@
-"""A registry: names, and the class or function that each name stands for.
+"""A registry: names, and the class or function that each name stands for; and plugins.
 
 Decides which names and entries are accepted; what an entry does is the business of its user.
+
+A plugin is another distribution that registers parts when kvloom needs them. A distribution names
+its plugins in the entry-point group `kvloom.plugins`. An entry point is a module, or a class in it,
+that registers its parts on import; or a function without arguments that registers them when called.
 """
 
 from __future__ import annotations
 
 import re
+import threading
+import warnings
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any, TypeVar
 
 from ..errors import RecipeError
-from .plugins import load_plugins
+
+GROUP = "kvloom.plugins"
+_lock = threading.RLock()
+_state = "new"  # then "loading", then "loaded"
 
 Entry = TypeVar("Entry")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # without : , = @, which the spelling needs
@@ -66,7 +76,9 @@ class Registry(Mapping[str, Entry]):
     def _check_class(self, entry: Any, base: type, called: str) -> None:
         if not (isinstance(entry, type) and issubclass(entry, base)) or entry is base:
             raise RecipeError(f"{called} is not {self._a}: derive a class from {base.__name__}")
-        missing = [one for one in self.methods if getattr(entry, one) is getattr(base, one)]
+        missing = [
+            method for method in self.methods if getattr(entry, method) is getattr(base, method)
+        ]
         if missing:
             raise RecipeError(
                 f"{called} lacks {missing[0]}: {self._a} defines {', '.join(self.methods)}"
@@ -91,3 +103,36 @@ class Registry(Mapping[str, Entry]):
 
     def __repr__(self) -> str:
         return f"Registry({self.what!r}: {', '.join(self._entries)})"
+
+
+def load_plugins() -> None:
+    """Load every entry point of the group `kvloom.plugins`, once in a process.
+
+    A plugin that fails to load is named in one `RuntimeWarning`; the others load all the same.
+    """
+    global _state
+    if _state == "loaded":
+        return
+    with _lock:  # other threads wait until all plugins are loaded
+        if _state != "new":  # a plugin looks up a name while it is loaded
+            return
+        _state = "loading"
+        try:
+            for point in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+                _load(point)
+        finally:
+            _state = "loaded"
+
+
+def _load(point: metadata.EntryPoint) -> None:
+    try:
+        loaded = point.load()
+        if callable(loaded) and not isinstance(loaded, type):
+            loaded()
+    except Exception as error:
+        warnings.warn(
+            f"kvloom plugin {point.name!r} ({point.value}) failed to load: "
+            f"{type(error).__name__}: {error}; update or uninstall its distribution",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,19 +1,25 @@
 """In what format a segment stores its tokens."""
 
 from ..kernels.quantize.encoding import Encoding, LayerEncoding
+from .calibration import Calibration
+from .format_tokens import FormatView
 from .formats import FORMATS, Format, Packed, Store, register_format
 from .kv_side import KVSide
 from .layer_metadata import LayerMetadata
 from .measuring import PromptPacker, calibrated_groups, random_metadata, round_trip
+from .packed import PackedView
 
 __all__ = [
     "FORMATS",
+    "Calibration",
     "Encoding",
     "Format",
+    "FormatView",
     "KVSide",
     "LayerEncoding",
     "LayerMetadata",
     "Packed",
+    "PackedView",
     "PromptPacker",
     "Store",
     "calibrated_groups",

@@ -164,18 +164,19 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def of_heads(layer: LayerEncoding, side: str, first: int, heads: int) -> LayerEncoding:
+def of_heads(layer_encoding: LayerEncoding, side: str, first: int, heads: int) -> LayerEncoding:
     """Return the encoding of `heads` key/value heads from number `first` on; groups count from 0.
 
-    Under tensor parallelism a process holds a part of the heads. layer: of all heads, of "keys" or
-    "values". Raises `CalibrationError` where a group has channels of these heads and of others.
+    Under tensor parallelism a process holds a part of the heads. layer_encoding: of all heads, of
+    "keys" or "values". Raises `CalibrationError` where a group has channels of these heads and of
+    others.
     """
-    all_groups = layer.group_of
+    all_groups = layer_encoding.group_of
     assert all_groups is not None, "a calibration has the group of every channel"
     own = all_groups[first : first + heads]
     groups = own.unique()
     others = torch.cat([all_groups[:first], all_groups[first + heads :]])
-    expected = layer.encoding.groups(heads, layer.head_dim)
+    expected = layer_encoding.encoding.groups(heads, layer_encoding.head_dim)
     if torch.isin(groups, others).any() or len(groups) != expected:
         raise CalibrationError(
             f'{side}: groups of span="layer" have channels of all heads, and this process holds '
@@ -188,10 +189,10 @@ def of_heads(layer: LayerEncoding, side: str, first: int, heads: int) -> LayerEn
         return x[groups] if x is not None and each_group else x
 
     return LayerEncoding(
-        layer.encoding, heads, layer.head_dim,
+        layer_encoding.encoding, heads, layer_encoding.head_dim,
         torch.searchsorted(groups, own.contiguous()),
-        chosen(layer.clip),
-        None if layer.divisor is None else layer.divisor[first : first + heads],
-        chosen(layer.low),
-        chosen(layer.high),
+        chosen(layer_encoding.clip),
+        None if layer_encoding.divisor is None else layer_encoding.divisor[first : first + heads],
+        chosen(layer_encoding.low),
+        chosen(layer_encoding.high),
     )  # fmt: skip

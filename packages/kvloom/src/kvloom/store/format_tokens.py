@@ -1,7 +1,7 @@
 """Tokens packed in a format of another distribution, by its own `pack` and `unpack`.
 
 Decides how the tensors of such a format grow and which tokens are unpacked together; the format
-decides what is in them. No kernel reads them: each step unpacks the tokens that it attends to.
+decides what is in them. Its own kernel attends to them; without one, each step unpacks them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from .formats import Format
 
 
 class FormatView(NamedTuple):
-    """Packed tokens lo to hi, and the format that unpacks them."""
+    """Packed tokens lo to hi, and the format that unpacks them.
 
-    tensors: tuple[Tensor, ...]  # of whole units, the first of which holds token lo
+    tensors: Those that `Format.pack` returned, of whole units: the first holds token lo.
+    dtype: That of the exact tokens.
+    """
+
+    tensors: tuple[Tensor, ...]
     fmt: Format
     lo: int
     hi: int
@@ -62,9 +66,11 @@ class FormatTokens(Stateful):
     def __len__(self) -> int:
         return self.count
 
-    def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
+    def append(
+        self, x: Tensor, nonpadding: Tensor | None = None, positions: Tensor | None = None
+    ) -> None:
         """Pack and add x [B, Hk, T, D], whole units. Raises `RecipeError` for unfit tensors."""
-        packed = self.fmt.pack(x)
+        packed = self.fmt.pack(x, nonpadding)
         units = x.shape[2] // self.fmt.unit
         for tensor in packed:
             fits = tensor.dim() >= 3 and tensor.shape[:2] == x.shape[:2]
@@ -81,9 +87,13 @@ class FormatTokens(Stateful):
         self.count += x.shape[2]
         self.dtype = x.dtype
 
-    def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> FormatView:
+    def view(
+        self, lo: int = 0, hi: int | None = None, positions: Tensor | None = None
+    ) -> FormatView:
         """Return tokens lo to hi."""
-        return self.wrap([buffer.view() for buffer in self.buffers], lo, hi or self.count)
+        return self.wrap(
+            [buffer.view() for buffer in self.buffers], lo, self.count if hi is None else hi
+        )
 
     def wrap(self, tensors: Sequence[Tensor], lo: int, hi: int) -> FormatView:
         """Return tokens lo to hi of tensors such as this prefix's."""

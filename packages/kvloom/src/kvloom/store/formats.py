@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.encoding import Encoding
 from ..registry import Registry
 from ..registry.fields import check_fields
@@ -37,8 +38,11 @@ class Format:
     kind: ClassVar[str] = ""
     unit = 1  # not annotated: a field of a derived class keeps its place among the others
 
-    def pack(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Pack x [B, Hk, T, D] into tensors [B, Hk, n * T / unit, ...], n constant for each."""
+    def pack(self, x: Tensor, nonpadding: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Pack x [B, Hk, T, D] into tensors [B, Hk, n * T / unit, ...], n constant for each.
+
+        nonpadding: bool [B, 1 or Hk, T], False for padding; no step attends to padding.
+        """
         raise NotImplementedError
 
     def unpack(self, tensors: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
@@ -48,6 +52,40 @@ class Format:
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of `tokens` packed tokens of `heads` key/value heads, batch 1."""
         raise NotImplementedError
+
+    def attend(
+        self,
+        q: Tensor,
+        keys: Any,
+        values: Any,
+        scale: float,
+        *,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> AttentionState | None:
+        """Attend to tokens of which keys, values or both are packed in this format.
+
+        kvloom calls the keys' format first. If that returns None, kvloom calls the values' format.
+        A format returns None for a case that its kernel does not compute. The base class has no
+        kernel and always returns None. If both return None, kvloom unpacks the tokens.
+
+        Args:
+            q: Queries [B, Hq, T, D]; all of them see the tokens.
+            keys: Packed keys, as a `FormatView` of tokens lo to hi, or exact ones [B, Hk, N, D].
+                The tensors of a view are whole units from that of token lo on: skip `lo % unit`
+                tokens, and stop after hi - lo. Keys that kvloom's own format packs are neither;
+                their `tensor()` unpacks them.
+            values: Values, likewise.
+            scale: By which q @ k is multiplied.
+            visible: bool [B, 1 or Hk, N]: False hides a token.
+            bias: fp32 [B or 1, Hq, N], added to the logits (ALiBi).
+            softcap: Logits become softcap * tanh(logits / softcap), before the bias.
+
+        Returns:
+            out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T], the logarithm of the sum of exp(logits).
+        """
+        return None
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""
@@ -118,26 +156,32 @@ class Packed(Encoding, Format):
                 f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
                 f"groups of tokens are packed; use {self.group}"
             )
-        if self.balance and (self.unit or self.residual) % self.balance:
-            raise RecipeError(
-                f"unit={self.unit} and residual={self.residual} pack no whole tiles of "
-                f"balance={self.balance} tokens; use residual={self.balance}"
-            )
 
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may be of a version with a table `transform`."""
+        """Return the fields of a table that a former version may have written.
+
+        Its transforms are fields now; its `boost` and `balance` are formats of `kvloom-formats`.
+        """
         table = dict(table)
         transform = dict(table.pop("transform", None) or {})
         for name, rotation in (("rotate", "group"), ("hadamard", "head")):
             if transform.pop(name, False):
                 transform["rotation"] = rotation
-        return table | transform
+        table |= transform
+        for name, kind in (("boost", "kitty"), ("balance", "kvarn")):
+            if table.pop(name, 0):
+                raise RecipeError(
+                    f"{name} is not a field of Packed any more; install kvloom-formats and use "
+                    f"its format {kind!r}"
+                )
+        return table
 
     @cached_property
     def encoding(self) -> Encoding:
         """How tokens are packed, without when; one object for all equal encodings."""
-        return _one(Encoding(**{one.name: getattr(self, one.name) for one in fields(Encoding)}))
+        values = {field.name: getattr(self, field.name) for field in fields(Encoding)}
+        return _interned(Encoding(**values))
 
     @property
     def in_blocks(self) -> bool:
@@ -151,7 +195,7 @@ class Packed(Encoding, Format):
 
 
 @cache
-def _one(encoding: Encoding) -> Encoding:
+def _interned(encoding: Encoding) -> Encoding:
     """Return one object for all equal encodings: kernels are bound by it."""
     return encoding
 
@@ -175,8 +219,6 @@ class Store:
         check_fields(self, "keys", "values", "calibration")
         if isinstance(self.values, Packed) and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
-        if isinstance(self.values, Packed) and self.values.boost:
-            raise RecipeError("values have no channels that stand out; use boost for keys alone")
 
     @property
     def exact(self) -> bool:

@@ -69,13 +69,17 @@ class KVSide(Stateful):
         return 0 if self.packed is None else self.packed.count
 
     def extend(
-        self, x: Tensor, drop: int, nonpadding: Tensor | None = None, at: Positions | None = None
+        self,
+        x: Tensor,
+        drop: int,
+        nonpadding: Tensor | None = None,
+        positions: Positions | None = None,
     ) -> None:
         """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
 
         The packed part of x never enters the tail. nonpadding: bool [B, 1 or Hk, N] of all tokens
-        of this side and of x, False for padding. at: returns their positions, to pack keys before
-        RoPE.
+        of this side and of x, False for padding. positions: returns their positions, to pack keys
+        before RoPE.
         """
         begin = self.packed_count
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
@@ -85,14 +89,19 @@ class KVSide(Stateful):
         if surplus and self.packed is not None:
             if nonpadding is not None:
                 nonpadding = nonpadding[:, :, begin + drop : begin + surplus]
-            positions = at(begin + drop, begin + surplus) if at and self.needs_positions else None
-            self.packed.append(exact[:, :, drop:surplus], nonpadding, positions)
+            places = None
+            if positions and self.needs_positions:
+                places = positions(begin + drop, begin + surplus)
+            self.packed.append(exact[:, :, drop:surplus], nonpadding, places)
         self.tail.replace(exact[:, :, surplus:])
 
     def pack(
-        self, nonpadding: Tensor | None = None, prompt: bool = False, at: Positions | None = None
+        self,
+        nonpadding: Tensor | None = None,
+        prompt: bool = False,
+        positions: Positions | None = None,
     ) -> None:
-        """Pack the tokens of the tail that are due; nonpadding and at as in `extend`.
+        """Pack the tokens of the tail that are due; nonpadding and positions as in `extend`.
 
         prompt: the tail holds a prompt, which is packed at once.
         """
@@ -103,17 +112,18 @@ class KVSide(Stateful):
         if due:
             if nonpadding is not None:
                 nonpadding = nonpadding[:, :, begin : begin + due]
-            positions = at(begin, begin + due) if at and self.needs_positions else None
-            self.packed.append(self.tail.view(due), nonpadding, positions)
+            places = positions(begin, begin + due) if positions and self.needs_positions else None
+            self.packed.append(self.tail.view(due), nonpadding, places)
             self.tail.drop_front(due)
 
     def view(
-        self, lo: int, hi: int, at: Positions | None = None
+        self, lo: int, hi: int, positions: Positions | None = None
     ) -> Tensor | PackedView | FormatView:
         """Return tokens lo..hi, which must not cross the end of the packed prefix."""
         if hi <= self.packed_count:
             assert self.packed is not None
-            return self.packed.view(lo, hi, at(lo, hi) if at and self.needs_positions else None)
+            places = positions(lo, hi) if positions and self.needs_positions else None
+            return self.packed.view(lo, hi, places)
         return self.tail.view()[:, :, lo - self.packed_count : hi - self.packed_count]
 
     def offload(self, n: int) -> Block:
@@ -144,19 +154,19 @@ class KVSide(Stateful):
         none = self.tail.allocation.data[:, :, :0]
         return KVView(self.packed.wrap(block, 0, n), none, self.packed.fmt.encoding)
 
-    def kv_view(self, at: Positions | None = None, gaps: bool = False) -> KVView:
+    def kv_view(self, positions: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens, packed and exact, as one view that kernels read.
 
-        at: as in `extend`. gaps: whether positions are not consecutive.
+        positions: as in `extend`. gaps: whether positions are not consecutive.
         """
         exact, tail = self.tail.allocation, self.tail.count
         assert exact is not None, "no tokens yet"
         if self.packed is None:
             return KVView(None, exact.data, None, exact.start, tail)
-        count, positions = self.packed.count, None
-        if at and count and self.needs_positions:
-            positions = at(0, count if gaps else 1)
-        packed = self.packed.view(at=positions) if count else None
+        count, places = self.packed.count, None
+        if positions and count and self.needs_positions:
+            places = positions(0, count if gaps else 1)
+        packed = self.packed.view(positions=places) if count else None
         fmt = self.packed.fmt
         encoding = fmt.encoding if isinstance(fmt, Packed) else fmt
         return KVView(packed, exact.data, encoding, exact.start, tail)

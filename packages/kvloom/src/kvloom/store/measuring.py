@@ -37,8 +37,8 @@ def round_trip(x: Tensor, store: Store, side: str, metadata: LayerMetadata) -> T
         return x
     positions = torch.arange(whole).view(1, 1, -1)
     tokens = PackedTokens(fmt, getattr(metadata, side), metadata.rope)
-    tokens.append(x[:, :, :whole], at=positions)
-    return torch.cat([tokens.view(at=positions).tensor(), x[:, :, whole:]], dim=2)
+    tokens.append(x[:, :, :whole], positions=positions)
+    return torch.cat([tokens.view(positions=positions).tensor(), x[:, :, whole:]], dim=2)
 
 
 def calibrated_groups(metadata: LayerMetadata, side: str) -> Tensor | None:

@@ -29,34 +29,36 @@ _CHUNK = 4096
 class PackedView(NamedTuple):
     """A range of packed tokens as kernels read them: storage, token range and encoding."""
 
-    codes: Tensor  # uint8 [B, Hk, rows, D + boost]; spare room at the end, as the next two
+    codes: Tensor  # uint8 [B, Hk, rows, D]; spare room at the end, as the next two
     scale: Tensor  # [B, Hk, N/G, D] or [B, Hk, N, D/G]; by map [B, 1, N, groups]; see `encoding`
     zero: Tensor
-    layer: LayerEncoding
+    layer_encoding: LayerEncoding
     lo: int
     hi: int
     dtype: torch.dtype
     rope: Rope | None = None  # for keys that are packed before RoPE
-    at: Tensor | None = None  # positions of these keys, int64 [B or 1, Hk or 1, hi - lo], or that
-    # of the first key, where positions are consecutive, [B or 1, 1, 1]
+    # Of these keys, int64 [B or 1, Hk or 1, hi - lo]; or of the first, [B or 1, 1, 1], if the
+    # others follow it.
+    positions: Tensor | None = None
 
     def cut(self, lo: int, hi: int) -> PackedView:
         """Return tokens lo to hi of these."""
-        at = self.at
-        if at is not None:
-            at = at + lo if at.shape[2] == 1 and self.hi - self.lo != 1 else at[:, :, lo:hi]
-        return self._replace(lo=self.lo + lo, hi=self.lo + hi, at=at)
+        positions = self.positions
+        if positions is not None:
+            first_only = positions.shape[2] == 1 and self.hi - self.lo != 1
+            positions = positions + lo if first_only else positions[:, :, lo:hi]
+        return self._replace(lo=self.lo + lo, hi=self.lo + hi, positions=positions)
 
     def tensor(self) -> Tensor:
         """Return the unpacked tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        at, angles = self.at, None
+        positions, angles = self.positions, None
         if self.rope is not None:
-            assert at is not None
-            if at.shape[2] == 1:
-                at = at + torch.arange(self.hi - self.lo, device=at.device)
-            angles = RopeAngles(*self.rope.angles(at), self.rope.interleaved)
+            assert positions is not None
+            if positions.shape[2] == 1:
+                positions = positions + torch.arange(self.hi - self.lo, device=positions.device)
+            angles = RopeAngles(*self.rope.angles(positions), self.rope.interleaved)
         packed = PackedTensors(self.codes, self.scale, self.zero)
-        return ops.unpack(packed, self.layer, self.lo, self.hi, self.dtype, angles)
+        return ops.unpack(packed, self.layer_encoding, self.lo, self.hi, self.dtype, angles)
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class PackedTokens(Stateful):
     ) -> None:
         self.fmt, self.calibrated = fmt, calibrated
         self.rope = rope if fmt.pre_rope else None
-        self.layer: LayerEncoding | None = None  # bound by the first token
+        self.layer_encoding: LayerEncoding | None = None  # bound by the first token
         self.allocation: PackedAllocation | None = None  # None before the first token
         self.count = 0
         self.dtype = torch.float32
@@ -100,37 +102,43 @@ class PackedTokens(Stateful):
         pairs = zip(self.allocation.tensors, self._rows(self.count), strict=True)
         return PackedTensors(*(x[:, :, :n] for x, n in pairs))
 
-    def append(self, x: Tensor, nonpadding: Tensor | None = None, at: Tensor | None = None) -> None:
+    def append(
+        self, x: Tensor, nonpadding: Tensor | None = None, positions: Tensor | None = None
+    ) -> None:
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
 
-        nonpadding: bool [B, 1 or Hk, T], False for padding. at: int64 [B or 1, Hk or 1, T], the
-        tokens' positions, for keys that are packed before RoPE.
+        nonpadding: bool [B, 1 or Hk, T], False for padding. positions: int64 [B or 1, Hk or 1, T],
+        of the tokens, for keys that are packed before RoPE.
         """
-        layer = self._bind(x)
-        packed, whole = self._with_room(x), ((x, nonpadding, at),)
-        for tokens, mask, positions in whole if x.shape[2] <= _CHUNK else _chunks(*whole[0]):
+        layer_encoding = self._bind(x)
+        packed, whole = self._with_room(x), ((x, nonpadding, positions),)
+        for tokens, mask, own_positions in whole if x.shape[2] <= _CHUNK else _chunks(*whole[0]):
             angles = None
             if self.rope is not None:
-                assert positions is not None
-                angles = RopeAngles(*self.rope.angles(-positions), self.rope.interleaved)
-            self.pack_plan(tokens, layer, packed, self.count, mask, angles)
+                assert own_positions is not None
+                angles = RopeAngles(*self.rope.angles(-own_positions), self.rope.interleaved)
+            self.pack_plan(tokens, layer_encoding, packed, self.count, mask, angles)
             self.count += tokens.shape[2]
         self.dtype = x.dtype
 
-    def view(self, lo: int = 0, hi: int | None = None, at: Tensor | None = None) -> PackedView:
-        """Return tokens lo..hi of this prefix; at: their positions, as in `append`."""
+    def view(
+        self, lo: int = 0, hi: int | None = None, positions: Tensor | None = None
+    ) -> PackedView:
+        """Return tokens lo..hi of this prefix; positions: of these, as in `append`."""
         assert self.allocation is not None, "no tokens yet"
-        return self.wrap(self.allocation.tensors, lo, self.count if hi is None else hi, at)
+        return self.wrap(self.allocation.tensors, lo, self.count if hi is None else hi, positions)
 
     def wrap(
-        self, tensors: Sequence[Tensor], lo: int, hi: int, at: Tensor | None = None
+        self, tensors: Sequence[Tensor], lo: int, hi: int, positions: Tensor | None = None
     ) -> PackedView:
-        """Return tokens lo..hi of tensors such as this prefix's; at: as in `append`."""
-        assert self.layer is not None, "no tokens yet"
+        """Return tokens lo..hi of tensors such as this prefix's; positions: as in `append`."""
+        assert self.layer_encoding is not None, "no tokens yet"
         codes, scale, zero = tensors
         if scale.dtype == torch.uint8:  # fp8 is stored as bytes
-            scale, zero = scale.view(self.layer.meta), zero.view(self.layer.meta)
-        return PackedView(codes, scale, zero, self.layer, lo, hi, self.dtype, self.rope, at)
+            scale, zero = scale.view(self.layer_encoding.meta), zero.view(self.layer_encoding.meta)
+        return PackedView(
+            codes, scale, zero, self.layer_encoding, lo, hi, self.dtype, self.rope, positions
+        )
 
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
@@ -175,23 +183,25 @@ class PackedTokens(Stateful):
 
     def _with_room(self, x: Tensor) -> PackedTensors:
         """Return codes, scales and zeros from token 0 on, with room for the tokens of x."""
-        own, tokens = self.allocation, self.count + x.shape[2]
-        if own is not None and tokens <= own.capacity:
-            return own.tensors
-        assert self.layer is not None
+        allocation, tokens = self.allocation, self.count + x.shape[2]
+        if allocation is not None and tokens <= allocation.capacity:
+            return allocation.tensors
+        assert self.layer_encoding is not None
         needed = self._rows(tokens)
-        if own is None:
-            empty = _empty(x, self.layer)
-            own = self._allocate(_with_rows(y, n) for y, n in zip(empty, needed, strict=True))
-            return own.tensors
+        if allocation is None:
+            empty = _empty(x, self.layer_encoding)
+            allocation = self._allocate(
+                _with_rows(y, n) for y, n in zip(empty, needed, strict=True)
+            )
+            return allocation.tensors
         tight = self.fmt.in_blocks
         grown = (
             stored if n <= stored.shape[2] else _with_rows(live, grown_capacity(n, tight))
-            for stored, live, n in zip(own.tensors, self.live, needed, strict=True)
+            for stored, live, n in zip(allocation.tensors, self.live, needed, strict=True)
         )
-        own.tensors = PackedTensors(*grown)
-        own.capacity = self._capacity(own.tensors)
-        return own.tensors
+        allocation.tensors = PackedTensors(*grown)
+        allocation.capacity = self._capacity(allocation.tensors)
+        return allocation.tensors
 
     def _replace(self, tensors: Iterable[Tensor], count: int) -> None:
         """Store a copy of codes, scales and zeros of `count` tokens, without spare room."""
@@ -219,18 +229,18 @@ class PackedTokens(Stateful):
 
         Raises `CacheMisuse` for a calibrated format without calibration.
         """
-        if self.layer is None:
-            layer = self.calibrated
-            if layer is None:
+        if self.layer_encoding is None:
+            layer_encoding = self.calibrated
+            if layer_encoding is None:
                 if self.fmt.calibrated:
                     raise CacheMisuse(
                         "a calibrated format needs the calibration of its layer; give it as "
                         "metadata"
                     )
-                layer = self.fmt.encoding.bind(x.shape[1], x.shape[3])
-            assert layer.encoding == self.fmt.encoding, "calibrated for another encoding"
-            self.layer = layer.to(x.device)
-        return self.layer
+                layer_encoding = self.fmt.encoding.bind(x.shape[1], x.shape[3])
+            assert layer_encoding.encoding == self.fmt.encoding, "calibrated for another encoding"
+            self.layer_encoding = layer_encoding.to(x.device)
+        return self.layer_encoding
 
 
 def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
@@ -253,14 +263,16 @@ def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
         yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)
 
 
-def _empty(x: Tensor, layer: LayerEncoding) -> PackedTensors:
+def _empty(x: Tensor, layer_encoding: LayerEncoding) -> PackedTensors:
     """Return codes, scales and zeros of no tokens, for tokens like x [B, Hk, any, D]."""
     b, h, _, d = x.shape
-    rows, numbers = layer.scales
-    meta = torch.uint8 if layer.meta == torch.float8_e4m3fn else layer.meta
-    codes = x.new_empty(b, h, 0, d + layer.encoding.boost, dtype=torch.uint8)
+    rows, numbers = layer_encoding.scales
+    meta = torch.uint8 if layer_encoding.meta == torch.float8_e4m3fn else layer_encoding.meta
+    codes = x.new_empty(b, h, 0, d, dtype=torch.uint8)
     scales = x.new_empty(b, rows, 0, numbers, dtype=meta)
-    return PackedTensors(codes, scales, scales if layer.encoding.zeros else scales[..., :0])
+    return PackedTensors(
+        codes, scales, scales if layer_encoding.encoding.zeros else scales[..., :0]
+    )
 
 
 def _with_rows(live: Tensor, rows: int) -> Tensor:

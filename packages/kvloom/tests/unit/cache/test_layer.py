@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import probe
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, NotFinite
@@ -46,7 +45,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core_recipes
 @pytest.mark.parametrize(("change", "says"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("t", [1, 70])
@@ -64,7 +63,6 @@ def test_a_cache_refuses_what_is_not_its_models(recipe, change, says, t):
     goes_on_like(cache, same, **shape)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32"])
 @pytest.mark.parametrize("t", [1, 70])
 @pytest.mark.parametrize("what", ["dtype", "heads", "head dimension", "batch", "tokens"])
@@ -82,7 +80,6 @@ def test_values_are_checked_as_keys_are(name, t, what):
     goes_on_like(cache, same, batch=2, hk=2)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("name", ["full", "kivi:residual=32", "streaming:tokens=20"])
 @pytest.mark.parametrize("t", [1, 70])
 def test_a_step_that_fails_leaves_nothing_behind(name, t, monkeypatch):
@@ -117,7 +114,7 @@ def test_after_a_reset_another_model_is_welcome():
 # --- numbers that are none -----------------------------------------------------------------------
 
 
-@pytest.mark.sample("values")
+@pytest.mark.sample
 @core_recipes
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("side", ["keys", "values"])
@@ -148,7 +145,7 @@ def test_numbers_too_large_for_the_metadata_are_refused_with_the_remedy():
             assert torch.isfinite(out).all()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("name", "limit"),
     [
         ("kivi:meta=fp8", 448),
@@ -215,8 +212,8 @@ def test_crop_after_tokens_were_dropped_is_refused(name):
     assert within.seen == 10
 
 
-@for_each("name", ["window:tokens=20", "streaming:tokens=20,sinks=4"])
-@for_each("after", ["nothing", "a step", "a long step"])
+@pytest.mark.parametrize("name", ["window:tokens=20", "streaming:tokens=20,sinks=4"])
+@pytest.mark.parametrize("after", ["nothing", "a step", "a long step"])
 def test_recording_allows_to_crop_what_was_recorded_and_no_more(name, after):
     cache = build(resolve(name), *draw(0, 70))
     probe.record(cache, True)
@@ -273,7 +270,6 @@ def test_decoding_never_concatenates_what_is_held(monkeypatch):
     assert max(longest, default=0) <= 128  # a residual, never the cache
 
 
-@pytest.mark.sample("values")
 @core_recipes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_outputs_have_the_queries_shape_and_dtype(recipe, dtype):

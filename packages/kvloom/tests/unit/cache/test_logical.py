@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import probe
-from for_each import for_each
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
@@ -25,7 +24,7 @@ NAMES = (
 )
 
 
-@for_each("name", NAMES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_layer_knows_which_keys_it_holds(name):
     """Every key carries its index, so what is held can be read from the keys themselves."""
     cache = LayerCache(resolve(name), "layer 0", 0, 1)

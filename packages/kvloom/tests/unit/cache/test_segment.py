@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
@@ -57,7 +56,6 @@ def test_attending_to_the_region_is_attending_to_the_tokens(keys, values, n, t):
         torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
 
 
-@pytest.mark.sample("values")
 @every_pair
 @pytest.mark.parametrize("stretch", [8, 20, 48])
 def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, monkeypatch):
@@ -122,7 +120,7 @@ def numbered(n: int, batch: int = 3) -> torch.Tensor:
     return index[:, None, :, None].repeat(1, 1, 1, 4)
 
 
-@for_each("sizes", [[10], [1] * 10, [2, 1, 7], [4, 6], [3, 3, 4]])
+@pytest.mark.parametrize("sizes", [[10], [1] * 10, [2, 1, 7], [4, 6], [3, 3, 4]])
 def test_sinks_without_padding_are_the_first_tokens(sizes):
     sinks, x, seen, skipped = Sinks(4), numbered(10), 0, 0
     assert not sinks.full(0)
@@ -138,7 +136,6 @@ def test_sinks_without_padding_are_the_first_tokens(sizes):
     assert torch.equal(sinks.values, -x[:, :, :4])
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 7], [2, 3, 4, 3]])
 @pytest.mark.parametrize("pads", [[0, 2, 5], [7, 0, 0], [3, 3, 3]])
 def test_sinks_of_padded_rows_are_each_rows_first_real_tokens(sizes, pads):

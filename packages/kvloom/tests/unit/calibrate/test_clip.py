@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import naive
-from for_each import for_each
-from kvloom.calibrate.clip_search import GRID, QuantizedGroups, search_clip
+from kvloom.calibrate.clip_search import (
+    GRID,
+    AttentionSample,
+    ExactAttention,
+    QuantizedGroups,
+    search_clip,
+)
 from kvloom.calibrate.recorder import AttentionInputs
-from kvloom.calibrate.sampled_attention import AttentionSample, ExactAttention
 from kvloom.positions.rope import Rope
 from kvloom.store import LayerEncoding, Packed
 
@@ -68,7 +72,7 @@ def misses(given: AttentionSample, bits: float, side: str):
     return missed
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("bits", "side", "softcap", "exact"),
     [(1, "values", None, (0, 0)), (2, "values", None, (3, 9)), (1.5, "keys", None, (3, 9)),
      (2, "keys", 2.0, (0, 0)), (1, "raw_keys", None, (0, 0)), (1.5, "raw_keys", None, (3, 9)),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
-from kvloom.calibrate.channel_groups import group_channels, kmeans
+from kvloom.calibrate.ranges import group_channels, kmeans
 from kvloom.store import Packed
 
 
@@ -40,8 +40,10 @@ def test_the_same_ranges_give_the_same_groups():
     )
 
 
-@for_each(("span", "size", "count"), [("layer", 16, 6), ("layer", 64, 1),
-                                                     ("head", 16, 6), ("head", 32, 3)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("span", "size", "count"),
+    [("layer", 16, 6), ("layer", 64, 1), ("head", 16, 6), ("head", 32, 3)],
+)
 def test_groups_are_as_many_as_predicted_and_stay_in_their_heads(span, size, count):
     low, high = torch.randn(2, 3, 32).sort(dim=0).values
     of = group_channels(low, high, span, size)

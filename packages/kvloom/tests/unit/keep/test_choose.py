@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.keep import choose, protect_sinks
 
 N = 20
@@ -39,7 +39,7 @@ def test_everything_stays_within_the_budget():
     assert choose(scores, 10, 9).shape == (1, 1, 19)
 
 
-@for_each("sinks", [0, 1, 3])
+@pytest.mark.parametrize("sinks", [0, 1, 3])
 def test_sinks_are_the_first_real_tokens_of_each_row(sinks):
     pads = (0, 5)
     visible = torch.arange(N) >= torch.tensor(pads)[:, None, None]

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, head_budgets
 from kvloom.recall import Pages, Recall
@@ -73,7 +72,7 @@ def test_the_total_is_exact_with_ties_and_padding(seed, heads, units, unit):
     assert not more.gather(2, best).any()
 
 
-@for_each(
+@pytest.mark.parametrize(
     "name",
     [
         "snapkv:heads=0.2",
@@ -104,7 +103,7 @@ def test_a_share_of_one_is_the_recipe_without_heads(name):
     assert "heads" not in resolve(name).to_toml()
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"when": "step"}, 'with a score and when="prompt"'),

@@ -8,12 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Budget, Keep, Mass, Scorer, Step, checked
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({}, "give one"),
@@ -35,34 +34,34 @@ def test_a_bad_budget_is_refused(fields, says):
 
 
 @pytest.mark.floor
-@for_each(
+@pytest.mark.parametrize(
     ("budget", "prompt", "tokens"),
     [
         (Budget(tokens=7), 3, 7),
         (Budget(tokens=7), 300, 7),
         (Budget(fraction=0.5), 309, 154),
         (Budget(fraction=1), 309, 309),
-        (Budget(fraction=0.5, recent=0.5, apart=True), 303, 150),
-        (Budget(fraction=0.5, recent=0.9, apart=True), 300, 150),
-        (Budget(fraction=0.5, recent=7, apart=True), 303, 151),
-        (Budget(tokens=51, recent=0.5, apart=True), 103, 51),
+        (Budget(fraction=0.5, recent=0.5, round_shares=True), 303, 150),
+        (Budget(fraction=0.5, recent=0.9, round_shares=True), 300, 150),
+        (Budget(fraction=0.5, recent=7, round_shares=True), 303, 151),
+        (Budget(tokens=51, recent=0.5, round_shares=True), 103, 51),
         (Budget(fraction=0.5), 3, 128),  # the floor
         (Budget(fraction=0.5), 257, 128),
-        (Budget(fraction=0.1, recent=0.5, apart=True), 1200, 128),
+        (Budget(fraction=0.1, recent=0.5, round_shares=True), 1200, 128),
     ],
 )
 def test_a_budget_in_tokens(budget, prompt, tokens):
     assert budget.resolve(prompt) == tokens
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("budget", "prompt", "window"),
     [
         (Budget(tokens=10), 300, 10),
         (Budget(tokens=10, recent=0.25), 300, 2),
-        (Budget(tokens=10, recent=4, apart=True), 300, 4),
+        (Budget(tokens=10, recent=4, round_shares=True), 300, 4),
         (Budget(fraction=0.5, recent=0.3), 107, 15),  # 0.3 of 53
-        (Budget(fraction=0.5, recent=0.3, apart=True), 107, 16),  # 0.15 of 107
+        (Budget(fraction=0.5, recent=0.3, round_shares=True), 107, 16),  # 0.15 of 107
         (Budget(fraction=0.5, recent=20), 107, 20),
         (Budget(fraction=0.1, recent=64), 100, 5),  # a number takes half of a fraction at most
         (Budget(fraction=0.1, recent=1.0), 100, 10),
@@ -97,7 +96,7 @@ def step(tokens: int = 5) -> Step:
     return Step(q, k, k, 1.0, None, None, None, index, tokens, 0, 0, "sum")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("returned", "says"),
     [
         (torch.zeros(2, 2, 4), "returned float32 [2, 2, 4]; return float32 [2, 2, 5]: rows, key"),
@@ -125,7 +124,7 @@ def test_infinite_scores_are_accepted(monkeypatch):
     assert checked(Mine(), step()) is scores
 
 
-@for_each("kind", [kind for kind in SCORERS if kind != "recent"])  # age decides
+@pytest.mark.parametrize("kind", [kind for kind in SCORERS if kind != "recent"])  # age decides
 def test_built_in_scores_pass_as_they_are(kind):
     score, one = SCORERS[kind](), step()
     assert torch.equal(checked(score, one), score(one))

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import probe
-from for_each import for_each
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
@@ -51,7 +50,7 @@ def together(recipe: Recipe, steps: int, layers: int = 3):
     return caches
 
 
-@for_each("steps", [0, 1, 12])
+@pytest.mark.parametrize("steps", [0, 1, 12])
 def test_one_score_for_all_layers_keeps_the_same_tokens_in_all(steps):
     h2o = resolve("h2o")
     caches = together(replace(h2o, keep=replace(h2o.keep, shared=True)), steps)
@@ -61,7 +60,6 @@ def test_one_score_for_all_layers_keeps_the_same_tokens_in_all(steps):
     assert not all(torch.equal(index, alone[0]) for index in alone)
 
 
-@pytest.mark.sample("values")
 @pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"joint"}))  # with heads alone
 @pytest.mark.parametrize("name", ["h2o", "minikv", "snapkv:tokens=30,window=8"])
 def test_every_policy_holds_the_same_total(name, policy):

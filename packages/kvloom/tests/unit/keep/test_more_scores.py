@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import naive_recipes as rules
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import Expected, KeyNorm, Mass, Observation, Reconstruction, Step, ValueAware
 from kvloom.positions.rope import Rope
@@ -36,8 +35,8 @@ def by_head(one: Step):
             yield b, h, *(x.double().numpy() for x in (q, one.k[b, h], one.v[b, h]))
 
 
-@for_each("rotates", [True, False])
-@for_each(("future", "sinks", "epsilon"), [(1, 0, 0.0), (40, 4, 0.02), (512, 1, 0)])
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(("future", "sinks", "epsilon"), [(1, 0, 0.0), (40, 4, 0.02), (512, 1, 0)])
 def test_expected_attention(future, sinks, epsilon, rotates):
     one = step(rope=Rope(INV_FREQ) if rotates else None)
     found = Expected(future, epsilon, sinks)(one)
@@ -108,7 +107,7 @@ def test_the_base_of_a_value_aware_score_is_written_down(base):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: Expected(future=0), "future=0 must be 1 position or more"),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import naive
-from for_each import for_each
 from kvloom.keep import Mass, Noisy, Observation, Step
 
 B, HQ, HK, N, D = 2, 4, 2, 30, 16
@@ -31,7 +31,7 @@ def mass(one: Step, rows: int, tau: float = 1.0):
     )
 
 
-@for_each(("number", "tau"), [(0, 1.0), (1, 1.25), (3, 1.75), (4, 2.0), (9, 2.0)])
+@pytest.mark.parametrize(("number", "tau"), [(0, 1.0), (1, 1.25), (3, 1.75), (4, 2.0), (9, 2.0)])
 def test_the_temperature_rises_with_the_decode_steps(number, tau):
     scorer = Noisy("none", tau_begin=1.0, tau_end=2.0, steps=4)
     one = step(1, number)
@@ -44,7 +44,7 @@ def test_damping_scales_what_a_token_had():
     assert Mass().join(held, new).tolist() == [5.0, 3.0]
 
 
-@for_each("window", [1, 5, 40])
+@pytest.mark.parametrize("window", [1, 5, 40])
 def test_padding_does_not_vote_in_an_observation_window(window):
     """Some queries of the window are padding, and others before it are not."""
     t = 12
@@ -55,7 +55,7 @@ def test_padding_does_not_vote_in_an_observation_window(window):
     np.testing.assert_allclose(found.numpy(), mass(one, min(t, window)), rtol=1e-4, atol=1e-9)
 
 
-@for_each("group", ["sum", "mean", "max"])
+@pytest.mark.parametrize("group", ["sum", "mean", "max"])
 def test_the_heads_of_a_group_have_one_score(group):
     one = step(3, group=group)
     heads = naive.column_mass(one.q.double().numpy(), one.k.double().numpy(), 0.5)

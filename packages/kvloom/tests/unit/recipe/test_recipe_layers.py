@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layered import FOUR, SNAP, TWO, stores
 
-from for_each import for_each
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Outliers
 from kvloom.recall import Pages, Recall
@@ -27,7 +26,7 @@ def geometry(layers: int = 4, numbers: tuple[int, ...] | None = None) -> Geometr
 # --- which layers --------------------------------------------------------------------------------
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("where", "layers"),
     [
         (3, [3]),
@@ -45,7 +44,7 @@ def test_a_place_names_layers(where, layers):
     assert [n for n in range(6) if stores(recipe)[n] == FOUR] == layers
 
 
-@for_each(
+@pytest.mark.parametrize(
     "where", ["", "-1", "2-1", "first", "first 0", "last -1", "middle 2", "1,2", 1.0, True, None]
 )
 def test_another_place_is_refused(where):
@@ -53,7 +52,7 @@ def test_another_place_is_refused(where):
         LayerOverride(where, store=FOUR)
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("where", "cached"),
     [("1", [1]), ("0-4", [1, 3]), ("3-7", [3, 5, 7]), ("first 1", [1]), ("last 2", [5, 7])],
 )
@@ -63,7 +62,7 @@ def test_numbers_are_the_models_and_ends_count_cached_layers(where, cached):
     recipe.check(geometry(4, HYBRID))
 
 
-@for_each("where", ["2", "9", "4-4", "0-0", "6-8", "first 5", "last 5"])
+@pytest.mark.parametrize("where", ["2", "9", "4-4", "0-0", "6-8", "first 5", "last 5"])
 def test_layers_that_are_not_cached_are_refused_by_name(where):
     recipe = Recipe(layers=(LayerOverride(where, store=FOUR),), name="mine")
     (problem,) = recipe.problems(geometry(4, HYBRID))
@@ -186,7 +185,7 @@ def test_overrides_that_do_not_combine_with_each_other_name_the_layer():
     assert problem.startswith("layer 2: keep drops single tokens")
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("build", "says"),
     [
         (lambda: LayerOverride(0), "layers '0': give a part to override: keep, store, recall or"),
@@ -226,7 +225,7 @@ def test_bytes_are_the_sum_over_layers(tokens, batch):
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("recipe", "queries"),
     [
         ("kivi", 0),
@@ -234,7 +233,7 @@ def test_bytes_are_the_sum_over_layers(tokens, batch):
         ("quest:tokens=96", 0),
         ("h2o", 4),
         ("snapkv:tokens=64", 4),
-        ("skvq:heavy=8", 4),
+        ("skvq:outliers=8", 4),
     ],
 )
 def test_up_to_the_start_everything_is_exact(recipe, queries):
@@ -259,7 +258,7 @@ def test_outliers_need_the_queries():
     assert not Recipe(keep=Keep(Budget(9))).reads_queries
 
 
-@for_each("start", [-1, 1.0, True, "5", None])
+@pytest.mark.parametrize("start", [-1, 1.0, True, "5", None])
 def test_a_bad_start_is_refused(start):
     with pytest.raises(RecipeError, match="must be a whole number of tokens, 0 or more"):
         Recipe(start=start)

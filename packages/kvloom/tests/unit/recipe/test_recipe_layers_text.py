@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layered import FOUR, SNAP, TWO, stores
 
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.recall import Pages, Recall
 from kvloom.recipe import LayerOverride, Protect, Recipe, resolve
@@ -45,7 +44,7 @@ def test_files_and_overrides_combine(tmp_path, monkeypatch):
     assert resolve(f"skvq:calibration={path},window=64").store.calibration == path
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("spelling", "says"),
     [
         ("kivi@frist 2=full", "where='frist 2' does not name layers"),
@@ -63,7 +62,7 @@ def test_a_wrong_spelling_of_layers_is_refused(spelling, says):
     assert says in str(refused.value)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "recipes",
     [
         ["kivi:bits=4,group=64", "rtn"],
@@ -137,7 +136,7 @@ def test_any_layers_come_back_from_a_dict_and_from_toml(layers, start):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("data", "says"),
     [
         ({"layers": [{"store": {}}]}, "layers: LayerOverride needs the field 'where'"),

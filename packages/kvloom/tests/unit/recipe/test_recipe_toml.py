@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
@@ -85,8 +84,6 @@ def test_a_dict_is_plain_and_without_none():
                 "span": "head",
                 "clip": 1.0,
                 "rotation": "none",
-                "boost": 0,
-                "balance": 0,
                 "residual": 1,
             }
         },
@@ -113,17 +110,25 @@ def test_a_toml_written_by_hand():
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("data", "says"),
     [
         ({"kep": {}}, "Recipe has no field 'kep'; it has keep, store, recall, protect, name"),
         ({"store": {"both": {"bits": 2, "axis": "token"}}}, "no field 'both'; it has keys, values"),
         ({"store": {"keys": {"bits": 2, "axes": "token"}}}, "no field 'axes'; it has bits, axis"),
-        ({"store": {"keys": {"bits": 2}}}, "axis"),
+        ({"store": {"keys": {"bits": 2}}}, "keys: Packed needs the field 'axis'"),
         ({"keep": {}}, "give one"),
         ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
         ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
-        ({"recall": {"index": "tree"}}, "index kind='tree' is not one of"),
+        ({"recall": {"index": "tree"}}, "index kind='tree' is not one of clusters, pages, topk"),
+        (
+            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": [1]}}},
+            "kind=[1] is not one of",
+        ),
+        (
+            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "weighs": True}}},
+            "Mass has no field 'weighs'; it has damping",
+        ),
         # a section that is no section
         ({"protect": 3}, "protect"),
         ({"keep": {"budget": 3}}, "budget"),
@@ -147,7 +152,7 @@ def test_a_kind_alone_is_its_defaults():
     assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("transform", "fields"),
     [
         (

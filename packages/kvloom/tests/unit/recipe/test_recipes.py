@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.recipe.spec import Protect, Recipe
@@ -26,7 +25,7 @@ def test_kivi_reads_as_the_paper():
     )
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("spelling", "same"),
     [
         ("kivi-4", "kivi:bits=4"),
@@ -49,7 +48,7 @@ def test_overrides_reach_both_windows():
     assert recipe.protect.recents == (0, 192)
 
 
-@for_each("name", ["kivi", "kivi:group=64,residual=128", "kivi-4"])
+@pytest.mark.parametrize("name", ["kivi", "kivi:group=64,residual=128", "kivi-4"])
 def test_a_recipe_is_called_what_the_user_called_it(name):
     assert resolve(name).name == name
 
@@ -77,7 +76,7 @@ def test_a_recipe_resolves_to_itself():
     assert resolve(recipe) is recipe
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("spelling", "says"),
     [
         ("kiwi", ["no recipe named 'kiwi'", "did you mean 'kivi'", *RECIPES]),
@@ -96,12 +95,6 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:bits=two", ["option 'bits' of recipe 'kivi' must be a number, not 'two'"]),
         ("kivi:group=2.5", ["must be a whole number, not '2.5'"]),
         ("kivi:bits=5", ["bits=5 is not one of 1, 1.5, 2, 3, 4, 8"]),
-        ("kivi:bits=2.5", ["bits=2.5 is not one of 1, 1.5, 2, 3, 4, 8"]),
-        ("kivi:group=48", ["group=48 is not one of 16, 32, 64, 128"]),
-        ("kivi:meta=fp4", ["meta='fp4' is not one of fp32, fp16, bf16, fp8"]),
-        ("kivi:residual=100", ["residual=100 is not a multiple of group=32", "use 32 or 128"]),
-        ("kivi:group=128,residual=32", ["residual=32 is not a multiple of group=128", "use 128"]),
-        ("kivi:residual=0", ["residual=0"]),
         ("kivi:residual=-32", ["residual=-32"]),
         ("window:tokens=0", ["tokens=0", "1 or more"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
@@ -139,8 +132,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@for_each("kind", [str, Path])
-@for_each("name", ["mine.toml", "mine", "./kivi"])
+@pytest.mark.parametrize("kind", [str, Path])
+@pytest.mark.parametrize("name", ["mine.toml", "mine", "./kivi"])
 def test_a_file_is_a_recipe(folder, name, kind):
     path = folder / name if kind is Path else name
     found = resolve(path)
@@ -154,8 +147,8 @@ def test_a_name_is_a_name_though_there_is_such_a_file(folder):
     assert resolve(Path("kivi")).store.keys.bits == 4
 
 
-@for_each("read", [resolve, Recipe.from_toml])
-@for_each(
+@pytest.mark.parametrize("read", [resolve, Recipe.from_toml])
+@pytest.mark.parametrize(
     ("name", "why"),
     [
         ("none.toml", "cannot be read (No such file or directory); give an existing TOML file"),
@@ -196,3 +189,12 @@ def test_three_recipes_by_their_options():
     }  # fmt: skip
     assert options("streaming") == {"tokens": 1024, "sinks": 4, "positions": "original"}
     assert options("full") == {}
+
+
+def test_former_names_of_options_are_read():
+    former = resolve("skvq:heavy=8,filter=key-norm")
+    assert former.protect == resolve("skvq:outliers=8,outlier_score=key-norm").protect
+    recipe = resolve("minikv")
+    data = recipe.to_dict()
+    data["keep"]["budget"]["apart"] = data["keep"]["budget"].pop("round_shares")
+    assert Recipe.from_dict(data) == recipe

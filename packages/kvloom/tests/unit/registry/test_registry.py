@@ -12,12 +12,12 @@ from typing import ClassVar
 import pytest
 
 import kvloom
-from for_each import for_each
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Mass, Scorer
 from kvloom.recall import INDEXES, Index
 from kvloom.recipe import RECIPES, Recipe, part_options, resolve
-from kvloom.registry import GROUP, Registry, plugins
+from kvloom.registry import GROUP, Registry
+from kvloom.registry import registry as plugins
 from kvloom.store import FORMATS, Format
 
 REGISTRIES = {"score": SCORERS, "index": INDEXES, "format": FORMATS, "recipe": RECIPES}
@@ -87,7 +87,7 @@ def test_public_functions_are_decorators():
     assert resolve("named-by-itself:a=2").start == 2
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("register", "says"),
     [
         (lambda: SCORERS.register(3), "3 is not a score: derive a class from Scorer"),

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from for_each import for_each
 from kvloom.store.buffer import Buffer
 
 ROOM = 16  # tokens of spare room made at least
@@ -86,7 +85,7 @@ def test_growing_copies_each_token_a_bounded_number_of_times(step):
     assert buffer.moves <= n // ROOM
 
 
-@for_each("window", [1, 16, 128, 1000])
+@pytest.mark.parametrize("window", [1, 16, 128, 1000])
 def test_a_sliding_window_seldom_moves_and_does_not_grow(window):
     buffer, steps = Counted(), 2000
     buffer.append(tokens(0, window))
@@ -157,8 +156,8 @@ def step(buffer: Buffer, drops: int, t: int) -> None:
     buffer.append(tokens(1000, t))
 
 
-@for_each("drops_in_step", [0, 3])
-@for_each("dropped_before", [0, 5])
+@pytest.mark.parametrize("drops_in_step", [0, 3])
+@pytest.mark.parametrize("dropped_before", [0, 5])
 def test_a_copy_of_the_attributes_restores_a_buffer_that_grew(dropped_before, drops_in_step):
     buffer = Buffer()
     buffer.append(tokens(0, 40))

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from bound_encodings import round_trip
-from for_each import for_each
 from kvloom.errors import CalibrationError
 from kvloom.kernels.quantize import reference as ref
 from kvloom.store import Packed
@@ -54,7 +53,7 @@ def test_a_missing_file_says_how_to_make_one(tmp_path):
     assert "kvloom calibrate" in refused(tmp_path / "none.safetensors")
 
 
-@for_each("cut", [0, 5, 100, -1])
+@pytest.mark.parametrize("cut", [0, 5, 100, -1])
 def test_a_truncated_file_is_damaged(tmp_path, cut):
     path = tmp_path / "c.kvcal"
     made().save(path)
@@ -111,7 +110,7 @@ def test_channels_of_a_format():
     assert (fixed.low.tolist(), fixed.high.tolist()) == ([-32, -64], [16, 32])
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("fmt", "says"),
     [
         (replace(REORDERED, bits=3), "values at 3 bit in groups of 16"),
@@ -137,10 +136,10 @@ def test_static_ranges_cost_no_metadata_and_clip_what_lies_outside():
     fmt = Packed(3, "token", 32, static=True)
     x = torch.zeros(1, 2, 3, 32)
     x[0, 0, 0, 0], x[0, 1, 2, 5] = 1000.0, -1000.0
-    layer = made().encoding(0, "values", fmt)
-    codes, scale, zero = ref.to_codes(x, layer)
+    layer_encoding = made().encoding(0, "values", fmt)
+    codes, scale, zero = ref.to_codes(x, layer_encoding)
     assert (scale.numel(), zero.numel()) == (0, 0)
-    back = ref.from_codes(codes, scale, zero, layer)
+    back = ref.from_codes(codes, scale, zero, layer_encoding)
     assert back[0, 0, 0, 0] == pytest.approx(16, rel=1e-3)
     assert back[0, 1, 2, 5] == pytest.approx(-64, rel=1e-3)
     assert fmt.bits_a_value() == 3

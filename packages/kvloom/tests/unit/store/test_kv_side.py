@@ -54,7 +54,6 @@ def test_the_tail_is_the_newest_tokens_bit_by_bit(fmt, recent):
         assert torch.equal(side.tail.view(), x[:, :, 150 - exact :])
 
 
-@pytest.mark.sample("values")
 @every_lane
 @pytest.mark.parametrize("n", [40, 150])
 def test_views_of_both_parts_are_the_tokens(fmt, recent, n):

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bound_encodings import layer_encoding, round_trip
-from for_each import for_each
 from kvloom.errors import RecipeError
-from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed
 from kvloom.store.packed import PackedTokens
 
@@ -47,7 +45,6 @@ def test_appending_in_parts_is_appending_at_once(fmt, sizes, seed):
     assert len(parts) == len(whole) == sum(sizes)
 
 
-@pytest.mark.sample("pairs")
 @every_format
 @settings(max_examples=30)
 @given(st.data())
@@ -62,8 +59,8 @@ def test_any_stretch_unpacks_to_the_same_tokens(fmt, data):
     assert torch.equal(packed.view(lo, hi).tensor(), whole[:, :, lo:hi])
 
 
-@for_each("tokens", [16, 48, 128])
-@for_each("dim", [32, 64])
+@pytest.mark.parametrize("tokens", [16, 48, 128])
+@pytest.mark.parametrize("dim", [32, 64])
 def test_bytes_of_packed_tokens_are_the_formats(tokens, dim):
     x = torch.randn(3, 2, tokens, dim)
     for fmt in FORMATS:
@@ -80,7 +77,7 @@ def test_tokens_beyond_one_chunk_of_quantization_are_packed_alike(monkeypatch):
         assert torch.equal(chunked.view().tensor(), one.view().tensor()), fmt
 
 
-@for_each("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_tokens_come_back_in_the_dtype_they_came_in(dtype):
     assert held(FORMATS[0], torch.randn(1, 1, 16, 32).to(dtype)).view().tensor().dtype == dtype
 
@@ -94,8 +91,7 @@ def test_map_acts_on_the_rows_of_all_parts():
 
 
 def test_effective_bits_are_those_of_the_bytes():
-    stores = [resolve(name).store for name in ("kitty:boost=8,meta=fp8", "kvarn:meta=fp8")]
-    for fmt in (*FORMATS, *(fmt for store in stores for fmt in (store.keys, store.values))):
+    for fmt in FORMATS:
         assert fmt.nbytes(3840, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 3840 * 64), fmt
 
 
@@ -113,7 +109,7 @@ def test_effective_bits():
     assert Packed(4, "token", 64, "bf16").bits_a_value() == 4.5
 
 
-@for_each(
+@pytest.mark.parametrize(
     ("block", "recent", "rows"),
     [
         # (tokens, packed): keys of KIVI, values of KIVI, and something between

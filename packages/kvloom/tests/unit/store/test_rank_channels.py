@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from bound_encodings import round_trip
-from for_each import for_each
 from kvloom.errors import CalibrationError
 from kvloom.kernels.quantize import reference as ref
 from kvloom.store import LayerEncoding, Packed
@@ -35,7 +34,7 @@ def calibrated(fmt: Packed) -> LayerEncoding:
     return LayerEncoding(fmt.encoding, HEADS, D, group_of, clip, divisor, *static)
 
 
-@for_each(
+@pytest.mark.parametrize(
     "options",
     [
         {"reorder": True, "clip": "group"}, {"clip": "layer"}, {"smooth": True},
@@ -43,7 +42,7 @@ def calibrated(fmt: Packed) -> LayerEncoding:
     ],
     ids=str,
 )  # fmt: skip
-@for_each("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [0, 1, 2])
 def test_some_heads_are_packed_as_among_all(options, first):
     fmt = format_of(**options)
     every = calibrated(fmt)
@@ -58,9 +57,9 @@ def test_some_heads_are_packed_as_among_all(options, first):
 def test_groups_that_reach_over_other_heads_are_refused():
     fmt = Packed(2, "token", 64, span="layer", clip="group")
     group_of = fmt.consecutive(HEADS, D)  # heads 0 and 1, heads 2 and 3
-    layer = LayerEncoding(fmt.encoding, HEADS, D, group_of, torch.ones(2))
-    assert of_heads(layer, "values", 2, 2).group_of.unique().tolist() == [0]
+    layer_encoding = LayerEncoding(fmt.encoding, HEADS, D, group_of, torch.ones(2))
+    assert of_heads(layer_encoding, "values", 2, 2).group_of.unique().tolist() == [0]
     with pytest.raises(CalibrationError, match=r"values: groups of span=.layer. .* 2 of 4"):
-        of_heads(layer, "values", 1, 2)
+        of_heads(layer_encoding, "values", 1, 2)
     with pytest.raises(CalibrationError, match="use groups within a head"):
-        of_heads(layer, "keys", 0, 1)
+        of_heads(layer_encoding, "keys", 0, 1)

@@ -1,7 +1,6 @@
-"""Tasks that ask: what is compressed, the question behind it, and how the answers are scored.
+"""Tasks that ask questions: what is compressed, what follows it, and how answers are scored.
 
-Decides the ids around a text and a question about it, for chat models and for others, and how the
-JSON lines of a user are read.
+A prompt has the parts of the tokenizer's chat template, or none. The user's data are JSON lines.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from kvloom.errors import InputError
 
 from ...workload.files import Fields, Record, read_records
 from ...workload.passes import Measurement
 from ..decoding import answers
-from ..sample import Batch, Outcome, Run, Sample, Source
+from ..sample import Batch, Outcome, Question, Run, Sample, Source, Task
 
 _MARK = "<<kvloom>>"
 
@@ -35,28 +35,22 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
     first: special ids before a plain text. chat: True requires a template and raises `InputError`
     without one; None uses one if there is one.
     """
-    has = getattr(tokenizer, "chat_template", None) is not None
-    if chat and not has:
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    if chat and not has_template:
+        from . import TASKS  # which are made of what is defined here
+
+        others = [name for name, task in TASKS.items() if not task.data]
         raise InputError(
             "the tokenizer has no chat template, and this task is for instruction-tuned models; "
-            "use such a model, or the tasks perplexity, free, niah, ruler and multiturn"
+            f"use such a model, or a task without --data: {', '.join(others)}"
         )
-    if not has or chat is False:
+    if not has_template or chat is False:
         return Frame(list(first), "")
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
     )
     before, after = whole.split(_MARK)
     return Frame(tokenizer.encode(before, add_special_tokens=False) if before else [], after)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A question's ids, the expected strings, and how many tokens an answer may have."""
-
-    ids: list[int]
-    expected: list[str]
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -83,40 +77,58 @@ def prompt(source: Source, before: list[int], question: list[int]) -> Prompt:
     return Prompt(before, [], question)
 
 
-def prompt_in(source: Source, around: Frame, tail: str, prefix: str = "") -> Prompt:
-    """Return a prompt in a chat template; prefix: the first words of the answer."""
-    tail_ids = source.encode(tail + around.after + prefix)
-    return prompt(source, around.before, tail_ids)
+def question_batch(
+    source: Source,
+    name: str,
+    ids: list[int],
+    question: Question,
+    length: int,
+    reference: str | None = None,
+    **fields: Any,
+) -> Batch:
+    """Return one context `ids` and one question about it.
+
+    length: the limit of the context. reference: default: the expected strings. fields: what else
+    describes the sample.
+    """
+    sample = Sample(
+        name,
+        source.decode(ids),
+        question=source.decode(question.ids),
+        reference=", ".join(question.expected) if reference is None else reference,
+        fields={"length": length, "tokens": len(ids), **fields},
+        data=question,
+    )
+    return Batch(torch.tensor([ids]), [sample])
 
 
-class QuestionTask:
-    """A task that asks questions about one context; the data of each sample are `Asked`."""
+def outcome_of(source: Source, answer: list[int], scores: dict[str, float]) -> Outcome:
+    """Return the outcome of generated ids."""
+    return Outcome(scores, source.decode(answer), source.pieces(answer))
 
-    data = ""
+
+class QuestionTask(Task[None]):
+    """A task that asks questions about one context; the data of each sample are a `Question`."""
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
-        """Score an answer by the share of expected strings in it, whatever their case."""
-        return {"correct": share_found(text, sample.data.expected)}
+        """Score an answer by the share of expected strings in it."""
+        return {"correct": sample.data.share_in(text)}
 
     def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Answer the questions about one context."""
-        asked = [sample.data for sample in run.batch.samples]
-        ids = yield from answers(run, [a.ids for a in asked], [a.tokens for a in asked])
-        outcomes = []
-        for sample, answer in zip(run.batch.samples, ids, strict=True):
-            text = run.source.decode(answer)
-            outcomes.append(Outcome(self.score(text, sample), text, run.source.pieces(answer)))
+        samples, source = run.batch.samples, run.source
+        assert source is not None
+        ids, tokens = [s.data.ids for s in samples], [s.data.tokens for s in samples]
+        generated = yield from answers(run.model, run.cache, ids, tokens, source.batch)
+        outcomes = [
+            outcome_of(source, answer, self.score(source.decode(answer), sample))
+            for sample, answer in zip(samples, generated, strict=True)
+        ]
         return outcomes, None
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of the longest question and answer; its last token takes none."""
         return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
-
-
-def share_found(answer: str, expected: list[str]) -> float:
-    """Return which share of the expected strings the answer contains, whatever their case."""
-    low = answer.lower()
-    return sum(text.lower() in low for text in expected) / len(expected)
 
 
 def data_records(path: str, fields: Fields) -> list[Record]:
@@ -125,10 +137,10 @@ def data_records(path: str, fields: Fields) -> list[Record]:
     fields: required ones, with their types. Raises `InputError` for a file that cannot be read or
     is empty, and for a damaged line, which it names.
     """
-    place = Path(path)
-    if not place.exists():
+    source_path = Path(path)
+    if not source_path.exists():
         raise InputError(f"there is no file or folder {path!r}; --data takes JSON lines")
-    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    files = sorted(source_path.glob("*.jsonl")) if source_path.is_dir() else [source_path]
     records = [
         record for file in files for record in read_records(file, fields, "correct the line")
     ]

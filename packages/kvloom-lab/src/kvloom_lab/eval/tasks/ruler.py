@@ -25,13 +25,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvloom.errors import InputError
 
 from ..needles import WORDS, draw_number
-from ..sample import Batch, Sample, Source
-from .asking import Asked, QuestionTask, frame, prompt_in
+from ..sample import Batch, Question, Source
+from .asking import QuestionTask, frame, prompt, question_batch
 
 NIAH = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I "
@@ -74,7 +73,7 @@ ALPHA = 2.0  # exponent of fwe's frequencies
 CODED = 6  # letters of a coded word
 
 
-class Made(NamedTuple):
+class RulerPrompt(NamedTuple):
     """A prompt up to the question, the question, the answer's first words, and what is expected."""
 
     text: str
@@ -93,7 +92,7 @@ class Material:
     length: int
 
 
-Make = Callable[[np.random.Generator, int, Material], Made]
+Make = Callable[[np.random.Generator, int, Material], RulerPrompt]
 """Returns a prompt with a number of units in its haystack."""
 
 
@@ -106,62 +105,29 @@ class RulerPart:
     tokens: int
 
 
-class Ruler(QuestionTask):
-    """RULER's tasks, scored by the share of expected strings in the answer."""
-
-    name = "ruler"
-
-    def __init__(self, parts: Sequence[str] = ()) -> None:
-        for name in parts:
-            if name not in PARTS:
-                raise InputError(f"ruler has no part {name!r}; there are {', '.join(PARTS)}")
-        self.parts = parts or tuple(PARTS)
-
-    def batches(self, source: Source) -> list[Batch]:
-        """Return one context for each sample, of at most the lengths of the source."""
-        words = source.text.split()
-        vocabulary = sorted(set(re.findall(r"\b[a-z]{3,12}\b", source.text)))
-        return [
-            _batch(Material(source, words, vocabulary, length), name, number)
-            for length in source.lengths
-            for name in self.parts
-            for number in range(source.samples)
-        ]
-
-
 def _batch(material: Material, name: str, number: int) -> Batch:
     """Return the sample with the largest haystack that fits."""
     source, length, part = material.source, material.length, PARTS[name]
-    around = frame(source.tokenizer, source.first)
+    chat_frame = frame(source.tokenizer, source.first)
     seed = [source.seed, length, list(PARTS).index(name), number]
 
-    def made(units: int) -> tuple[Made, list[int] | None]:
-        """Return a prompt and the ids that are compressed; None if they are too many."""
+    def encoded(units: int) -> tuple[RulerPrompt, list[int], list[int] | None]:
+        """Return a prompt, its question and what is compressed; None if that is too long."""
         task_text = part.make(np.random.default_rng(seed), units, material)
-        prompt = prompt_in(source, around, task_text.question, task_text.prefix)
-        text = source.encode(task_text.text)
-        return task_text, prompt.context(text) if len(text) <= prompt.room(length) else None
+        tail = source.encode(task_text.question + chat_frame.after + task_text.prefix)
+        parts, text = prompt(source, chat_frame.before, tail), source.encode(task_text.text)
+        ids = parts.context(text) if len(text) <= parts.room(length) else None
+        return task_text, parts.question, ids
 
-    units = largest(lambda units: made(units)[1] is not None, part.least)
-    task_text, ids = made(units)
+    units = largest(lambda units: encoded(units)[2] is not None, part.least)
+    task_text, question_ids, ids = encoded(units)
     if ids is None:
         raise InputError(
             f"ruler: a context of {length} tokens is too short for {name}; use a longer --context"
         )
-    asked = Asked(
-        prompt_in(source, around, task_text.question, task_text.prefix).question,
-        task_text.expected,
-        part.tokens,
-    )
-    sample = Sample(
-        f"{name}/{length}/{number}",
-        source.decode(ids),
-        question=source.decode(asked.ids),
-        reference=", ".join(task_text.expected),
-        fields={"length": length, "tokens": len(ids), "variant": name},
-        data=asked,
-    )
-    return Batch(torch.tensor([ids]), [sample])
+    question = Question(question_ids, task_text.expected, part.tokens)
+    sample = f"{name}/{length}/{number}"
+    return question_batch(source, sample, ids, question, length, variant=name)
 
 
 def largest(fits: Callable[[int], bool], least: int) -> int:
@@ -190,7 +156,9 @@ class Needles:
     num_queries: int = 1
 
 
-def niah(settings: Needles, rng: np.random.Generator, units: int, material: Material) -> Made:
+def niah(
+    settings: Needles, rng: np.random.Generator, units: int, material: Material
+) -> RulerPrompt:
     """Return a prompt with needles; a unit is a word of an essay, or a sentence."""
     names = [draw(rng, settings.keys) for _ in range(settings.num_keys)]
     values = [[draw(rng, settings.values) for _ in range(settings.num_values)] for _ in names]
@@ -200,7 +168,7 @@ def niah(settings: Needles, rng: np.random.Generator, units: int, material: Mate
         for value in each
     ]
     rng.shuffle(needles)
-    asked = rng.choice(len(names), settings.num_queries, replace=False)
+    queried = rng.choice(len(names), settings.num_queries, replace=False)
     if settings.haystack == "essay":
         context = hidden_in_essay(rng, needles, units, material.words)
     else:
@@ -216,17 +184,17 @@ def niah(settings: Needles, rng: np.random.Generator, units: int, material: Mate
         for place, needle in zip(places, needles, strict=True):
             sentences.insert(int(place), needle)
         context = "\n".join(sentences)
-    queries = [names[i] for i in asked]
+    queries = [names[i] for i in queried]
     query = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
     template, prefix, kind = NIAH, NIAH_PREFIX, settings.values
     if settings.num_queries * settings.num_values == 1:
         template, prefix, kind = singular(template), singular(prefix), kind[:-1]
     text, question = template.split("{context}")
-    return Made(
+    return RulerPrompt(
         text.format(kind=kind) + context,
         question.format(kind=kind, query=query),
         prefix.format(kind=kind, query=query),
-        [value for i in asked for value in values[i]],
+        [value for i in queried for value in values[i]],
     )
 
 
@@ -264,19 +232,19 @@ def hidden_in_essay(
     return " ".join(parts)
 
 
-def vt(rng: np.random.Generator, units: int, material: Material) -> Made:
+def vt(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
     """Return a prompt with a chain of variables, after a worked example; units are sentences."""
 
     def example(units: int) -> str:
-        return worked(tracked(np.random.default_rng(seed), units, 3)) + "\n"
+        return with_answer(tracked(np.random.default_rng(seed), units, 3)) + "\n"
 
     seed = int(rng.integers(2**32))
     most = largest(lambda n: len(material.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1)
-    made = tracked(rng, units, 5)
-    return made._replace(text=f"{example(most)}\n{made.text}")
+    task = tracked(rng, units, 5)
+    return task._replace(text=f"{example(most)}\n{task.text}")
 
 
-def tracked(rng: np.random.Generator, units: int, letters: int) -> Made:
+def tracked(rng: np.random.Generator, units: int, letters: int) -> RulerPrompt:
     """Return a prompt with one chain of variables, whose names have a number of letters."""
     names: list[str] = []
     while len(names) <= HOPS:
@@ -290,27 +258,30 @@ def tracked(rng: np.random.Generator, units: int, letters: int) -> Made:
         lines.insert(int(place) + i, chain[i])
     text, question = VT.split("{context}")
     context = "\n".join(lines)
-    return Made(text + context, question.format(query=value), VT_PREFIX.format(query=value), names)
+    return RulerPrompt(
+        text + context, question.format(query=value), VT_PREFIX.format(query=value), names
+    )
 
 
-def worked(made: Made) -> str:
+def with_answer(prompt: RulerPrompt) -> str:
     """Return a prompt with its answer."""
-    return f"{made.text}{made.question}{made.prefix} {' '.join(made.expected)}"
+    return f"{prompt.text}{prompt.question}{prompt.prefix} {' '.join(prompt.expected)}"
 
 
-def cwe(rng: np.random.Generator, units: int, material: Material) -> Made:
+def cwe(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
     """Return a list of words after a worked example; units are the different words."""
     large = material.length >= LARGE
     shape, repeats = ((40, 10, 3), (30, 3)) if large else ((20, 3, 1), (6, 1))
     example = counted(rng, *shape, material.vocabulary)
     answer = [f"{i}. {word}" for i, word in enumerate(example.expected, start=1)]
-    made = counted(rng, units, *repeats, material.vocabulary)
-    return made._replace(text=f"{worked(example._replace(expected=answer))}\n{made.text}")
+    task = counted(rng, units, *repeats, material.vocabulary)
+    solved = with_answer(example._replace(expected=answer))
+    return task._replace(text=f"{solved}\n{task.text}")
 
 
 def counted(
     rng: np.random.Generator, units: int, common: int, uncommon: int, vocabulary: Sequence[str]
-) -> Made:
+) -> RulerPrompt:
     """Return a list in which the first ten of `units` words occur more often than the others."""
     if len(vocabulary) < units:
         vocabulary = [*vocabulary, *(f"{a}-{b}" for a in WORDS for b in WORDS)]
@@ -319,10 +290,10 @@ def counted(
     rng.shuffle(listed)
     text, question = CWE.split("{context}")
     context = " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
-    return Made(text + context, question, CWE_PREFIX, words[:COMMON])
+    return RulerPrompt(text + context, question, CWE_PREFIX, words[:COMMON])
 
 
-def fwe(rng: np.random.Generator, units: int, material: Material) -> Made:
+def fwe(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
     """Return coded words with the frequencies of a zeta distribution; the first is noise."""
     size = max(COMMON, material.length // 50)
     coded: dict[str, None] = {}
@@ -333,7 +304,7 @@ def fwe(rng: np.random.Generator, units: int, material: Material) -> Made:
     listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
     rng.shuffle(listed)
     text, question = FWE.split("{context}")
-    return Made(text + " ".join(listed), question, FWE_PREFIX, names[1:4])
+    return RulerPrompt(text + " ".join(listed), question, FWE_PREFIX, names[1:4])
 
 
 def letters_of(rng: np.random.Generator, count: int) -> str:
@@ -358,3 +329,22 @@ PARTS = {
     "cwe": RulerPart(cwe, COMMON + 1, 120),
     "fwe": RulerPart(fwe, 30, 50),
 }
+
+
+class Ruler(QuestionTask):
+    """RULER's tasks, scored by the share of expected strings in the answer."""
+
+    name = "ruler"
+    variants = tuple(PARTS)
+    variant_word = "part"
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return one context for each sample, of at most the lengths of the source."""
+        words = source.text.split()
+        vocabulary = sorted(set(re.findall(r"\b[a-z]{3,12}\b", source.text)))
+        return [
+            _batch(Material(source, words, vocabulary, length), name, number)
+            for length in source.lengths
+            for name in self.chosen
+            for number in range(source.samples)
+        ]

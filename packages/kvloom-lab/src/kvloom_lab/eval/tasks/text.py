@@ -16,26 +16,54 @@ from torch import Tensor
 
 from kvloom import Cache
 
-from ...workload.passes import Measurement
+from ...workload.passes import ForwardRequest, Measurement
 from ...workload.text import cut_rows
-from ..decoding import decode, divergence, exact_logp
-from ..sample import Batch, Outcome, Run, Sample, Source
+from ..decoding import decode, divergence
+from ..sample import Batch, Exact, Outcome, Run, Sample, Source, Task
 
 CHUNK = 64  # tokens between two readings by the exact cache
 GRAM = 4
 
 
-class Perplexity:
-    """Perplexity, KL divergence and agreement on a continuation of `new_tokens` tokens."""
-
-    name, data = "perplexity", ""
+class ContinuationTask(Task[Exact]):
+    """A task on rows of text; a sample's data are its ids after the context."""
 
     def batches(self, source: Source) -> list[Batch]:
-        """Return rows of text; the part behind the context is the continuation."""
-        return text_batches(source)
+        """Return rows of text of each length, in batches."""
+        batches = []
+        for length in source.lengths:
+            tokens = length + source.new_tokens + 1
+            rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
+            for begin in range(0, len(rows), source.batch):
+                part = rows[begin : begin + source.batch]
+                samples = [
+                    Sample(
+                        f"{length}/{begin + i}",
+                        source.decode(row[:length]),
+                        reference=source.decode(row[length + 1 :]),
+                        fields={"length": length},
+                        data=row[length:],
+                    )
+                    for i, row in enumerate(part)
+                ]
+                batches.append(Batch(part[:, :length], samples))
+        return batches
+
+    def positions(self, batch: Batch) -> int:
+        """Return the positions after a context; the last token takes none."""
+        return len(batch.samples[0].data) - 1
+
+
+class Perplexity(ContinuationTask[Tensor]):
+    """Perplexity, KL divergence and agreement on a continuation of `new_tokens` tokens."""
+
+    name = "perplexity"
+    main_score = "perplexity"
 
     def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
+        source = run.source
+        assert source is not None
         rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
         decoded = yield from decode(run.cache, rows[:, 0], count, fed=rows[:, 1:])
@@ -52,38 +80,12 @@ class Perplexity:
                     "kl_p999": kl[i].quantile(0.999).item(),
                     "agreement": same[i].float().mean().item(),
                 },
-                tokens=run.source.pieces(decoded.greedy[i]),
+                tokens=source.pieces(decoded.greedy[i]),
                 curves={"kl": kl[i].tolist(), "nll": nll[i].tolist()},
             )
             for i in range(len(rows))
         ]
         return outcomes, exact
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the continuation; its last token takes none."""
-        return len(batch.samples[0].data) - 1
-
-
-def text_batches(source: Source) -> list[Batch]:
-    """Return rows of text of each length, in batches; a sample's data are its ids after that."""
-    batches = []
-    for length in source.lengths:
-        tokens = length + source.new_tokens + 1
-        rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
-        for begin in range(0, len(rows), source.batch):
-            part = rows[begin : begin + source.batch]
-            samples = [
-                Sample(
-                    f"{length}/{begin + i}",
-                    source.decode(row[:length]),
-                    reference=source.decode(row[length + 1 :]),
-                    fields={"length": length},
-                    data=row[length:],
-                )
-                for i, row in enumerate(part)
-            ]
-            batches.append(Batch(part[:, :length], samples))
-    return batches
 
 
 class ExactText(NamedTuple):
@@ -93,18 +95,20 @@ class ExactText(NamedTuple):
     tokens: Tensor
 
 
-class Free:
-    """Tokens until the first difference from `full`, divergence by position, and repetition."""
+class Free(ContinuationTask[ExactText]):
+    """Tokens until the first difference from `full`, divergence by position, and repetition.
 
-    name, data = "free", ""
+    Only the first token after the context is given.
+    """
 
-    def batches(self, source: Source) -> list[Batch]:
-        """Return rows of text; only the first token after the context is given."""
-        return text_batches(source)
+    name = "free"
+    main_score = "diverged_at"
 
     def measure(self, run: Run[ExactText]) -> Measurement[tuple[list[Outcome], ExactText]]:
         """Generate greedily, and compare with the exact cache."""
-        model, n = run.model, run.source.new_tokens
+        model, source = run.model, run.source
+        assert source is not None
+        n = source.new_tokens
         before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache
         reader = None if run.exact is None else copy.deepcopy(before)
         new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
@@ -113,8 +117,10 @@ class Free:
             decoded = yield from decode(run.cache, new, min(CHUNK, n - begin))
             if reader is not None:
                 fed = torch.cat([new.cpu()[:, None], decoded.greedy[:, :-1]], dim=1)
-                exact_log_probs = yield from exact_logp(reader, fed.to(model.device))
-                kl.append(divergence(exact_log_probs, decoded.logp))
+                # One step: an exact cache attends to the tokens as if they came one by one.
+                logits = yield ForwardRequest(fed.to(model.device), reader, all_logits=True)
+                exact_logp = torch.log_softmax(logits.float(), dim=-1).cpu()
+                kl.append(divergence(exact_logp, decoded.logp))
             tokens.append(decoded.greedy)
             new = decoded.greedy[:, -1].to(model.device)
         written = torch.cat(tokens, dim=1)
@@ -130,16 +136,12 @@ class Free:
                         "kl_mean": curve[i].mean().item(),
                         "repetition": repetition(row.tolist()),
                     },
-                    answer=run.source.decode(row),
-                    tokens=run.source.pieces(row),
+                    answer=source.decode(row),
+                    tokens=source.pieces(row),
                     curves={"kl": curve[i].tolist()},
                 )
             )
         return outcomes, exact
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions of the generated text; its last token takes none."""
-        return len(batch.samples[0].data) - 1
 
 
 def repetition(tokens: list[int]) -> float:

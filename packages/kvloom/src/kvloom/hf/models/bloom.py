@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import BloomConfig
 from transformers.models.bloom.modeling_bloom import (
     BloomAttention,
     build_alibi_tensor,
@@ -15,9 +16,14 @@ from transformers.models.bloom.modeling_bloom import (
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..cache import RoutedLayer
+from ..routed import RoutedLayer
 
 ATTENTION = BloomAttention
+
+
+def alibi(config: BloomConfig) -> bool:
+    """Return True: every BLOOM has ALiBi, and its config does not say so."""
+    return True
 
 
 def attend(
@@ -33,8 +39,8 @@ def attend(
     q, k, v = module._reshape(module.query_key_value(hidden_states))
     tokens = layer.cache.seen + q.shape[2]
     position = positions(adapters.visible_mask(attention_mask), q.shape[0], tokens, q.device)
-    alibi = Alibi(_slopes(module.num_heads, q.device), position)
-    out = adapters.attend(layer, q, k, v, attention_mask, module.inv_norm_factor, alibi)
+    bias = Alibi(_slopes(module.num_heads, q.device), position)
+    out = adapters.attend(layer, q, k, v, attention_mask, module.inv_norm_factor, bias)
     out = dropout_add(module.dense(out), residual, module.hidden_dropout, module.training)
     return out, None
 

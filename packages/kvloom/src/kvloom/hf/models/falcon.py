@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import FalconConfig
 from transformers.models.falcon.modeling_falcon import (
     FalconAttention,
     apply_rotary_pos_emb,
@@ -20,9 +21,15 @@ from transformers.models.falcon.modeling_falcon import (
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..cache import RoutedLayer
+from ..routed import RoutedLayer
 
 ATTENTION = FalconAttention
+
+
+def heads(config: FalconConfig) -> tuple[int, int]:
+    """Return the query heads and the key/value heads, which the config says by two flags."""
+    single = config.multi_query and not config.new_decoder_architecture
+    return config.num_attention_heads, 1 if single else config.num_kv_heads
 
 
 @dataclass(frozen=True)

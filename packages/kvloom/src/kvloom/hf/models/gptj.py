@@ -6,12 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GPTJConfig
 from transformers.models.gptj.modeling_gptj import GPTJAttention, apply_rotary_pos_emb
 
+from ...positions.rope import Rope
 from .. import adapters
-from ..cache import RoutedLayer
+from ..routed import RoutedLayer
 
 ATTENTION = GPTJAttention
+
+
+def rope(config: GPTJConfig) -> Rope:
+    """Return how the model rotates keys: by a table of its own, not by a module."""
+    dims = config.rotary_dim or config.n_embd // config.n_head
+    return Rope(10000.0 ** -(torch.arange(0, dims, 2).float() / dims), interleaved=True)
 
 
 def attend(

@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from transformers import MptConfig
 from transformers.models.mpt.modeling_mpt import MptAttention
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..cache import RoutedLayer
+from ..routed import RoutedLayer
 
 ATTENTION = MptAttention
+
+
+def alibi(config: MptConfig) -> bool:
+    """Return True: every MPT has ALiBi, and its config does not say so."""
+    return True
 
 
 def attend(
@@ -31,6 +37,6 @@ def attend(
     q, k, v = (x.unflatten(-1, heads).transpose(1, 2) for x in qkv.chunk(3, dim=2))
     slopes = -position_bias[:, 0, -2].float()
     tokens = layer.cache.seen + q.shape[2]
-    alibi = Alibi(slopes, positions(None, q.shape[0], tokens, q.device))
-    out = adapters.attend(layer, q, k, v, attention_mask, module.softmax_scale, alibi)
+    bias = Alibi(slopes, positions(None, q.shape[0], tokens, q.device))
+    out = adapters.attend(layer, q, k, v, attention_mask, module.softmax_scale, bias)
     return module.out_proj(out), None

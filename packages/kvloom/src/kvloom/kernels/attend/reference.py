@@ -26,7 +26,7 @@ _BLOCK_NUMEL = 1 << 24
 _UNPACK = 8192
 
 
-class State(NamedTuple):
+class AttentionState(NamedTuple):
     """Attention over one set of tokens: out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T].
 
     products: scale * q @ k, where a kernel returns it (see `attend_regions`).
@@ -44,17 +44,19 @@ def attend_regions(
     *,
     softcap: float | None = None,
     products: bool = False,
-) -> State:
+    sink_logits: Tensor | None = None,
+) -> AttentionState:
     """Attend q [B, Hq, T, D] to the tokens of all regions.
 
-    softcap: as for `attend`. products: a kernel that reads one region without an addressing may
-    also return scale * q @ k, fp32 [B, Hq, T, N padded to whole vectors of 16], for
-    `score.reference.step_mass`; the reference returns None for it.
+    softcap: as for `attend`. sink_logits: as for `with_sinks`. products: a kernel that reads one
+    region without an addressing may also return scale * q @ k, fp32 [B, Hq, T, N padded to whole
+    vectors of 16], for `score.reference.step_mass`; the reference returns None for it.
     """
-    return merge([_region(q, region, scale, softcap) for region in regions])
+    state = merge([_region(q, region, scale, softcap) for region in regions])
+    return state if sink_logits is None else with_sinks(state, sink_logits)
 
 
-def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> State:
+def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> AttentionState:
     keys, values, where, visible, bias, own = region
     if isinstance(where, Slots):
         return _slots(q, region, where, scale, softcap)
@@ -75,7 +77,7 @@ def _stretch(
     visible: Tensor | None,
     bias: Tensor | None,
     own: int,
-) -> State:
+) -> AttentionState:
     """Attend to all tokens from `begin` on, unpacking `_UNPACK` at a time."""
     n = keys.tokens
     ends = {*range(begin + _UNPACK, max(keys.prefix, values.prefix), _UNPACK), n}
@@ -83,20 +85,22 @@ def _stretch(
     cuts = [begin, *sorted(end for end in ends if end <= n - own or end == n)]
     states = []
     for lo, hi in pairwise(cuts):
-        some = slice(lo - begin, hi - begin)
+        columns = slice(lo - begin, hi - begin)
         states.append(
             attend(
                 q, keys.tensor(lo, hi), values.tensor(lo, hi), scale,
                 causal=own > 0 and hi == n,
-                visible=None if visible is None else visible[..., some],
+                visible=None if visible is None else visible[..., columns],
                 softcap=softcap,
-                bias=None if bias is None else bias[..., some],
+                bias=None if bias is None else bias[..., columns],
             )
         )  # fmt: skip
     return merge(states) if states else attend(q, keys.tail, values.tail, scale)
 
 
-def _slots(q: Tensor, region: Region, where: Slots, scale: float, softcap: float | None) -> State:
+def _slots(
+    q: Tensor, region: Region, where: Slots, scale: float, softcap: float | None
+) -> AttentionState:
     """Attend q [B, Hq, 1, D] to tokens at slots, and to all from `begin` on."""
     count, states = where.slots.shape[2], []
     hk = region.keys.exact.shape[1]
@@ -127,17 +131,19 @@ def _gathered(view: KVView, where: Slots) -> Tensor:
     packed, slots = view.packed, where.slots
     if packed is None:
         return gather(view.tail, slots)
-    layer = getattr(packed, "layer", None)
-    if layer is None or not layer.encoding.plain or where.begin > packed.hi:
+    layer_encoding = getattr(packed, "layer_encoding", None)
+    if layer_encoding is None or not layer_encoding.encoding.plain or where.begin > packed.hi:
         return gather(view.tensor(), slots)  # unpacks all tokens to gather some
-    how = layer.encoding
+    how = layer_encoding.encoding
     return gather_packed(
-        packed.codes, packed.scale, packed.zero, how.bits, how.axis, layer.group, slots,
+        packed.codes, packed.scale, packed.zero, how.bits, how.axis, layer_encoding.group, slots,
         packed.dtype,
     )  # fmt: skip
 
 
-def _spans(q: Tensor, region: Region, where: Spans, scale: float, softcap: float | None) -> State:
+def _spans(
+    q: Tensor, region: Region, where: Spans, scale: float, softcap: float | None
+) -> AttentionState:
     """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
     b, hq, t, d = q.shape
     heads = where.bounds.shape[1]
@@ -148,10 +154,10 @@ def _spans(q: Tensor, region: Region, where: Spans, scale: float, softcap: float
         see = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
         states.append(attend(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
     out, lse = (torch.cat(x).view(b, hq, t, -1) for x in list(zip(*states, strict=True))[:2])
-    return State(out, lse.squeeze(-1))
+    return AttentionState(out, lse.squeeze(-1))
 
 
-def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> State:
+def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:
     """Attend q [B, Hq, 1, D], each row to its own pages."""
     table, rows = where.table, []
     for i, (packed, tokens) in enumerate(
@@ -168,7 +174,9 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
                 x[0, :, : first.shape[2]] = first[table.blocks[i, 0]]
             sides.append(x)
         rows.append(attend(q[i : i + 1], sides[0], sides[1], scale))
-    return State(torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows]))
+    return AttentionState(
+        torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows])
+    )
 
 
 def _tokens_of_row(view: KVView, where: Paged, row: int, packed: int, tokens: int) -> Tensor:
@@ -181,7 +189,7 @@ def _tokens_of_row(view: KVView, where: Paged, row: int, packed: int, tokens: in
     begin = table.page * torch.arange(len(blocks), device=blocks.device)
     chosen: Any = pages._replace(  # type: ignore[union-attr]
         codes=pages.codes[blocks], scale=pages.scale[blocks], zero=pages.zero[blocks],
-        at=None if pages.rope is None else begin[:, None, None],
+        positions=None if pages.rope is None else begin[:, None, None],
     )  # fmt: skip
     old = chosen.tensor().transpose(0, 1).flatten(1, 2)[None]
     return torch.cat([old, exact], dim=2)
@@ -197,7 +205,7 @@ def attend(
     visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-) -> State:
+) -> AttentionState:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
     causal: the T queries are the last T of the N tokens, and see no later one. visible: bool
@@ -227,7 +235,7 @@ def attend(
             logits.masked_fill_(~visible[:, :, None, None, :], -torch.inf)
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
-    return State(out.view(b, hq, t, -1), lse.view(b, hq, t))
+    return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,14 +253,23 @@ def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return out / total.clamp_min(torch.finfo(torch.float32).tiny), lse
 
 
-def merge(states: list[State]) -> State:
+def with_sinks(state: AttentionState, sink_logits: Tensor) -> AttentionState:
+    """Add attention sinks to a softmax: logits fp32 [Hq] that have no value.
+
+    A sink takes weight from all tokens: out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)).
+    """
+    lse = torch.logaddexp(state.lse, sink_logits[:, None])
+    return AttentionState(state.out * (state.lse - lse).exp().unsqueeze(-1), lse)
+
+
+def merge(states: list[AttentionState]) -> AttentionState:
     """Merge attention over disjoint parts into attention over their union; exact, any order."""
     out, lse, _ = states[0]
     for part in states[1:]:
         weight = torch.sigmoid(part.lse - lse).nan_to_num()  # NaN: neither sees anything
         out = out.lerp(part.out, weight.unsqueeze(-1))
         lse = torch.logaddexp(lse, part.lse)
-    return State(out, lse)
+    return AttentionState(out, lse)
 
 
 def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
@@ -278,13 +295,17 @@ def sdpa(
     causal: bool,
     visible: Tensor | None,
     bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
 
     A query that would see no key sees itself (rows of padding must not be NaN).
     A bias needs T = 1: for more queries the kernel would want it as a matrix [Hq, T, N].
+    sink_logits: as for `with_sinks`.
     """
     assert bias is None or q.shape[2] == 1
+    if sink_logits is not None:
+        return _sdpa_with_sinks(q, k, v, scale, causal, visible, bias, sink_logits)
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
     mask = None if visible is None else visible[:, :, None, :]
@@ -302,3 +323,31 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=hq != hk
     )
+
+
+def _sdpa_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    sink_logits: Tensor,
+) -> Tensor:
+    """Attend by `sdpa` with sinks, each of which is a key without a value in front of the others.
+
+    All keys have one channel more: 1 for the sink's, else 0; that of a query is sink / scale. A
+    query in front of the others keeps the causal mask square.
+    """
+    b, hq, t, d = q.shape
+    extra = (sink_logits / scale).to(q.dtype).view(1, hq, 1, 1).expand(b, hq, t, 1)
+    q = F.pad(torch.cat([q, extra], dim=-1), (0, 7, 1 if t > 1 else 0, 0))
+    k, v = F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 8, 1, 0))
+    k[:, :, 0, d] = 1.0
+    if visible is not None:
+        visible = F.pad(visible, (1, 0), value=True)
+    if bias is not None:
+        bias = F.pad(bias, (1, 0))
+    out = sdpa(q, k, v, scale, causal=causal, visible=visible, bias=bias)
+    return out[:, :, -t:, : v.shape[-1] - 8]

@@ -25,7 +25,7 @@ class PackedPrefix(Protocol):
     """Packed tokens lo to hi of a layer's keys or values; `store.PackedView` is one.
 
     codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G], by map
-    [B, 1, N, groups]. rope: set if keys are packed before RoPE; at: their positions, int64
+    [B, 1, N, groups]. rope: set if keys are packed before RoPE; positions: theirs, int64
     [B or 1, 1, hi], or [B or 1, 1, 1], that of the first token if the others follow it.
     """
 
@@ -38,11 +38,11 @@ class PackedPrefix(Protocol):
     @property
     def hi(self) -> int: ...  # noqa: D102
     @property
-    def layer(self) -> LayerEncoding: ...  # noqa: D102
+    def layer_encoding(self) -> LayerEncoding: ...  # noqa: D102
     @property
     def rope(self) -> Rope | None: ...  # noqa: D102
     @property
-    def at(self) -> Tensor | None: ...  # noqa: D102
+    def positions(self) -> Tensor | None: ...  # noqa: D102
     @property
     def dtype(self) -> torch.dtype: ...  # noqa: D102
     def cut(self, lo: int, hi: int) -> PackedPrefix:
@@ -83,6 +83,13 @@ class KVView(NamedTuple):
         """Tokens of both."""
         exact = self.exact.shape[2] if self.length is None else self.length
         return exact if self.packed is None else exact + self.packed.hi
+
+    def stored(self, lo: int, hi: int) -> PackedPrefix | Any | Tensor:
+        """Tokens lo to hi as they are stored; they must not cross the end of the prefix."""
+        if lo < self.prefix:
+            assert self.packed is not None
+            return self.packed.cut(lo, hi)
+        return self.tail[:, :, lo - self.prefix : hi - self.prefix]
 
     def tensor(self, lo: int = 0, hi: int | None = None) -> Tensor:
         """Tokens lo to hi [B, Hk, N, D], unpacked."""

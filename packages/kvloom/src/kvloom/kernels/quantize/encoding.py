@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ...errors import RecipeError
 from ...registry.fields import check_fields
-from . import balanced, boosted
 from .byte_layout import PACK_BLOCK, metadata, rows_for, spread, top
 
 META = {
@@ -34,8 +33,6 @@ AXES = ("channel", "token")
 SPANS = ("head", "layer")
 CLIPS = ("group", "layer")
 ROTATIONS = ("none", "group", "head")
-BOOSTS = (0, 8, 16, 32, 64)
-BALANCES = (0, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,6 @@ class Encoding:
             each group and rounds it to the levels of a normal distribution, with a scale and no
             zero (see `kernels.quantize.rotated`); or "none".
         pre_rope: Keys are packed before RoPE, which each step applies at their positions.
-        boost: The number of channels of a head that have 4 bits: 0, 8, 16, 32 or 64, those with the
-            largest range in a group of tokens (keys with 2 bits per channel).
-        balance: The number of tokens of a rotated head in a tile, whose tokens and channels are
-            divided by their standard deviations in turns (see `kernels.quantize.balanced`). Then
-            `group` must equal `balance` per channel, and 0 per token. 0: no tiles.
     """
 
     bits: int | float
@@ -78,8 +70,6 @@ class Encoding:
     static: bool = False
     rotation: str = "none"
     pre_rope: bool = False
-    boost: int = 0
-    balance: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "reorder", "smooth", "static", "pre_rope")
@@ -89,8 +79,6 @@ class Encoding:
         choice("meta", self.meta, tuple(META))
         choice("span", self.span, SPANS)
         choice("rotation", self.rotation, ROTATIONS)
-        choice("boost", self.boost, BOOSTS)
-        choice("balance", self.balance, BALANCES)
         if isinstance(self.clip, str):
             choice("clip", self.clip, CLIPS)
         elif type(self.clip) not in (int, float) or not 0 < self.clip <= 1:
@@ -121,36 +109,6 @@ class Encoding:
                 'rotation="group" rotates the channels of a token; use axis="token", or '
                 'rotation="head", which takes both axes'
             )
-        if self.boost:
-            self._check_boost()
-        if self.balance:
-            self._check_balance()
-
-    def _check_boost(self) -> None:
-        if self.bits != boosted.BITS or self.axis != "channel":
-            raise RecipeError(
-                f"boost={self.boost} gives channels of 2 bits two more; use bits=2 and "
-                'axis="channel", or leave boost out'
-            )
-        if self.rotation != "none":
-            raise RecipeError(
-                f"boost={self.boost} finds channels that stand out, and a rotation removes them; "
-                "leave one of them out"
-            )
-
-    def _check_balance(self) -> None:
-        if self.rotation != "head":
-            raise RecipeError(
-                f'balance={self.balance} needs channels that are alike; use rotation="head", or '
-                "leave balance out"
-            )
-        group = self.balance if self.axis == "channel" else 0
-        if self.group != group:
-            what = "a tile is a group" if group else "a token of a tile is a group"
-            raise RecipeError(
-                f"balance={self.balance} does not combine with group={self.group}: per "
-                f"{self.axis}, {what}; use group={group}"
-            )
 
     @property
     def regroups(self) -> bool:
@@ -161,7 +119,7 @@ class Encoding:
     def plain(self) -> bool:
         """Whether code * scale + zero of a head's own groups is the token itself."""
         mixed = self.regroups or self.rotation != "none"
-        return not (mixed or self.pre_rope or self.boost or self.balance)
+        return not (mixed or self.pre_rope)
 
     @property
     def calibrated(self) -> bool:
@@ -169,14 +127,23 @@ class Encoding:
         return self.reorder or self.smooth or self.static or isinstance(self.clip, str)
 
     @property
+    def own_space(self) -> bool:
+        """Whether packed tokens are in another space than exact ones: divided or rotated.
+
+        Queries are transformed into the space of packed keys, and sums of packed values are
+        transformed back. Static scales absorb the divisor instead.
+        """
+        return self.rotation != "none" or (self.smooth and not self.static)
+
+    @property
     def zeros(self) -> bool:
         """Whether zeros are stored, in a tensor of their own."""
-        return self.rotation != "group" and not self.balance
+        return self.rotation != "group"
 
     @cached_property
     def tokens_per_scale(self) -> int:
         """Tokens that share metadata."""
-        return self.balance or (self.group if self.axis == "channel" else 1)
+        return self.group if self.axis == "channel" else 1
 
     @property
     def whole(self) -> int:
@@ -197,8 +164,6 @@ class Encoding:
         largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
         if self.rotation == "head" and self.meta != "fp8":
             largest /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
-        if self.balance:  # squares of a tile are summed in fp32
-            largest = min(largest, 1e16)
         return min(largest, most)
 
     def groups(self, heads: int, head_dim: int) -> int:
@@ -209,41 +174,28 @@ class Encoding:
             return max(1, heads * head_dim // self.group)
         return heads * (head_dim // (self.group or head_dim))
 
+    def groups_read(self, heads: int, head_dim: int) -> int:
+        """Return how many scales of a token a head reads, in an encoding per token."""
+        return self.groups(heads if self.span == "layer" else 1, head_dim)
+
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of `tokens` packed tokens of `heads` heads: codes, scale and zero."""
         blocks = tokens // self.tokens_per_scale
-        if self.balance:
-            numbers = balanced.numbers(self.axis, self.balance, head_dim)
-            meta = blocks * heads * numbers * META[self.meta].itemsize
-        else:
-            meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
-        return rows_for(tokens, self.bits) * (head_dim + self.boost) * heads + meta
+        meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
+        return rows_for(tokens, self.bits) * head_dim * heads + meta
 
     def bits_a_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
 
-        head_dim: the channels of a head; needed where the group is a whole head (group=0), with
-        boost and with balance.
+        head_dim: the channels of a head; needed where the group is a whole head (group=0).
         """
-        if not head_dim and (not self.group or self.boost or self.balance):
-            raise RecipeError(
-                "group=0, boost and balance count channels of a head: give bits_a_value its "
-                "head_dim"
-            )
-        if self.balance:
-            return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
+        if not head_dim and not self.group:
+            raise RecipeError("group=0 is all channels of a head: give bits_a_value its head_dim")
         per_block, rows = PACK_BLOCK[self.bits]
-        wider = 1 + self.boost / head_dim if self.boost else 1
-        return 8 * rows / per_block * wider + 8 * self._group_nbytes / (self.group or head_dim)
+        return 8 * rows / per_block + 8 * self._group_nbytes / (self.group or head_dim)
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this encoding does not fit a layer, one sentence each; empty if it does."""
-        if self.boost >= head_dim:
-            fits = [str(n) for n in BOOSTS if n < head_dim]
-            return [
-                f"boost={self.boost} leaves no channel of head_dim={head_dim} at 2 bits; use "
-                f"{' or '.join(fits)}"
-            ]
         if self.axis == "channel" or not self.group:
             return []
         whole, what = head_dim, "head_dim"
@@ -342,8 +294,6 @@ class LayerEncoding:
             return 1, 0
         if self.group_of is not None:
             return 1, int(self.group_of.max()) + 1
-        if how.balance:
-            return self.heads, balanced.numbers(how.axis, how.balance, self.head_dim)
         return self.heads, self.head_dim // (1 if how.axis == "channel" else self.group)
 
     @cached_property
@@ -386,9 +336,8 @@ TENSORS = ("group_of", "clip", "divisor", "low", "high")
 class PackedTensors(NamedTuple):
     """Storage of packed tokens, token 0 first.
 
-    codes: uint8 [B, Hk, rows, D + boost]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with
-    groups of all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no
-    zeros. A row of scales of a tile has its scales, its zeros and its factors, and `zero` is empty.
+    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
+    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
     """
 
     codes: Tensor

@@ -19,8 +19,6 @@ import math
 import torch
 from torch import Tensor
 
-from .balanced import deviations, stored_factor
-from .boosted import dequantize_boosted, quantize_boosted
 from .byte_layout import PACK_BLOCK, metadata, pack_codes, rows_for, spread, top, unpack_codes
 from .encoding import LayerEncoding, PackedTensors, RopeAngles
 from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
@@ -28,7 +26,7 @@ from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
 
 def pack(
     x: Tensor,
-    layer: LayerEncoding,
+    layer_encoding: LayerEncoding,
     out: PackedTensors,
     begin: int,
     nonpadding: Tensor | None = None,
@@ -42,9 +40,9 @@ def pack(
     """
     if not x.numel():
         return
-    how = layer.encoding
+    how = layer_encoding.encoding
     codes, scale, zero = to_codes(
-        x.float() if rope is None else rotated(x.float(), rope), layer, nonpadding
+        x.float() if rope is None else rotated(x.float(), rope), layer_encoding, nonpadding
     )
     per_block, rows = PACK_BLOCK[how.bits]
     row, begun, line = begin // per_block * rows, begin % per_block, begin // how.tokens_per_scale
@@ -59,24 +57,26 @@ def pack(
 
 def unpack(
     packed: PackedTensors,
-    layer: LayerEncoding,
+    layer_encoding: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    how = layer.encoding
+    how = layer_encoding.encoding
     (per_block, rows), each = PACK_BLOCK[how.bits], how.tokens_per_scale
     unit = math.lcm(each, per_block)
     first, last = lo // unit * unit, -(-hi // each) * each  # whole bytes and groups
     bytes_ = packed.codes[:, :, first // per_block * rows : rows_for(last, how.bits)]
     codes = unpack_codes(bytes_, how.bits, last - first)
     scale, zero = (
-        (x.view(layer.meta) if x.dtype == torch.uint8 else x)[:, :, first // each : last // each]
+        (x.view(layer_encoding.meta) if x.dtype == torch.uint8 else x)[
+            :, :, first // each : last // each
+        ]
         for x in (packed.scale, packed.zero)
     )
-    x = from_codes(codes, scale, zero, layer)[:, :, lo - first : hi - first]
+    x = from_codes(codes, scale, zero, layer_encoding)[:, :, lo - first : hi - first]
     return (x if rope is None else rotated(x, rope)).to(dtype)
 
 
@@ -91,48 +91,39 @@ def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
 
 
 def to_codes(
-    x: Tensor, layer: LayerEncoding, nonpadding: Tensor | None = None
+    x: Tensor, layer_encoding: LayerEncoding, nonpadding: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x fp32: codes uint8 [B, Hk, T, D + boost], scale and zero as stored."""
-    how, meta = layer.encoding, layer.meta
+    """Quantize x fp32: codes uint8 [B, Hk, T, D], scale and zero as stored."""
+    how, meta = layer_encoding.encoding, layer_encoding.meta
     if how.rotation == "group":
-        codes, scale = quantize_rotated(x, how.bits, layer.group, meta)
+        codes, scale = quantize_rotated(x, how.bits, layer_encoding.group, meta)
         return codes, scale, scale[..., :0]
     if how.rotation == "head":
         x = rotate(x)
-    if how.balance:
-        codes, scale = balanced(x, layer, nonpadding)
-        return codes, scale, scale[..., :0]
-    if layer.divisor is not None:
-        x = x / layer.divisor[:, None, :]
-    if layer.static is not None:
+    if layer_encoding.divisor is not None:
+        x = x / layer_encoding.divisor[:, None, :]
+    if layer_encoding.static is not None:
         none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=meta)
-        return encode(x, *layer.static, how.bits), none, none
-    if how.boost:
-        return boosted(x, layer.group, how.boost, meta, nonpadding)
-    if layer.group_of is not None:
-        return quantize_mapped(x, how.bits, layer.group_of, meta, layer.alpha)
-    return quantize(x, how.bits, how.axis, layer.group, meta, nonpadding)
+        return encode(x, *layer_encoding.static, how.bits), none, none
+    if layer_encoding.group_of is not None:
+        return quantize_mapped(x, how.bits, layer_encoding.group_of, meta, layer_encoding.alpha)
+    return quantize(x, how.bits, how.axis, layer_encoding.group, meta, nonpadding)
 
 
-def from_codes(codes: Tensor, scale: Tensor, zero: Tensor, layer: LayerEncoding) -> Tensor:
+def from_codes(codes: Tensor, scale: Tensor, zero: Tensor, layer_encoding: LayerEncoding) -> Tensor:
     """Invert `to_codes`: fp32 [B, Hk, N, D]."""
-    how = layer.encoding
+    how = layer_encoding.encoding
     if how.rotation == "group":
-        return dequantize_rotated(codes, scale, how.bits, layer.group, torch.float32)
-    if how.boost:
-        x = unboosted(codes, scale, zero, layer.group, how.boost)
-    elif how.balance:
-        x = unbalanced(codes, scale, layer)
-    elif layer.static is not None:
-        x = torch.addcmul(layer.static[1], codes.float(), layer.static[0])
-    elif layer.group_of is not None:
-        x = dequantize_mapped(codes, scale, zero, layer.group_of, torch.float32)
+        return dequantize_rotated(codes, scale, how.bits, layer_encoding.group, torch.float32)
+    if layer_encoding.static is not None:
+        x = torch.addcmul(layer_encoding.static[1], codes.float(), layer_encoding.static[0])
+    elif layer_encoding.group_of is not None:
+        x = dequantize_mapped(codes, scale, zero, layer_encoding.group_of, torch.float32)
     else:
-        x = dequantize(codes, scale, zero, how.axis, layer.group, torch.float32)
+        x = dequantize(codes, scale, zero, how.axis, layer_encoding.group, torch.float32)
     if how.rotation == "head":
         x = unrotate(x)
-    return x if layer.divisor is None else x * layer.divisor[:, None, :]
+    return x if layer_encoding.divisor is None else x * layer_encoding.divisor[:, None, :]
 
 
 def quantize(
@@ -164,63 +155,6 @@ def dequantize(
     grouped, dim = _grouped(codes.float(), axis, group)
     x = torch.addcmul(zero.float().unsqueeze(dim), grouped, scale.float().unsqueeze(dim))
     return x.reshape(codes.shape).to(dtype)
-
-
-def boosted(
-    x: Tensor, group: int, boost: int, meta: torch.dtype, nonpadding: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize x [B, Hk, N, D] per channel at 2 bit, `boost` channels of each group at 4.
-
-    Returns (codes uint8 [B, Hk, N, D + boost], scale, zero [B, Hk, N/G, D]). nonpadding: as in
-    `quantize`.
-    """
-    grouped, dim = _grouped(x.float(), "channel", group)
-    low, high = _range(grouped, dim, nonpadding)
-    codes, scale, zero = quantize_boosted(low, high, grouped, boost, meta)
-    return codes.flatten(2, 3), scale.squeeze(dim), zero.squeeze(dim)
-
-
-def unboosted(codes: Tensor, scale: Tensor, zero: Tensor, group: int, boost: int) -> Tensor:
-    """Invert `boosted`: fp32 [B, Hk, N, D]."""
-    grouped, dim = _grouped(codes, "channel", group)
-    x = dequantize_boosted(grouped, scale.unsqueeze(dim), zero.unsqueeze(dim), boost)
-    return x.flatten(2, 3)
-
-
-def balanced(
-    x: Tensor, layer: LayerEncoding, nonpadding: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Quantize x [B, Hk, N, D] by range after each tile is normalized (see `balanced`).
-
-    Per channel, a token is divided by its standard deviation, per token a channel of the tile.
-    Returns (codes uint8 [B, Hk, N, D], rows of scales, zeros and factors [B, Hk, N/T, numbers]).
-    nonpadding: as in `quantize`; padding enters no standard deviation either.
-    """
-    how, meta, live = layer.encoding, layer.meta, None
-    tiles = x.float().unflatten(2, (-1, how.balance))  # [B, Hk, N/T, T, D]
-    if nonpadding is not None:
-        live = nonpadding.unflatten(2, (-1, how.balance)).unsqueeze(-1)
-        tiles = torch.where(live, tiles, 0.0)
-    (tokens, channels), channel = deviations(tiles, live), how.axis == "channel"
-    factor = stored_factor(tokens if channel else channels, meta)
-    divisor = factor.float()
-    tiles = tiles / torch.where(divisor > 0, divisor, torch.inf)
-    low, high = _range(tiles, 3 if channel else 4, nonpadding if channel else None)
-    scale, zero = metadata(low, high, how.bits, meta)
-    row = torch.cat([part.flatten(3) for part in (scale, zero, factor)], dim=-1)
-    return encode(tiles, scale, zero, how.bits).flatten(2, 3), row
-
-
-def unbalanced(codes: Tensor, row: Tensor, layer: LayerEncoding) -> Tensor:
-    """Invert `balanced`: (code * scale + zero) * factor, fp32 [B, Hk, N, D]."""
-    how = layer.encoding
-    tiles = codes.unflatten(2, (-1, how.balance))
-    sizes, dims = (codes.shape[3], how.balance), (-2, -1)
-    if how.axis == "token":
-        sizes, dims = sizes[::-1], dims[::-1]
-    scale, zero, factor = row.float().split([sizes[0], sizes[0], sizes[1]], dim=-1)
-    x = torch.addcmul(zero.unsqueeze(dims[0]), tiles.float(), scale.unsqueeze(dims[0]))
-    return (x * factor.unsqueeze(dims[1])).flatten(2, 3)
 
 
 def quantize_mapped(
@@ -259,10 +193,10 @@ def dequantize_mapped(
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
     """Codes uint8 of x fp32, given stored scale and zero that broadcast against it."""
     step = scale.float()
-    some = step > 0
-    codes = (x - zero.float()) / torch.where(some, step, torch.ones_like(step))
+    nonzero = step > 0
+    codes = (x - zero.float()) / torch.where(nonzero, step, torch.ones_like(step))
     codes = codes.round_().clamp_(0, top(bits))
-    return torch.where(some, codes, torch.zeros_like(codes)).to(torch.uint8)
+    return torch.where(nonzero, codes, torch.zeros_like(codes)).to(torch.uint8)
 
 
 def _range(grouped: Tensor, dim: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -56,17 +56,17 @@ def levels(bits: float) -> Tensor:
     """The levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
     normal = torch.distributions.Normal(0.0, torch.tensor(1.0, dtype=torch.float64))
     count = top(bits) + 1
-    found = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    levels = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
     infinity = torch.tensor([torch.inf], dtype=torch.float64)
     for _ in range(20_000):  # each level to the mean of what is rounded to it
-        ends = torch.cat([-infinity, (found[1:] + found[:-1]) / 2, infinity])
+        ends = torch.cat([-infinity, (levels[1:] + levels[:-1]) / 2, infinity])
         density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
         better = (density[:-1] - density[1:]) / normal.cdf(ends).diff()
-        done = bool((better - found).abs().max() < 1e-12)
-        found = better
+        done = bool((better - levels).abs().max() < 1e-12)
+        levels = better
         if done:
             break
-    return ((found - found.flip(0)) / 2).float()  # symmetric to the last bit
+    return ((levels - levels.flip(0)) / 2).float()  # symmetric to the last bit
 
 
 def ends(levels: Tensor) -> Tensor:
@@ -109,10 +109,10 @@ def _mixed(x: Tensor, mix: Tensor) -> Tensor:
     """Combine the rows of x [..., m, 2^k] by mix [m, m], one row of x after the other."""
     if len(mix) == 1:
         return x
-    found = torch.zeros_like(x)
+    mixed = torch.zeros_like(x)
     for column, row in zip(mix.to(x.device).T, x.unbind(-2), strict=True):
-        found = found + column.unsqueeze(-1) * row.unsqueeze(-2)
-    return found
+        mixed = mixed + column.unsqueeze(-1) * row.unsqueeze(-2)
+    return mixed
 
 
 def _length(x: Tensor) -> Tensor:

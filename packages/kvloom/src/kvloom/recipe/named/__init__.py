@@ -1,4 +1,4 @@
-"""The named recipes, one file a paper or family, and the registration of others."""
+"""The named recipes, a file a family, and the registration of others."""
 
 from __future__ import annotations
 
@@ -10,25 +10,8 @@ from typing import Any, get_type_hints
 from ...errors import RecipeError
 from ...registry import Registry
 from ..spec import Recipe
-from . import general  # whose functions have the names of modules
-from .evict import h2o, keyformer, pyramidkv, random, snapkv
-from .exact import full
-from .expected import expected
+from . import eviction, general, prompt_eviction, quantization, recall, recommended
 from .general import PARTS
-from .kitty import kitty
-from .kivi import kivi, kivi_4
-from .kvarn import kvarn
-from .kvzip import kvzip
-from .minikv import minikv, minikv_pyramid, minikv_snap, minikv_snap_pyramid
-from .norms import knorm, vatp
-from .recall import clusterkv, clusterkv_2bit, infinigen, quest, topk
-from .recommended import balanced, near_lossless, small, tiny
-from .rptq import rptq
-from .rtn import rtn
-from .skvq import skvq, skvq_k2v1_5
-from .smoothquant import smoothquant
-from .turbo import turbo
-from .window import dilated, streaming, window
 
 __all__ = ["PARTS", "RECIPES", "Build", "register_recipe"]
 
@@ -37,42 +20,40 @@ Build = Callable[..., Recipe]
 RECIPES: Registry[Build] = Registry(
     "recipe",
     {
-        "full": full,
-        "near-lossless": near_lossless,
-        "balanced": balanced,
-        "small": small,
-        "tiny": tiny,
-        "clusterkv": clusterkv,
-        "clusterkv-2bit": clusterkv_2bit,
-        "dilated": dilated,
-        "expected": expected,
-        "h2o": h2o,
-        "infinigen": infinigen,
-        "keyformer": keyformer,
-        "kitty": kitty,
-        "kivi": kivi,
-        "kivi-4": kivi_4,
-        "knorm": knorm,
-        "kvarn": kvarn,
-        "kvzip": kvzip,
-        "minikv": minikv,
-        "minikv-pyramid": minikv_pyramid,
-        "minikv-snap": minikv_snap,
-        "minikv-snap-pyramid": minikv_snap_pyramid,
-        "pyramidkv": pyramidkv,
-        "quest": quest,
-        "random": random,
-        "rptq": rptq,
-        "rtn": rtn,
-        "skvq": skvq,
-        "skvq-k2v1.5": skvq_k2v1_5,
-        "smoothquant": smoothquant,
-        "snapkv": snapkv,
-        "streaming": streaming,
-        "topk": topk,
-        "turbo": turbo,
-        "vatp": vatp,
-        "window": window,
+        "full": general.full,
+        "near-lossless": recommended.near_lossless,
+        "balanced": recommended.balanced,
+        "small": recommended.small,
+        "tiny": recommended.tiny,
+        "clusterkv": recall.clusterkv,
+        "clusterkv-2bit": recall.clusterkv_2bit,
+        "dilated": eviction.dilated,
+        "expected": prompt_eviction.expected,
+        "h2o": eviction.h2o,
+        "infinigen": recall.infinigen,
+        "keyformer": eviction.keyformer,
+        "kivi": quantization.kivi,
+        "kivi-4": quantization.kivi_4,
+        "knorm": prompt_eviction.knorm,
+        "kvzip": prompt_eviction.kvzip,
+        "minikv": prompt_eviction.minikv,
+        "minikv-pyramid": prompt_eviction.minikv_pyramid,
+        "minikv-snap": prompt_eviction.minikv_snap,
+        "minikv-snap-pyramid": prompt_eviction.minikv_snap_pyramid,
+        "pyramidkv": prompt_eviction.pyramidkv,
+        "quest": recall.quest,
+        "random": prompt_eviction.random,
+        "rptq": quantization.rptq,
+        "rtn": quantization.rtn,
+        "skvq": quantization.skvq,
+        "skvq-k2v1.5": quantization.skvq_k2v1_5,
+        "smoothquant": quantization.smoothquant,
+        "snapkv": prompt_eviction.snapkv,
+        "streaming": eviction.streaming,
+        "topk": recall.topk,
+        "turbo": quantization.turbo,
+        "vatp": eviction.vatp,
+        "window": eviction.window,
         "evict": general.evict,
         "recall": general.recall,
         "store": general.store,
@@ -110,15 +91,15 @@ def _check(name: str, build: Any) -> None:
             f"recipe {name!r} must be a function with a docstring, whose first line is its summary"
         )
     hints = get_type_hints(build)
-    for option, one in inspect.signature(build).parameters.items():
-        if one.kind is one.VAR_KEYWORD:
+    for option, parameter in inspect.signature(build).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
             continue
         if option == "start":
             raise RecipeError(
                 f"recipe {name!r} cannot have an option 'start', which every recipe has already; "
                 "rename it"
             )
-        if one.default is one.empty or option not in hints:
+        if parameter.default is parameter.empty or option not in hints:
             raise RecipeError(
                 f"option {option!r} of recipe {name!r} needs a default and an annotation of int, "
                 "float, str or bool"

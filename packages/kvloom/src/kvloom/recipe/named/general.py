@@ -1,4 +1,4 @@
-"""One part by itself: any score, index or format, built in or registered, without a paper.
+"""The exact cache, and one part by itself: any score, index or format, built in or registered.
 
 evict keeps the tokens with the highest score, recall reads those that an index finds, store packs
 in one format. Options of the score, index or format follow: `evict:score=observation,window=64`.
@@ -13,11 +13,17 @@ from ...errors import RecipeError
 from ...keep import SCORERS, Budget, Keep, Outliers
 from ...recall import INDEXES, Recall
 from ...registry import Registry
+from ...registry.fields import check_choice
 from ...store import FORMATS, Store
 from ..spec import Protect, Recipe
 
-PARTS: dict[str, Registry] = {one.what: one for one in (SCORERS, INDEXES, FORMATS)}
+PARTS: dict[str, Registry] = {registry.what: registry for registry in (SCORERS, INDEXES, FORMATS)}
 """The options that choose a part whose own options a recipe passes on."""
+
+
+def full() -> Recipe:
+    """Every token stays, exact; in fp32, the tokens of plain transformers."""
+    return Recipe()
 
 
 def evict(
@@ -59,30 +65,31 @@ def store(
     format: str = "packed",
     recent: int = 0,
     sinks: int = 0,
-    heavy: int = 0,
-    filter: str = "mass",
+    outliers: int = 0,
+    outlier_score: str = "mass",
     **options: Any,
 ) -> Recipe:
     """Any format: keys and values packed in format=NAME, then that format's options.
 
-    packed is 4 bits per token where its options say nothing else. heavy: the number of tokens of
-    the prompt that stay exact in each head: those with the highest score filter=NAME.
+    packed is 4 bits per token where its options say nothing else. outliers: how many tokens
+    of the prompt stay exact in each head, those with the highest outlier_score.
     """
     if format == "packed":
         options = {"bits": 4, "axis": "token", **options}
     packed = _part("format", format, options)
-    protect = Protect(sinks, recent, outliers(heavy, filter))
+    protect = Protect(sinks, recent, outlier_rule(outliers, outlier_score))
     return Recipe(store=Store(packed, packed), protect=protect)
 
 
-def outliers(tokens: int, rule: str) -> Outliers | None:
+def outlier_rule(tokens: int, score: str) -> Outliers | None:
     """Return the rule for `tokens` outliers by the score of this name; None for no tokens."""
-    if not tokens and rule != "mass":
-        raise RecipeError(f"filter={rule!r} chooses exact tokens, and heavy=0 of them; give heavy")
-    return Outliers(tokens, _part("score", rule, {})) if tokens else None
+    if not tokens and score != "mass":
+        raise RecipeError(
+            f"outlier_score={score!r} chooses exact tokens, and outliers=0 of them; give outliers"
+        )
+    return Outliers(tokens, _part("score", score, {})) if tokens else None
 
 
 def _part(what: str, name: str, options: dict[str, Any]) -> Any:
-    if name not in PARTS[what]:
-        raise RecipeError(f"{what}={name!r} is not one of {', '.join(PARTS[what])}")
+    check_choice(what, name, PARTS[what])
     return PARTS[what][name](**options)

@@ -1,28 +1,17 @@
 """Recall: every token stays, and a step reads only the tokens that fit its queries.
 
-ClusterKV: manipulating LLM KV cache in semantic space for recallable compression
-(arXiv:2412.03213). Keys are clustered by cosine similarity: one cluster for every `size` tokens, of
-the prompt and of every 320 generated tokens. A query reads the clusters whose centroids have the
-largest inner product with it, until the budget is full. It always reads the first 16 tokens, and
-generated tokens that are not in a cluster yet. Departure: clusters of 40 tokens, after at most 10
-iterations, where the paper has 80 and 20.
+Options they share:
 
-Quest: query-aware sparsity for efficient long-context LLM inference (arXiv:2406.10774). Pages of 16
-tokens store the smallest and the largest key of every channel. A query reads the pages with the
-largest upper bound of q . k.
+tokens: how many a step reads, `sinks` and the newest `recent` included.
+group: how the query heads of a key/value head choose together, so that a step reads a token once
+for all of them: they take turns, or choose by the mean or max of their scores. With group="each"
+every query head chooses alone, as in the papers' code.
+full_layers: first layers that read everything.
+tier: where the tokens are stored: device, host or file. steps: beside a tier, the tokens that the
+last `steps` steps read stay on the device, unpacked.
 
-InfiniGen: efficient generative inference of large language models with dynamic KV cache management
-(arXiv:2406.19707). The queries of the prompt give a rotation after which 30% of the channels make
-up most of q . k. A query reads the tokens with the largest q . k in them. `recall.partial_keys` has
-the departures.
-
-topk reads the tokens with the largest q . k themselves. It reads every key to find them, and so is
-the oracle for the others.
-
-Departures of all four: the query heads of a key/value head choose together, so that a step reads a
-token once for all of them. In ClusterKV they take turns (group="turns"), in the others they choose
-by the mean of their scores (group="mean"). With group="each" every query head chooses alone, as in
-the papers' code. Steps of several tokens (a second turn, a draft) read everything.
+Departures of all: query heads choose together; steps of several tokens (a second turn, a draft)
+read everything.
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ from dataclasses import replace
 from ...errors import RecipeError
 from ...recall import TIERS, Clusters, Index, Pages, PartialKeys, Recall, Tier, TopK
 from ..spec import Protect, Recipe
-from .kivi import kivi
+from .quantization import kivi
 
 
 def clusterkv(
@@ -49,12 +38,16 @@ def clusterkv(
 ) -> Recipe:
     """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read.
 
-    tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
+    Keys are clustered by cosine similarity: one cluster for every `size` tokens, of the prompt and
+    of every 320 generated tokens. A query reads the clusters whose centroids have the largest inner
+    product with it, until the budget is full. It always reads the first tokens, and generated
+    tokens that are not in a cluster yet.
+
+    Departures: clusters of 40 tokens, after at most 10 iterations, where the paper has 80 and 20.
     """
     later = max(1, Clusters.block // size) if size > 0 else 1  # clusters of a block
     index = Clusters(size, Clusters.block, later, distance, iterations, seed)
-    recipe = _recipe(index, tokens, sinks, 0, group, full_layers)
-    return _in(tier, steps, recipe)
+    return _recipe(index, tokens, Protect(sinks), group, full_layers, tier, steps)
 
 
 def clusterkv_2bit(
@@ -66,16 +59,12 @@ def clusterkv_2bit(
     tier: str = "device",
     steps: int = 1,
 ) -> Recipe:
-    """ClusterKV over a store of KIVI's 2 bits.
-
-    tier: device, host or file, of packed tokens. steps: tokens that the last `steps` steps read
-    stay on the device, unpacked.
-    """
-    recipe = clusterkv(tokens, size, sinks=sinks, group=group, full_layers=full_layers)
-    packed = kivi()
-    protect = Protect(sinks, packed.protect.recent)
-    recipe = replace(recipe, store=packed.store, protect=protect)
-    return _in(tier, steps, recipe)
+    """ClusterKV over a store of KIVI's 2 bits."""
+    exact = clusterkv(
+        tokens, size, sinks=sinks, group=group, full_layers=full_layers, tier=tier, steps=steps
+    )
+    packed = kivi(sinks=sinks)
+    return replace(exact, store=packed.store, protect=packed.protect)
 
 
 def quest(
@@ -90,10 +79,10 @@ def quest(
 ) -> Recipe:
     """Quest (arXiv:2406.10774): everything stays, the most promising pages are read.
 
-    tier: device, host or file. steps: tokens that the last `steps` steps read stay on the device.
+    Pages of `page` tokens store the smallest and the largest key of every channel. A query reads
+    the pages with the largest upper bound of q . k.
     """
-    recipe = _recipe(Pages(page), tokens, sinks, recent, group, full_layers)
-    return _in(tier, steps, recipe)
+    return _recipe(Pages(page), tokens, Protect(sinks, recent), group, full_layers, tier, steps)
 
 
 def infinigen(
@@ -108,11 +97,12 @@ def infinigen(
 ) -> Recipe:
     """InfiniGen (arXiv:2406.19707): everything stays, rotated partial keys say what is read.
 
-    share: of the channels in the index. tier: device, host or file. steps: tokens that the last
-    `steps` steps read stay on the device.
+    The queries of the prompt give a rotation after which a few channels, the part `share` of all,
+    make up most of q . k. A query reads the tokens with the largest q . k in them.
+    `recall.partial_keys` has the departures.
     """
-    recipe = _recipe(PartialKeys(share), tokens, sinks, recent, group, full_layers)
-    return _in(tier, steps, recipe)
+    index, protect = PartialKeys(share), Protect(sinks, recent)
+    return _recipe(index, tokens, protect, group, full_layers, tier, steps)
 
 
 def topk(
@@ -122,35 +112,33 @@ def topk(
     group: str = "mean",
     full_layers: int = 2,
 ) -> Recipe:
-    """The tokens with the largest q . k are read: the oracle of recall."""
-    return _recipe(TopK(), tokens, sinks, recent, group, full_layers)
+    """The tokens with the largest q . k are read: the oracle of recall.
+
+    It reads every key to find them.
+    """
+    return _recipe(TopK(), tokens, Protect(sinks, recent), group, full_layers)
 
 
 def _recipe(
     index: Index,
     tokens: int,
-    sinks: int,
-    recent: int,
+    protect: Protect,
     group: str,
     full_layers: int,
+    tier: str = "device",
+    steps: int = 1,
 ) -> Recipe:
-    recall = Recall(index, tokens, group, full_layers)
-    return Recipe(recall=recall, protect=Protect(sinks, recent))
-
-
-def _in(tier: str, steps: int, recipe: Recipe) -> Recipe:
-    """Return the recipe with its tokens in a tier, "device" for none."""
+    """Return a recipe that recalls, with its tokens in a tier, "device" for none."""
     if tier != "device" and tier not in TIERS:
         raise RecipeError(
             f"tier={tier!r} is not one of device, {', '.join(TIERS)}; tier=device keeps every "
             "token on the device"
         )
-    if tier == "device":
-        if steps != 1:
-            raise RecipeError(
-                f"steps={steps} says what stays on the device beside a tier, but tier=device has "
-                "none; add tier=host or tier=file, or leave steps out"
-            )
-        return recipe
-    assert recipe.recall is not None
-    return replace(recipe, recall=replace(recipe.recall, tier=Tier(tier, steps=steps)))
+    if tier == "device" and steps != 1:
+        raise RecipeError(
+            f"steps={steps} says what stays on the device beside a tier, but tier=device has "
+            "none; add tier=host or tier=file, or leave steps out"
+        )
+    offload = None if tier == "device" else Tier(tier, steps=steps)
+    recall = Recall(index, tokens, group, full_layers, offload)
+    return Recipe(recall=recall, protect=protect)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...store import Packed, Store
 from ..spec import Protect, Recipe
-from .kvzip import kvzip
+from .prompt_eviction import kvzip
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
+from ...limits import Coverage, dtype_problem
 from ..reference import Sides, WriteTarget
 from .arguments import SIDE, STEP
 
@@ -20,16 +21,25 @@ MAX_TOKENS = 8  # per step: more are worth torch's threads
 _INTS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
+def _head_dim_problem(x: Tensor) -> str | None:
+    d = x.shape[3]
+    return None if d % 16 == 0 else f"head_dim={d} is not a multiple of 16"
+
+
+def _many_tokens(x: Tensor) -> str | None:
+    return None if x.shape[2] <= MAX_TOKENS else f"more than {MAX_TOKENS} tokens a step"
+
+
+COVERAGE = Coverage(
+    ("fp32, fp16, bf16", lambda x: dtype_problem(x.dtype)),
+    ("`head_dim` a multiple of 16", _head_dim_problem),
+    (f"1–{MAX_TOKENS} tokens", _many_tokens),
+)
+
+
 def problems(x: Tensor) -> list[str]:
     """Return why no kernel appends tokens x [B, Hk, T, D]; empty if one does."""
-    found = []
-    if x.dtype not in _INTS:
-        found.append(f"tokens are {x.dtype}, not fp32, fp16 or bf16")
-    if x.shape[3] % 16:
-        found.append(f"head_dim={x.shape[3]} is not a multiple of 16")
-    if x.shape[2] > MAX_TOKENS:
-        found.append(f"more than {MAX_TOKENS} tokens a step")
-    return found
+    return COVERAGE.problems(x)
 
 
 def append(

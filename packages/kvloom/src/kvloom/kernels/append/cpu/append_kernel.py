@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ...cpu_runtime import Kernel, load_int
 from ...cpu_runtime import arguments as read_arguments
-from ...simd import I64, WIDTH, read, same, spread
+from ...simd import I64, WIDTH, broadcast, constant, read
 from .arguments import STEP
 
 
@@ -34,8 +34,8 @@ def copy_checked(ctx: Any, source: Any, target: Any, max_bits: Any, width: Any) 
         kind = ir.VectorType(one, WIDTH)
         x = read(b, source, kind, bits // 8)
         b.store(x, b.inttoptr(target, kind.as_pointer()), align=bits // 8)
-        limit = spread(b, b.trunc(max_bits, one))
-        magnitude = b.and_(x, same((1 << (bits - 1)) - 1, kind))
+        limit = broadcast(b, b.trunc(max_bits, one))
+        magnitude = b.and_(x, constant((1 << (bits - 1)) - 1, kind))
         above = b.icmp_unsigned(">", magnitude, limit)
         return b.zext(b.bitcast(above, ir.IntType(WIDTH)), I64)
 

@@ -43,9 +43,9 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "rows": int,  # query rows per such head
     "queries": int,
     "tokens": int,  # tokens read of keys and values
-    "first_tokens": int,  # exact tokens that are read before them
-    "first_keys": TOKENS,  # [B, Hk, first_tokens, D]
-    "first_values": TOKENS,
+    "lead_tokens": int,  # exact tokens that are read before them
+    "lead_keys": TOKENS,  # [B, Hk, lead_tokens, D]
+    "lead_values": TOKENS,
     "causal": int,
     "splits": int,  # tasks per head
     "scale": float,
@@ -58,6 +58,7 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "rotated_out": int,  # result: exact plus rotated sums, fp32 [B, heads, rows, D]
     "lse": int,  # result: fp32 [B, Hq, T]
     "states": int,  # one state per task
+    "sink_logits": int,  # fp32 [Hq], address 0: none
     "bias": MATRIX,  # fp32 [B, Hq, N padded], address 0: none
     "visible": MATRIX,  # bool [B, heads, N padded], address 0: none
     "keys": SIDE,
@@ -128,32 +129,27 @@ class SidePacker:
         return SIDE.pack(self._prefix, packed.hi, at)
 
     def _repack(self, packed: PackedPrefix, d: int) -> None:
-        layer, table, first, table_head = packed.layer, None, None, 0
-        how = layer.encoding
+        layer_encoding, table, first, table_head = packed.layer_encoding, None, None, 0
+        how = layer_encoding.encoding
         stored = packed.codes, packed.scale, packed.zero
         if how.rotation == "group":
             table = _levels(how.bits)
-        elif layer.group_of is not None:
-            by = layer.by_layer if how.span == "layer" else layer.by_head
+        elif layer_encoding.group_of is not None:
+            by = layer_encoding.by_layer if how.span == "layer" else layer_encoding.by_head
             table, first, table_head = *by, 4 * d
-        read = stored if layer.static is None else (stored[0], *layer.multiplied)
+        read = stored if layer_encoding.static is None else (stored[0], *layer_encoding.multiplied)
         codes, scale, zero = rows = tuple(_rowwise(x) for x in read)
-        zeros = strides(zero, 2)
-        if how.balance:  # in the rows of the scales
-            begin, *steps = strides(scale, 2)
-            ahead = d if how.axis == "channel" else how.balance
-            zeros = begin + ahead * scale.itemsize, *steps
         self._prefix = PREFIX.pack(
-            codes=strides(codes, 3), scale=strides(scale, 2), zero=zeros,
-            meta_row=0 if layer.static is not None else scale.shape[3] * scale.itemsize,
+            codes=strides(codes, 3), scale=strides(scale, 2), zero=strides(zero, 2),
+            meta_row=0 if layer_encoding.static is not None else scale.shape[3] * scale.itemsize,
             table=address(table), table_head=table_head, first_group=address(first),
         )  # fmt: skip
         if all(x is y for x, y in zip(rows, read, strict=True)):
             self._storage.remember(*stored)
-            self._alive = (layer,)
+            self._alive = (layer_encoding,)
         else:  # tokens appended in place do not reach a copy: make it again at the next step
             self._storage.forget()
-            self._alive = (layer, *rows)
+            self._alive = (layer_encoding, *rows)
 
 
 def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
@@ -176,8 +172,8 @@ def positions(
 
     tokens: behind the first position, where positions are consecutive.
     """
-    assert packed.at is not None
-    at, per_token = packed.at.contiguous(), packed.at.shape[2] > 1
+    assert packed.positions is not None
+    at, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
     last = at if at.numel() == 1 else at.max()
     near, far = tables(rope, d, int(last) + (1 if per_token else tokens))
     numbers = {
@@ -204,12 +200,12 @@ def _rowwise(x: Tensor) -> Tensor:
 @cache
 def rotation(group: int, d: int, back: bool = False) -> Tensor:
     """M fp32 [d, d] with x M = R x for every group of x; back: its transpose. Never freed."""
-    found = torch.block_diag(*[matrix(group)] * (d // group))
-    return (found.T if back else found).contiguous()
+    blocks = torch.block_diag(*[matrix(group)] * (d // group))
+    return (blocks.T if back else blocks).contiguous()
 
 
 @cache
 def _levels(bits: float) -> Tensor:
     """The levels of a code, fp32 [16]."""
-    found = levels(bits)
-    return F.pad(found, (0, 16 - len(found)))
+    table = levels(bits)
+    return F.pad(table, (0, 16 - len(table)))

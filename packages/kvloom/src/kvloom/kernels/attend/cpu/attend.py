@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...arguments import TOKENS, contiguous_rows, padded, strides
-from ...dispatch import once
+from ...dispatch import unplanned
 from ...quantize.encoding import LayerEncoding
-from ..reference import State, merge
+from ..reference import AttentionState, merge, with_sinks
 from ..regions import Paged, Region, Slots, Spans
 from . import coverage
 from .arguments import (
@@ -34,9 +34,7 @@ from .arguments import (
     rotation,
 )
 
-MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 _NUMBERS_PER_THREAD = 1 << 15  # of keys and values
-_PAGE_TILE = 128  # tokens of a page that are read at a time, where codes fill bytes
 
 KeptArguments = tuple[dict[str, Any], tuple[Tensor | None, ...]]
 """Some arguments of a kernel by name, and the tensors that must outlive its run."""
@@ -44,7 +42,7 @@ KeptArguments = tuple[dict[str, Any], tuple[Tensor | None, ...]]
 _NO_ROPE: KeptArguments = {"near": 0, "far": 0, "positions": ABSENT, "position_per_token": 0}, ()
 _NO_MASKS: KeptArguments = {"visible": ABSENT, "bias": ABSENT}, ()
 _NO_TOKENS = (0,) * TOKENS.numbers
-_NO_LEAD = {"first_tokens": 0, "first_keys": _NO_TOKENS, "first_values": _NO_TOKENS}
+_NO_LEAD = {"lead_tokens": 0, "lead_keys": _NO_TOKENS, "lead_values": _NO_TOKENS}
 
 
 Numbers = tuple[int, int | None, int | None]
@@ -54,23 +52,23 @@ tokens behind it of which heads have different numbers."""
 
 def passes(regions: Sequence[Region]) -> list[Numbers]:
     """Divide regions into those that one run of a kernel reads."""
-    found: list[Numbers] = []
+    numbers: list[Numbers] = []
     waiting: int | None = None  # exact tokens that may stand before the next region
     for i, region in enumerate(regions):
         if waiting is not None:
             lead, waiting = waiting, None
             if _follows(region, regions[lead]):
-                found.append((i, lead, None))
+                numbers.append((i, lead, None))
                 continue
-            found.append((lead, None, None))
+            numbers.append((lead, None, None))
         spans = isinstance(region.where, Spans)
-        if spans and found and _joins(regions[found[-1][0]], region):
-            found[-1] = (*found[-1][:2], i)
+        if spans and numbers and _joins(regions[numbers[-1][0]], region):
+            numbers[-1] = (*numbers[-1][:2], i)
         elif _leads(region) and i + 1 < len(regions):
             waiting = i
         else:
-            found.append((i, None, None))
-    return found
+            numbers.append((i, None, None))
+    return numbers
 
 
 def _leads(region: Region) -> bool:
@@ -91,36 +89,17 @@ def _joins(main: Region, spans: Region) -> bool:
     return main.where is None and same == (spans.keys.encoding, spans.values.encoding)
 
 
+COVERAGE = coverage.WORDS
+
+
 def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
     reasons: list[str] = []
     for numbers in passes(regions):
         for region in (regions[i] for i in numbers if i is not None):
-            reasons += [x for x in _problems(q.shape[2], region) if x not in reasons]
+            reasons += [x for x in coverage.problems(q.shape[2], region) if x not in reasons]
         if isinstance(regions[numbers[0]].where, Spans):
             reasons.append("spans have no region of the same encodings before them")
-    return reasons
-
-
-def _problems(tokens: int, region: Region) -> list[str]:
-    where, keys = region.where, region.keys
-    most, refuse = MAX_QUERIES, None
-    if isinstance(where, Slots):
-        most, refuse = 1, coverage.by_token
-    elif isinstance(where, Spans):
-        refuse = coverage.by_span
-    elif isinstance(where, Paged):
-        most, refuse = 1, coverage.by_page
-    reasons = coverage.step_problems(
-        most, tokens, keys.exact, (keys.encoding, region.values.encoding), refuse
-    )
-    if isinstance(where, Paged) and where.table.page % _PAGE_TILE:
-        page = where.table.page
-        reasons.append(f"a page of {page} tokens is not a multiple of {_PAGE_TILE}")
-    if where is None and keys.packed is not None and not reasons:
-        at = keys.packed.at
-        if at is not None and at.shape[2] > 1:
-            reasons.append("it reads keys before RoPE at consecutive positions only")
     return reasons
 
 
@@ -138,14 +117,17 @@ class Attend:
         *,
         softcap: float | None = None,
         products: bool = False,
-    ) -> State:
+        sink_logits: Tensor | None = None,
+    ) -> AttentionState:
         """Attend as `reference.attend_regions` does; packed tokens are not rounded."""
-        if len(self._passes) == 1:
-            return self._passes[0].run(q, regions, scale, softcap, products)
-        return merge([each.run(q, regions, scale, softcap, False) for each in self._passes])
+        first, *others = self._passes
+        if not others:
+            return first.run(q, regions, scale, softcap, products, sink_logits)
+        states = [first.run(q, regions, scale, softcap, False, sink_logits)]
+        return merge([*states, *(one.run(q, regions, scale, softcap, False) for one in others)])
 
 
-attend = once(Attend)
+attend = unplanned(Attend)
 
 
 class _PassAttention:
@@ -157,7 +139,7 @@ class _PassAttention:
 
     def __init__(self, q: Tensor, regions: Sequence[Region], numbers: Numbers) -> None:
         self.main, self.lead, self.spans = numbers
-        self.alone = self.lead is None and self.spans is None
+        self.single_region = self.lead is None and self.spans is None
         main = regions[self.main]
         where = main.where
         self.slots, self.pages = isinstance(where, Slots), isinstance(where, Paged)
@@ -165,8 +147,8 @@ class _PassAttention:
         self.kv_heads = main.keys.exact.shape[1]
         self.heads = where.slots.shape[1] if isinstance(where, Slots) else self.kv_heads
         self.rows = hq // self.heads * t
-        one_after_another = DECODE if self.spans is None else SPANS
-        self.layout = GATHERED if self.slots else PAGED if self.pages else one_after_another
+        dense_layout = DECODE if self.spans is None else SPANS
+        self.layout = GATHERED if self.slots else PAGED if self.pages else dense_layout
         rope, key_encoding = rope_of(main.keys)
         self.kernel, self.tile = coverage.kernel(
             d, self.kv_heads, self.rows, main.keys.exact.dtype, rope, self.slots, key_encoding,
@@ -177,11 +159,10 @@ class _PassAttention:
         )  # fmt: skip
         self.keys, self.values = SidePacker(), SidePacker()
         self.span_keys, self.span_values = SidePacker(), SidePacker()
-        moved = [
-            x is not None and coverage.own_space(x)
-            for x in (main.keys.encoding, main.values.encoding)
+        transformed = [
+            x is not None and x.own_space for x in (main.keys.encoding, main.values.encoding)
         ]
-        self.own_queries, self.sets = moved[0], 1 + moved[1]
+        self.own_queries, self.sets = transformed[0], 1 + transformed[1]
         self.states = q.new_empty(0)
 
     def run(
@@ -191,37 +172,39 @@ class _PassAttention:
         scale: float,
         softcap: float | None,
         products: bool,
-    ) -> State:
+        sink_logits: Tensor | None = None,
+    ) -> AttentionState:
         """Attend q [B, Hq, T, D] to the regions of this pass."""
         keys, values, where, visible, bias, own = regions[self.main]
         b, hq, t, d = q.shape
         queries = q.float().contiguous()
         out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
         longest = n = keys.tokens
-        more: dict[str, Any] = _NO_LEAD
-        alive: tuple[Any, ...] = ()
-        if where is not None or not self.alone:
-            n, longest, more, alive = self._more(regions)
+        arguments: dict[str, Any] = _NO_LEAD
+        keepalive: tuple[Any, ...] = ()
+        if where is not None or not self.single_region:
+            n, longest, arguments, keepalive = self._region_arguments(regions)
         if not longest or not b:
-            return State(out.zero_(), lse.fill_(-torch.inf))
+            state = AttentionState(out.zero_(), lse.fill_(-torch.inf))
+            return state if sink_logits is None else with_sinks(state, sink_logits)
         packed_queries, query_rotation = queries, 0
         if self.own_queries:
-            layer = self._layer(regions, 0)
-            if layer is not None:
-                packed_queries, query_rotation = _packed_queries(queries, layer)
-        sums, value_rotation, layer = out, 0, None
+            layer_encoding = self._layer_encoding(regions, 0)
+            if layer_encoding is not None:
+                packed_queries, query_rotation = _packed_queries(queries, layer_encoding)
+        sums, value_rotation, layer_encoding = out, 0, None
         if self.sets == 2:
-            layer = self._layer(regions, 1)
-            sums, value_rotation = self._sums(queries, layer)
-        masks, masks_alive = _NO_MASKS
-        if visible is not None or bias is not None or not self.alone:
-            masks, masks_alive = self._masks(queries, regions)
-        rope, rope_alive = _NO_ROPE
+            layer_encoding = self._layer_encoding(regions, 1)
+            sums, value_rotation = self._sums(queries, layer_encoding)
+        masks, masks_keepalive = _NO_MASKS
+        if visible is not None or bias is not None or not self.single_region:
+            masks, masks_keepalive = self._masks(queries, regions)
+        rope, rope_keepalive = _NO_ROPE
         if keys.packed is not None and keys.packed.rope is not None:
             consecutive = n if self.pages else keys.packed.hi
-            rope, rope_alive = positions(keys.packed, keys.packed.rope, d, consecutive)
+            rope, rope_keepalive = positions(keys.packed, keys.packed.rope, d, consecutive)
         logits, width = None, -(-n // 16) * 16
-        if products and where is None and self.alone:
+        if products and where is None and self.single_region:
             logits = queries.new_empty(b, hq, t, width)
         threads, splits = self._tasks(queries, longest)
         job = self.layout.pack(
@@ -229,18 +212,23 @@ class _PassAttention:
             splits=splits, scale=scale, softcap=softcap or 0.0,
             q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
             query_rotation=query_rotation, out=sums.data_ptr(), value_rotation=value_rotation,
-            rotated_out=out.data_ptr(), lse=lse.data_ptr(), states=self.states.data_ptr(),
+            rotated_out=out.data_ptr(), lse=lse.data_ptr(),
+            sink_logits=0 if sink_logits is None else sink_logits.data_ptr(),
+            states=self.states.data_ptr(),
             keys=self.keys.pack(keys), values=self.values.pack(values),
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width,
-            **masks, **rope, **more,
+            **masks, **rope, **arguments,
         )  # fmt: skip
         self.kernel.run(job, b * self.heads, threads)
-        del alive, masks_alive, rope_alive  # until here, the kernel reads them by address
+        # Until here, the kernel reads these by address.
+        del keepalive, masks_keepalive, rope_keepalive
         if self.sets == 2 and not value_rotation:
-            out = _merged(sums, layer).reshape(q.shape)
-        return State(out, lse, logits)
+            out = _merged(sums, layer_encoding).reshape(q.shape)
+        return AttentionState(out, lse, logits)
 
-    def _more(self, regions: Sequence[Region]) -> tuple[int, int, dict[str, Any], tuple[Any, ...]]:
+    def _region_arguments(
+        self, regions: Sequence[Region]
+    ) -> tuple[int, int, dict[str, Any], tuple[Any, ...]]:
         """Return what regions beside dense tokens add to the arguments.
 
         Returns the tokens of the main region, those that are read in all, arguments, and what must
@@ -248,49 +236,49 @@ class _PassAttention:
         """
         main = regions[self.main]
         where, n, first = main.where, main.keys.tokens, 0
-        more, alive = dict(_NO_LEAD), []
+        arguments, keepalive = dict(_NO_LEAD), []
         if self.lead is not None:
             lead = regions[self.lead]
             k, v = contiguous_rows(lead.keys.tail), contiguous_rows(lead.values.tail)
             first = k.shape[2]
-            more = {
-                "first_tokens": first, "first_keys": strides(k, 3), "first_values": strides(v, 3),
+            arguments = {
+                "lead_tokens": first, "lead_keys": strides(k, 3), "lead_values": strides(v, 3),
             }  # fmt: skip
-            alive += [k, v]
+            keepalive += [k, v]
         longest = first + n
         if isinstance(where, Slots):
             slots = contiguous_rows(where.slots)
             longest = n = first + slots.shape[2] + n - where.begin
-            more |= {
+            arguments |= {
                 "share": self.heads // self.kv_heads, "slots_count": slots.shape[2],
                 "begin": where.begin, "slots": strides(slots, 2),
             }  # fmt: skip
-            alive.append(slots)
+            keepalive.append(slots)
         elif isinstance(where, Paged):
             longest = n = where.table.longest
-            arguments, tensors = _pages(where, main.keys.tail.dtype)
-            more |= arguments
-            alive += tensors
+            page_arguments, tensors = _pages(where, main.keys.tail.dtype)
+            arguments |= page_arguments
+            keepalive += tensors
         if self.spans is not None:
             spans = regions[self.spans]
             assert isinstance(spans.where, Spans)
             bounds = spans.where.bounds.contiguous()
             longest += spans.where.longest
-            more |= {
+            arguments |= {
                 "spans": bounds.data_ptr(), "span_keys": self.span_keys.pack(spans.keys),
                 "span_values": self.span_values.pack(spans.values),
             }  # fmt: skip
-            alive.append(bounds)
-        return n, longest, more, tuple(alive)
+            keepalive.append(bounds)
+        return n, longest, arguments, tuple(keepalive)
 
-    def _layer(self, regions: Sequence[Region], side: int) -> LayerEncoding | None:
+    def _layer_encoding(self, regions: Sequence[Region], side: int) -> LayerEncoding | None:
         """Return the encoding of packed keys (0) or values (1); None if none is packed."""
         for number in (self.main, self.spans):
             if number is not None:
                 packed = regions[number][side].packed  # type: ignore[union-attr]
                 if packed is not None:
-                    layer: LayerEncoding = packed.layer
-                    return layer
+                    layer_encoding: LayerEncoding = packed.layer_encoding
+                    return layer_encoding
         return None
 
     def _tasks(self, queries: Tensor, n: int) -> tuple[int, int]:
@@ -306,12 +294,12 @@ class _PassAttention:
             self.states = queries.new_empty(room)
         return threads, splits
 
-    def _sums(self, queries: Tensor, layer: LayerEncoding | None) -> tuple[Tensor, int]:
+    def _sums(self, queries: Tensor, layer_encoding: LayerEncoding | None) -> tuple[Tensor, int]:
         """Return room for the sums of exact and of packed values, and the latter's rotation."""
         b, _hq, _t, d = queries.shape
         shared = self.heads // self.kv_heads
         sums = queries.new_empty(b, self.kv_heads, shared, self.sets, self.rows, d)
-        group = 0 if layer is None else layer.rotated
+        group = 0 if layer_encoding is None else layer_encoding.rotated
         return sums, rotation(group, d, back=True).data_ptr() if group else 0
 
     def _masks(self, queries: Tensor, regions: Sequence[Region]) -> KeptArguments:
@@ -361,17 +349,18 @@ def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any,
     return numbers, (*exact, where.table)
 
 
-def _packed_queries(queries: Tensor, layer: LayerEncoding) -> tuple[Tensor, int]:
+def _packed_queries(queries: Tensor, layer_encoding: LayerEncoding) -> tuple[Tensor, int]:
     """Return queries in the space of packed keys, or the rotation that the kernel applies."""
-    if layer.rotated:
-        return queries, rotation(layer.rotated, queries.shape[3]).data_ptr()
-    return queries if layer.divisor is None else multiplied(queries, layer.divisor), 0
+    if layer_encoding.rotated:
+        return queries, rotation(layer_encoding.rotated, queries.shape[3]).data_ptr()
+    divisor = layer_encoding.divisor
+    return queries if divisor is None else multiplied(queries, divisor), 0
 
 
-def _merged(sums: Tensor, layer: LayerEncoding | None) -> Tensor:
+def _merged(sums: Tensor, layer_encoding: LayerEncoding | None) -> Tensor:
     """Add the sums of packed values, times their divisor, to those of exact values."""
     exact, packed_sums = sums.unbind(-3)
-    if layer is None:
+    if layer_encoding is None:
         return exact
-    assert layer.divisor is not None
-    return torch.addcmul(exact, packed_sums, layer.divisor[:, None, None])
+    assert layer_encoding.divisor is not None
+    return torch.addcmul(exact, packed_sums, layer_encoding.divisor[:, None, None])

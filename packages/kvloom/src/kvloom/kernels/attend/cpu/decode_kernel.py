@@ -21,13 +21,12 @@ from ...cpu_runtime import arguments as read_arguments
 from ...simd import SIZE, store_one
 from . import lookup
 from .arguments import DECODE, PAGED, SPANS
-from .dequant import TABLE
 from .head_view import head_view, moved, with_packed
 from .lookup import scatter_table
 from .score_tile import clear_begin, score_exact, score_packed
 from .softmax import finish_task, start_task, weigh
 from .sum_tile import sum_exact, sum_packed
-from .variant import Variant
+from .variant import CHANNEL, TABLE, Variant
 
 
 class Scratch(NamedTuple):
@@ -36,8 +35,8 @@ class Scratch(NamedTuple):
     sums: int  # [sets, padded rows, d]
     queries: int  # [padded rows, d], times scale
     packed_queries: int  # the same for packed keys, if those differ
-    tops: int  # [padded rows], running maximum and sum, 16 numbers apart
-    folded: int  # [w, d + boost], queries times S; sums of a balanced tile
+    maxima: int  # [padded rows], running maximum and sum, 16 numbers apart
+    folded: int  # [w, d], queries times S
     far: int  # [w, d], queries rotated back by a multiple of `FAR`
     rotated: int  # [w, d], the same to the tokens at hand
     begin: int  # [w, 16], what sums of products begin with
@@ -52,7 +51,8 @@ class Scratch(NamedTuple):
 @cache
 def kernel(variant: Variant) -> Any:
     """Compile the kernel of a variant; see `attend.Attend` for the call."""
-    d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
+    d, w, own_queries = variant.d, variant.w, variant.keys.own_space
+    sets = 1 + variant.values.own_space
     (per_row, fixed), split_scratch = _scratch(variant)
     attend_range = _range(variant)
     layout = (PAGED if variant.page else SPANS if variant.spans else DECODE).dtype
@@ -70,10 +70,11 @@ def kernel(variant: Variant) -> Any:
                 break
             head, part = task // a.splits, task % a.splits
             start_task(
-                a, head, padded, sets, d, apart, mem.sums, mem.queries, mem.packed_queries, mem.tops
+                a, head, part, padded, sets, d, own_queries, mem.sums, mem.queries,
+                mem.packed_queries, mem.maxima,
             )  # fmt: skip
             attend_range(a, head, part, padded, mem)
-            finish_task(a, job + finished, task, mem.sums, mem.tops, padded, sets, d)
+            finish_task(a, job + finished, task, mem.sums, mem.maxima, padded, sets, d)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"attend {variant}")
@@ -81,17 +82,17 @@ def kernel(variant: Variant) -> Any:
 
 def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
     """Return the numbers of a thread's memory, per query row and besides; and how it is divided."""
-    d, w, boost, gap = variant.d, variant.w, variant.boost, variant.scales_gap
-    sets, s_row, tables = 1 + variant.apart[1], variant.logits_row, 16 * lookup.SIZE
+    d, w, gap, sets = variant.d, variant.w, variant.scales_gap, 1 + variant.values.own_space
+    s_row, tables = variant.logits_row, 16 * lookup.SIZE
 
     @kernel_step
     def split(sums, padded):  # type: ignore[no-untyped-def]
         """Divide the memory at `sums` for a number of query rows, whole multiples of w."""
         queries = sums + 4 * sets * padded * d
         packed_queries = queries + 4 * padded * d
-        tops = packed_queries + 4 * padded * d
-        folded = tops + 4 * padded * 32
-        far = folded + 4 * w * (d + boost)
+        maxima = packed_queries + 4 * padded * d
+        folded = maxima + 4 * padded * 32
+        far = folded + 4 * w * d
         rotated = far + 4 * w * d
         begin = rotated + 4 * w * d
         rest = begin + 4 * w * 16
@@ -99,11 +100,11 @@ def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
         scales = logits + w * s_row
         key_groups = scales + 2 * gap + tables
         return Scratch(
-            sums, queries, packed_queries, tops, folded, far, rotated, begin, rest, logits, scales,
-            scales + 2 * gap, key_groups, key_groups + 4 * d,
+            sums, queries, packed_queries, maxima, folded, far, rotated, begin, rest, logits,
+            scales, scales + 2 * gap, key_groups, key_groups + 4 * d,
         )  # fmt: skip
 
-    fixed = w * (3 * d + boost + 32) + (w * s_row + 2 * gap + tables) // 4 + 2 * d + 16
+    fixed = w * (3 * d + 32) + (w * s_row + 2 * gap + tables) // 4 + 2 * d + 16
     return ((sets + 2) * d + 32, fixed), split
 
 
@@ -116,72 +117,72 @@ def _range(variant: Variant) -> Any:
     find_keys, find_values = _find(variant, 0), _find(variant, 1)
     span_of_keys, span_of_values = _span(variant, 0), _span(variant, 1)
     page_of_keys, page_of_values = _page(variant, 0), _page(variant, 1)
-    attend_first, attend_tile = _first(variant), _tile(variant)
+    attend_lead, attend_tile = _lead(variant), _tile(variant)
 
     @kernel_step
     def attend(a, head, part, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to range number `part` of a head's tiles; padded: rows of queries."""
-        b, h, n, place, first, more = head // a.heads, head % a.heads, a.tokens, 0, 0, 0
+        b, h, n, place, first, span_tokens = head // a.heads, head % a.heads, a.tokens, 0, 0, 0
         if page:
             n, place = load_int(a.lengths, b), a.table + b * a.table_row
         if lead:
-            first = a.first_tokens
+            first = a.lead_tokens
         if spans:
-            more = load_int(a.spans, 2 * head + 1)
-        keys = first_keys = find_keys(a, a.keys, b, h, mem.key_groups)
-        values = first_values = find_values(a, a.values, b, h, mem.value_groups)
+            span_tokens = load_int(a.spans, 2 * head + 1)
+        keys = head_keys = find_keys(a, a.keys, b, h, mem.key_groups)
+        values = head_values = find_values(a, a.values, b, h, mem.value_groups)
         position = load_int(at(a.positions, b, 0), 0) if rope else 0
-        before, tiles = -(-first // tile), -(-n // tile)
-        behind = before + tiles
-        every = behind + -(-more // tile)
-        begin, end = part * every // a.splits, (part + 1) * every // a.splits
+        lead_tiles, tiles = -(-first // tile), -(-n // tile)
+        dense_end = lead_tiles + tiles
+        all_tiles = dense_end + -(-span_tokens // tile)
+        begin, end = part * all_tiles // a.splits, (part + 1) * all_tiles // a.splits
         if page and a.new_keys.address and begin * tile < n <= end * tile:
             past = n - 1 - keys.packed
             keep_token(a.new_keys, keys.tail + past * keys.tail_row, b, h, token_bytes)
             keep_token(a.new_values, values.tail + past * values.tail_row, b, h, token_bytes)
         if lead:
-            for i in range(begin, min(end, before)):
-                attend_first(a, b, h, i * tile, min(tile, first - i * tile), padded, mem)
-        for i in range(max(begin, before), min(end, behind)):
-            lo = (i - before) * tile
+            for i in range(begin, min(end, lead_tiles)):
+                attend_lead(a, b, h, i * tile, min(tile, first - i * tile), padded, mem)
+        for i in range(max(begin, lead_tiles), min(end, dense_end)):
+            lo = (i - lead_tiles) * tile
             if page and lo < keys.packed:
-                keys = page_of_keys(first_keys, a.keys, place, lo // page)
-                values = page_of_values(first_values, a.values, place, lo // page)
+                keys = page_of_keys(head_keys, a.keys, place, lo // page)
+                values = page_of_values(head_values, a.values, place, lo // page)
             attend_tile(
                 a, keys, values, b, h, lo, min(tile, n - lo), first + lo, n - lo, position, place,
                 padded, mem,
             )  # fmt: skip
-        if spans and end > behind:
-            keys = span_of_keys(a.span_keys, a.spans, head, more, mem.key_groups)
-            values = span_of_values(a.span_values, a.spans, head, more, mem.value_groups)
-            for i in range(max(begin, behind), end):
-                lo = (i - behind) * tile
+        if spans and end > dense_end:
+            keys = span_of_keys(a.span_keys, a.spans, head, span_tokens, mem.key_groups)
+            values = span_of_values(a.span_values, a.spans, head, span_tokens, mem.value_groups)
+            for i in range(max(begin, dense_end), end):
+                lo = (i - dense_end) * tile
                 attend_tile(
-                    a, keys, values, b, h, lo, min(tile, more - lo), first + n + lo, 2 * tile,
-                    0, 0, padded, mem,
+                    a, keys, values, b, h, lo, min(tile, span_tokens - lo), first + n + lo,
+                    2 * tile, 0, 0, padded, mem,
                 )  # fmt: skip
 
     return attend
 
 
-def _first(variant: Variant) -> Any:
+def _lead(variant: Variant) -> Any:
     """Make the step that attends to a tile of the exact tokens before the others."""
-    d, w, s_row, sets = variant.d, variant.w, variant.logits_row, 1 + variant.apart[1]
+    d, w, s_row, sets = variant.d, variant.w, variant.logits_row, 1 + variant.values.own_space
     score_tail, sum_tail, tile = score_exact(variant), sum_exact(variant), variant.tile
 
     @kernel_step
     def attend(a, b, h, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to n of these tokens from number lo on."""
-        keys = at(a.first_keys, b, h) + lo * a.first_keys.row
-        values = at(a.first_values, b, h) + lo * a.first_values.row
+        keys = at(a.lead_keys, b, h) + lo * a.lead_keys.row
+        values = at(a.lead_values, b, h) + lo * a.lead_values.row
         for m0 in range(0, padded, w):
             skip = 4 * m0 * d
-            score_tail(mem.queries + skip, keys, a.first_keys.row, 0, n, mem)
+            score_tail(mem.queries + skip, keys, a.lead_keys.row, 0, n, mem)
             weigh(
-                a, b, h, lo, n, 2 * tile, m0, w, mem.logits, s_row, mem.tops, mem.sums,
+                a, b, h, lo, n, 2 * tile, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
                 4 * padded * d, sets, d,
             )  # fmt: skip
-            sum_tail(values, a.first_values.row, 0, n, mem.sums + skip, mem)
+            sum_tail(values, a.lead_values.row, 0, n, mem.sums + skip, mem)
 
     return attend
 
@@ -189,7 +190,7 @@ def _first(variant: Variant) -> Any:
 def _tile(variant: Variant) -> Any:
     """Make the step that attends to a tile of tokens."""
     d, w, page, s_row = variant.d, variant.w, variant.page, variant.logits_row
-    apart, sets = variant.apart[0], 1 + variant.apart[1]
+    own_queries, sets = variant.keys.own_space, 1 + variant.values.own_space
     k_bits, v_bits = variant.keys.twice_bits, variant.values.twice_bits
     score_keys, score_tail = score_packed(variant), score_exact(variant)
     sum_values, sum_tail = sum_packed(variant), sum_exact(variant)
@@ -210,7 +211,7 @@ def _tile(variant: Variant) -> Any:
             skip = 4 * m0 * d
             q, sums = mem.queries + skip, mem.sums + skip
             if k_bits:
-                packed_q = mem.packed_queries + skip if apart else q
+                packed_q = mem.packed_queries + skip if own_queries else q
                 score_keys(a, keys, packed_q, lo, keys_packed, position + lo, mem)
             tail = keys.tail + (lo - keys.packed) * keys.tail_row
             score_tail(q, tail, keys.tail_row, keys_packed, n, mem)
@@ -218,7 +219,7 @@ def _tile(variant: Variant) -> Any:
                 base = at(a.sink_keys, first_page, h) + lo * a.sink_keys.row
                 score_tail(q, base, a.sink_keys.row, 0, sinks, mem)
             weigh(
-                a, b, h, at_token, n, ahead, m0, w, mem.logits, s_row, mem.tops, mem.sums,
+                a, b, h, at_token, n, ahead, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
                 4 * padded * d, sets, d,
             )  # fmt: skip
             if page:
@@ -239,58 +240,73 @@ def _tile(variant: Variant) -> Any:
 
 def _find(variant: Variant, side: int) -> Any:
     """Make the step that finds a head's keys (0) or values (1)."""
-    form, d, page = variant.form(side), variant.d, variant.page
-    in_groups, by_table, spec = form.in_groups, form.spec.by == TABLE, form.spec.as_int
+    constants, page, tabled = variant.sides[side], variant.page, _tabled(variant, side)
+    group_size = constants.first_group_size
 
     @kernel_step
-    def find(a, its, b, h, groups):  # type: ignore[no-untyped-def]
-        """Return the view of a head; its: of keys or values, groups: memory for them."""
+    def find(a, stored, b, h, groups):  # type: ignore[no-untyped-def]
+        """Return the view of a head; stored: of keys or values, groups: memory for them."""
         if page:  # of block 0; pages are found tile by tile
-            view = head_view(its, 0, h, in_groups)
-            view = moved(view, 0, 0, 0, load_int(a.tails, b) * its.tail.batch)
+            view = head_view(stored, 0, h, group_size)
+            view = moved(view, 0, 0, 0, load_int(a.tails, b) * stored.tail.batch)
             view = with_packed(view, load_int(a.packed, b), view.table)
         else:
-            view = head_view(its, b, h, in_groups)
-        if by_table and view.packed > 0:
-            scatter_table(view.table, groups, d, spec)
-            view = with_packed(view, view.packed, groups)
-        return view
+            view = head_view(stored, b, h, group_size)
+        return tabled(view, groups)
 
     return find
 
 
 def _span(variant: Variant, side: int) -> Any:
     """Make the step that finds a head's keys (0) or values (1) in a span."""
-    form, d = variant.form(side), variant.d
-    (per_block, height), per_row = form.spec.per_block, form.per_row
-    in_groups, by_table, spec = form.in_groups, form.spec.by == TABLE, form.spec.as_int
+    constants, tabled = variant.sides[side], _tabled(variant, side)
+    (per_block, height), per_row = constants.per_block, _tokens_per_row(variant, side)
+    group_size = constants.first_group_size
 
     @kernel_step
-    def find(its, spans, head, n, groups):  # type: ignore[no-untyped-def]
+    def find(stored, spans, head, n, groups):  # type: ignore[no-untyped-def]
         """Return the view of a head's n tokens, as if nothing lay before the first of them."""
         ahead = load_int(spans, 2 * head)
-        view = head_view(its, 0, 0, in_groups)
+        view = head_view(stored, 0, 0, group_size)
         meta, rows = ahead // per_row * view.meta_row, ahead // per_block * height
         view = moved(view, rows * view.row, meta, meta, ahead * view.tail_row)
-        view = with_packed(view, min(view.packed, n), view.table)
+        return tabled(with_packed(view, min(view.packed, n), view.table), groups)
+
+    return find
+
+
+def _tokens_per_row(variant: Variant, side: int) -> int:
+    """Return the tokens of a row of scales of keys (0) or values (1)."""
+    constants = variant.sides[side]
+    return variant.span(constants) if constants.by == CHANNEL else 1
+
+
+def _tabled(variant: Variant, side: int) -> Any:
+    """Make the step that gives a view its table of groups, if keys (0) or values (1) need one."""
+    constants, d = variant.sides[side], variant.d
+    by_table, spec = constants.by == TABLE, constants.as_int
+
+    @kernel_step
+    def tabled(view, groups):  # type: ignore[no-untyped-def]
+        """Return the view with its table at `groups`."""
         if by_table and view.packed > 0:
             scatter_table(view.table, groups, d, spec)
             view = with_packed(view, view.packed, groups)
         return view
 
-    return find
+    return tabled
 
 
 def _page(variant: Variant, side: int) -> Any:
     """Make the step that finds a page of a head's keys (0) or values (1)."""
-    form, page = variant.form(side), variant.page
-    (per_block, height), per_row = form.spec.per_block, form.per_row
+    constants, page = variant.sides[side], variant.page
+    (per_block, height), per_row = constants.per_block, _tokens_per_row(variant, side)
     rows, meta_rows = page // per_block * height, page // per_row  # of a page
 
     @kernel_step
-    def find(first, its, place, number):  # type: ignore[no-untyped-def]
+    def find(first, stored, place, number):  # type: ignore[no-untyped-def]
         """Return the view of a page as if the pages before it lay before it."""
-        block, prefix = load_int(place, number), its.prefix
+        block, prefix = load_int(place, number), stored.prefix
         ahead = number * meta_rows * first.meta_row
         return moved(
             first,

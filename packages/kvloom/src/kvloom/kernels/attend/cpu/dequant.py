@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from ...quantize.byte_layout import PACK_BLOCK
 from ...simd import (
     F32,
     FP32,
@@ -24,126 +23,69 @@ from ...simd import (
     VI,
     WIDTH,
     at,
-    each,
+    broadcast,
+    constant,
     features,
-    fused,
+    gather_f32,
+    muladd,
     read,
     read_f32,
-    same,
-    spread,
 )
+from .variant import CHANNEL, NONE, RUN, SideConstants
 
-# What has an S and a Z of its own: nothing (exact, or folded into the query); a channel, for all
-# tokens of a tile; a run of a token's channels; a group of a token's channels, found by each
-# channel's group number (MAP) or by a table of all numbers, where these are few (TABLE, `lookup`).
-NONE, CHANNEL, RUN, MAP, TABLE = range(5)
 _ONE = 0x3F800000
 
 
-class DequantSpec(NamedTuple):
-    """The constants of dequantization; `as_int` is all of them in one literal."""
-
-    twice_bits: int = 0  # twice the bits of a code, 0: exact
-    exact: int = 0  # number format of exact tokens
-    by: int = NONE
-    group: int = 0  # channels of a run
-    across: int = 0  # S of one token, for RUN and MAP
-    levels: int = 0  # 1: codes are levels
-    rope_dims: int = 0  # rotary channels of keys packed before RoPE
-    interleaved: int = 0
-
-    @property
-    def bits(self) -> float:
-        """Bits of a code."""
-        return self.twice_bits / 2
-
-    @property
-    def per_block(self) -> tuple[int, int]:
-        """Tokens of a pack block, and its byte rows."""
-        return PACK_BLOCK[self.bits] if self.twice_bits else (1, 1)
-
-    @property
-    def factor(self) -> float:
-        """S / scale."""
-        return 1.0 if self.levels or self.by == TABLE or self.bits < 2 else 2.0**self.bits
-
-    @property
-    def offset(self) -> float:
-        """(Z - zero) / S."""
-        return 0.0 if self.by == TABLE or self.bits < 2 else -1.0
-
-    @property
-    def as_int(self) -> int:
-        """All fields in one integer: Numba passes integers to intrinsics as literals."""
-        found = 0
-        for field, width in zip(self, _WIDTHS, strict=True):
-            assert 0 <= field < 1 << width
-            found = found << width | field
-        return found
-
-
-_WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1)
-
-
-def from_int(number: int) -> DequantSpec:
-    """Invert `DequantSpec.as_int`."""
-    fields = []
-    for width in reversed(_WIDTHS):
-        fields.append(number & ((1 << width) - 1))
-        number >>= width
-    return DequantSpec(*reversed(fields))
-
-
-def _codes(b: Any, rows: list[Any], how: DequantSpec) -> list[Any]:
+def _codes(b: Any, rows: list[Any], constants: SideConstants) -> list[Any]:
     """Return x of the tokens of a pack block from its byte rows; for levels the codes, int32."""
-    bits = how.bits
+    bits = constants.bits
     numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
 
     def part(row: int, low: int, count: int, to: int) -> Any:
         """`count` bits of a byte row from bit `low`, moved to bit `to`."""
         x = numbers[row]
-        x = b.shl(x, same(to - low, VI)) if to >= low else b.lshr(x, same(low - to, VI))
-        return b.and_(x, same(((1 << count) - 1) << to, VI))
+        x = b.shl(x, constant(to - low, VI)) if to >= low else b.lshr(x, constant(low - to, VI))
+        return b.and_(x, constant(((1 << count) - 1) << to, VI))
 
     if bits == 1.5:
-        return _digits(b, numbers[0], how)
+        return _digits(b, numbers[0], constants)
     vectors = []
-    for t in range(how.per_block[0]):
-        begin = 0 if how.levels else 23 - int(bits)
+    for t in range(constants.per_block[0]):
+        begin = 0 if constants.levels else 23 - int(bits)
         if bits == 3:
             code = b.or_(part(t // 4, t % 4 * 2, 2, begin), part(2, t, 1, begin + 2))
-        elif bits == 1 and not how.levels:
-            high = b.shl(numbers[0], same(31 - t, VI))
-            ones = b.and_(b.ashr(high, same(31, VI)), same(_ONE, VI))
+        elif bits == 1 and not constants.levels:
+            high = b.shl(numbers[0], constant(31 - t, VI))
+            ones = b.and_(b.ashr(high, constant(31, VI)), constant(_ONE, VI))
             vectors.append(b.bitcast(ones, VF))
             continue
         else:
             code = part(0, t * int(bits), int(bits), begin)
-        vectors.append(code if how.levels else b.bitcast(b.or_(code, same(_ONE, VI)), VF))
+        vectors.append(code if constants.levels else b.bitcast(b.or_(code, constant(_ONE, VI)), VF))
     return vectors
 
 
-def _digits(b: Any, byte: Any, how: DequantSpec) -> list[Any]:
+def _digits(b: Any, byte: Any, constants: SideConstants) -> list[Any]:
     """The five digits of a number below 3^5, the lowest first.
 
     270 / 2^16 is 1 / 243 and a little more: the highest digit is the whole part of three times
     that fraction, and so on with what is left.
     """
-    found, rest = [], b.mul(byte, same(270, VI))
+    digits, rest = [], b.mul(byte, constant(270, VI))
     for _ in range(5):
-        three = b.mul(rest, same(3, VI))
-        digit = b.lshr(three, same(16, VI))
-        found.append(digit if how.levels else b.sitofp(digit, VF))
-        rest = b.and_(three, same(0xFFFF, VI))
-    return found[::-1]
+        three = b.mul(rest, constant(3, VI))
+        digit = b.lshr(three, constant(16, VI))
+        digits.append(digit if constants.levels else b.sitofp(digit, VF))
+        rest = b.and_(three, constant(0xFFFF, VI))
+    return digits[::-1]
 
 
-def tokens(b: Any, base: Any, stride: Any, v: int, how: DequantSpec) -> list[Any]:
+def tokens(b: Any, base: Any, stride: Any, v: int, constants: SideConstants) -> list[Any]:
     """Channels 16v to 16v + 15 of the tokens of a pack block: as `_codes`, or exact numbers."""
-    if not how.twice_bits:
-        return [read_f32(b, at(b, base, v * WIDTH * SIZE[how.exact]), how.exact)]
-    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(how.per_block[1])]
-    return _codes(b, [at(b, row, v * WIDTH) for row in rows], how)
+    if not constants.twice_bits:
+        return [read_f32(b, at(b, base, v * WIDTH * SIZE[constants.exact]), constants.exact)]
+    rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(constants.per_block[1])]
+    return _codes(b, [at(b, row, v * WIDTH) for row in rows], constants)
 
 
 class Meta(NamedTuple):
@@ -155,31 +97,31 @@ class Meta(NamedTuple):
     machine: str  # instructions: avx512, avx2 or none
     kind: int = FP32  # number format of S and Z; by map, fp32
 
-    def scaled(self, b: Any, x: Any, t: int, v: int, d: int, how: DequantSpec) -> Any:
+    def scaled(self, b: Any, x: Any, t: int, v: int, d: int, constants: SideConstants) -> Any:
         """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
-        if how.levels:
+        if constants.levels:
             x = picked(b, self.machine, self.table, x, 1)
-        if how.by == NONE:
+        if constants.by == NONE:
             return x
         size, kind = SIZE[self.kind], self.kind
-        if how.by == CHANNEL:
+        if constants.by == CHANNEL:
             big = at(b, self.base, WIDTH * size * v)
             both = (big, b.add(big, self.gap))
-            return fused(b, x, *(read_f32(b, place, kind) for place in both))
-        if how.by == RUN:
-            big = at(b, self.base, size * (t * how.across + v * WIDTH // how.group))
-            if how.levels:
+            return muladd(b, x, *(read_f32(b, place, kind) for place in both))
+        if constants.by == RUN:
+            big = at(b, self.base, size * (t * constants.across + v * WIDTH // constants.group))
+            if constants.levels:
                 return b.fmul(x, one(b, big, kind))
-            return fused(b, x, one(b, big, kind), one(b, b.add(big, self.gap), kind))
+            return muladd(b, x, one(b, big, kind), one(b, b.add(big, self.gap), kind))
         index = read(b, at(b, self.table, 64 * v), VI)
-        big, tables = at(b, self.base, 4 * t * how.across), -(-how.across // WIDTH)
+        big, tables = at(b, self.base, 4 * t * constants.across), -(-constants.across // WIDTH)
         parts = (picked(b, self.machine, at_, index, tables) for at_ in (big, b.add(big, self.gap)))
-        return fused(b, x, *parts)
+        return muladd(b, x, *parts)
 
 
 def one(b: Any, address: Any, kind: int = FP32) -> Any:
     """One number in all lanes."""
-    return spread(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
+    return broadcast(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
 
 
 def machine() -> str:
@@ -198,18 +140,20 @@ def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:
             for side in (0, 1)
         ]
         return b.shuffle_vector(*halves, ir.Constant(VI, list(range(WIDTH))))
-    return each(b, base, index)
+    return gather_f32(b, base, index)
 
 
 def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
     """What `pick` takes of the table of sixteen that each index is in."""
-    found = None
+    chosen = None
     for k in range(tables):
         part = pick(at(b, base, 64 * k))
-        if found is not None:
-            part = b.select(b.icmp_signed(">=", index, same(WIDTH * k, index.type)), part, found)
-        found = part
-    return found
+        if chosen is not None:
+            part = b.select(
+                b.icmp_signed(">=", index, constant(WIDTH * k, index.type)), part, chosen
+            )
+        chosen = part
+    return chosen
 
 
 def _permuted(b: Any, can: str, where: Any, index: Any) -> Any:
@@ -229,5 +173,5 @@ def _both(b: Any, where: Any, index: Any, side: int) -> Any:
     """Of sixteen numbers in two registers, those that half of an index names."""
     half = _half(b, index, side)
     low, high = (_permuted(b, "avx2", at(b, where, 32 * i), half) for i in (0, 1))
-    upper = b.icmp_signed("!=", b.and_(half, same(8, half.type)), same(0, half.type))
+    upper = b.icmp_signed("!=", b.and_(half, constant(8, half.type)), constant(0, half.type))
     return b.select(upper, high, low)

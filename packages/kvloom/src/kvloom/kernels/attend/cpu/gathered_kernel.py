@@ -19,14 +19,13 @@ from ...cpu_runtime import Kernel, at, count, kernel_step, load_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import SIZE, load_any, prefetch, store
 from .arguments import GATHERED
-from .dequant import CHANNEL, MAP, DequantSpec
 from .head_view import HeadView, head_view
 from .microkernel import scores, values
 from .rope_tables import BEFORE, FAR
 from .score_tile import clear_begin
 from .softmax import finish_task, start_task, weigh
 from .unpack_token import out_of_block, unpack
-from .variant import Variant
+from .variant import CHANNEL, SideConstants, Variant
 
 TILE = 128  # tokens of a running softmax
 BLOCK = 32  # tokens that are unpacked at once
@@ -40,14 +39,14 @@ class Scratch(NamedTuple):
     sums: int  # [sets, padded rows, d]
     queries: int  # [padded rows, d], times scale
     packed_queries: int  # the same for packed keys, if those differ
-    tops: int  # [padded rows], running maximum and sum, 16 numbers apart
+    maxima: int  # [padded rows], running maximum and sum, 16 numbers apart
     begin: int  # [w, 16], zeros
     logits: int  # [padded rows, TILE + 16], then weights
     scales: int  # S and Z of one token
     block: int  # [BLOCK, d], tokens
 
 
-class List(NamedTuple):
+class Sources(NamedTuple):
     """Where the tokens that a head reads are."""
 
     keys: HeadView
@@ -61,11 +60,9 @@ class List(NamedTuple):
 @cache
 def kernel(variant: Variant) -> Any:
     """Compile the kernel of a variant; see `attend.Attend` for the call."""
-    d, w, apart, sets = variant.d, variant.w, variant.apart[0], 1 + variant.apart[1]
-    k_first, v_first = (
-        SIZE[meta] * (spec.by == MAP)
-        for spec, meta in zip((variant.keys, variant.values), variant.meta, strict=True)
-    )
+    d, w, own_queries = variant.d, variant.w, variant.keys.own_space
+    sets = 1 + variant.values.own_space
+    k_first, v_first = (side.first_group_size for side in variant.sides)
     score_tile, sum_tile, layout = _score(variant), _sum(variant), GATHERED.dtype
     finished = 8 + layout.itemsize  # counters of each head's finished tasks
 
@@ -77,12 +74,12 @@ def kernel(variant: Variant) -> Any:
         sums = (memory.ctypes.data + 63) // 64 * 64
         queries = sums + 4 * sets * padded * d
         packed_queries = queries + 4 * padded * d
-        tops = packed_queries + 4 * padded * d
-        begin = tops + 4 * padded * 32
+        maxima = packed_queries + 4 * padded * d
+        begin = maxima + 4 * padded * 32
         logits = begin + 64 * w
         scales = logits + padded * S_ROW
         mem = Scratch(
-            sums, queries, packed_queries, tops, begin, logits, scales, scales + 4 * 256
+            sums, queries, packed_queries, maxima, begin, logits, scales, scales + 4 * 256
         )  # fmt: skip
         clear_begin(mem.begin, w)
         while True:
@@ -93,11 +90,12 @@ def kernel(variant: Variant) -> Any:
             b, g = head // a.heads, head % a.heads
             h = g // a.share
             start_task(
-                a, head, padded, sets, d, apart, mem.sums, mem.queries, mem.packed_queries, mem.tops
+                a, head, part, padded, sets, d, own_queries, mem.sums, mem.queries,
+                mem.packed_queries, mem.maxima,
             )  # fmt: skip
-            views = List(
+            views = Sources(
                 head_view(a.keys, b, h, k_first), head_view(a.values, b, h, v_first),
-                at(a.slots, b, g), at(a.first_keys, b, h), at(a.first_values, b, h),
+                at(a.slots, b, g), at(a.lead_keys, b, h), at(a.lead_values, b, h),
                 at(a.positions, b, h),
             )  # fmt: skip
             last = min(a.tokens, (part + 1) * tiles // a.splits * TILE)
@@ -105,11 +103,11 @@ def kernel(variant: Variant) -> Any:
                 n = min(TILE, a.tokens - lo)
                 score_tile(a, views, lo, n, padded, mem)
                 weigh(
-                    a, b, g, lo, n, a.tokens - lo, 0, padded, mem.logits, S_ROW, mem.tops,
+                    a, b, g, lo, n, a.tokens - lo, 0, padded, mem.logits, S_ROW, mem.maxima,
                     mem.sums, 4 * padded * d, sets, d,
                 )  # fmt: skip
                 sum_tile(a, views, lo, n, padded, mem)
-            finish_task(a, job + finished, task, mem.sums, mem.tops, padded, sets, d)
+            finish_task(a, job + finished, task, mem.sums, mem.maxima, padded, sets, d)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"gathered {variant}")
@@ -117,16 +115,16 @@ def kernel(variant: Variant) -> Any:
 
 def _score(variant: Variant) -> Any:
     """Make the step that scores a tile, block by block, of keys in the same space."""
-    d, w, apart, plain = variant.d, variant.w, variant.apart[0], DequantSpec().as_int
+    d, w, own_queries, plain = variant.d, variant.w, variant.keys.own_space, SideConstants().as_int
     at_once, unpack_keys = 16 // w, _unpack(variant, 0)  # tokens of one call of `scores`
 
     @kernel_step
-    def score(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
+    def score(a, sources, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Write the logits of n tokens of the list, from number lo on."""
         j = 0
         while j < n:
-            many, packed = unpack_keys(a, its, its.keys, its.first_keys, lo + j, n - j, mem)
-            q = mem.packed_queries if apart and packed else mem.queries
+            many, packed = unpack_keys(a, sources, lo + j, n - j, mem)
+            q = mem.packed_queries if own_queries and packed else mem.queries
             for m0 in range(0, padded, w):  # rows behind the last are cleared later
                 for i in range(0, many, at_once):
                     scores(
@@ -141,16 +139,16 @@ def _score(variant: Variant) -> Any:
 
 def _sum(variant: Variant) -> Any:
     """Make the step that adds the values of a tile, block by block, to sums in the same space."""
-    d, w, apart, plain = variant.d, variant.w, variant.apart[1], DequantSpec().as_int
+    d, w, own_sums, plain = variant.d, variant.w, variant.values.own_space, SideConstants().as_int
     unpack_values = _unpack(variant, 1)
 
     @kernel_step
-    def add(a, its, lo, n, padded, mem):  # type: ignore[no-untyped-def]
+    def add(a, sources, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Add n tokens of the list, from number lo on, times their weights."""
         j = 0
         while j < n:
-            many, packed = unpack_values(a, its, its.values, its.first_values, lo + j, n - j, mem)
-            to = mem.sums + 4 * padded * d if apart and packed else mem.sums
+            many, packed = unpack_values(a, sources, lo + j, n - j, mem)
+            to = mem.sums + 4 * padded * d if own_sums and packed else mem.sums
             for m0 in range(0, padded, w):
                 values(
                     mem.logits + m0 * S_ROW + 4 * j, S_ROW, mem.block, 4 * d, many,
@@ -163,40 +161,42 @@ def _sum(variant: Variant) -> Any:
 
 def _unpack(variant: Variant, side: int) -> Any:
     """Make the step that writes keys (0) or values (1) of the list side by side, in fp32."""
-    spec, d, exact = (variant.keys, variant.values)[side], variant.d, variant.exact
-    apart, meta = variant.apart[side], variant.meta[side]
-    span, (per_block, height) = variant.span[side] or 1, spec.per_block
-    bits, how, rope, rope_row = spec.twice_bits, spec.as_int, spec.rope_dims, 8 * d
-    size, fetches, fetch_ahead = SIZE[exact], side == 0, _prefetch(variant)
+    spec, d, exact = variant.sides[side], variant.d, variant.exact
+    own_space, meta, per_row = spec.own_space, spec.meta, spec.tokens_per_scale or 1
+    (per_block, height), bits, how = spec.per_block, spec.twice_bits, spec.as_int
+    rope, rope_row, size = spec.rope_dims, 8 * d, SIZE[exact]
+    is_key, fetch_ahead = side == 0, _prefetch(variant)
 
     @kernel_step
-    def write(a, its, view, first, lo, n, mem):  # type: ignore[no-untyped-def]
+    def write(a, sources, lo, n, mem):  # type: ignore[no-untyped-def]
         """Write up to `BLOCK` of n tokens from number lo on; return how many, and if packed.
 
-        They end before a token whose form needs other queries or sums. first: of those before the
-        chosen ones.
+        They end before a token that needs other queries or sums.
         """
+        view, first = sources.values, sources.first_values
+        if is_key:
+            view, first = sources.keys, sources.first_keys
         many, packed = 0, False
         while many < min(BLOCK, n):
             x = lo + many
-            if fetches:
-                fetch_ahead(a, its, x)
-            j = _token(x, a.first_tokens, a.slots_count, its.slots, a.begin)
-            is_packed = bits > 0 and x >= a.first_tokens and j < view.packed
-            if apart and many > 0 and is_packed != packed:
+            if is_key:
+                fetch_ahead(a, sources, x)
+            j = _token(x, a.lead_tokens, a.slots_count, sources.slots, a.begin)
+            is_packed = bits > 0 and x >= a.lead_tokens and j < view.packed
+            if own_space and many > 0 and is_packed != packed:
                 break
             packed, to = is_packed, mem.block + 4 * d * many
             many += 1
             if packed:
                 near, far = a.near, a.far
                 if rope:
-                    place = load_int(its.positions, 0) + j
+                    place = load_int(sources.positions, 0) + j
                     if a.position_per_token:
-                        place = load_int(its.positions, j)
+                        place = load_int(sources.positions, j)
                     turns = max(-BEFORE, place // FAR)
                     near += max(0, place - turns * FAR) * rope_row
                     far += (turns + BEFORE) * rope_row
-                t, row = j % per_block, j // span * view.meta_row
+                t, row = j % per_block, j // per_row * view.meta_row
                 unpack(
                     to, view.codes + j // per_block * height * view.row, view.row, t,
                     out_of_block(t, bits), view.scale + row, view.zero + row, view.table,
@@ -204,8 +204,8 @@ def _unpack(variant: Variant, side: int) -> Any:
                 )  # fmt: skip
                 continue
             source = view.tail + (j - view.packed) * view.tail_row
-            if x < a.first_tokens:
-                source = first + x * (a.first_keys.row if fetches else a.first_values.row)
+            if x < a.lead_tokens:
+                source = first + x * (a.lead_keys.row if is_key else a.lead_values.row)
             for c in range(0, d, 16):
                 store(to + 4 * c, load_any(source + c * size, exact))
         return many, packed
@@ -218,20 +218,20 @@ def _prefetch(variant: Variant) -> Any:
     fetch_keys, fetch_values = _prefetch_side(variant, 0), _prefetch_side(variant, 1)
 
     @kernel_step
-    def fetch(a, its, x):  # type: ignore[no-untyped-def]
-        j = x + AHEAD - a.first_tokens
+    def fetch(a, sources, x):  # type: ignore[no-untyped-def]
+        j = x + AHEAD - a.lead_tokens
         if j >= 0 and j < a.slots_count:
-            j = load_int(its.slots, j)
-            fetch_keys(its.keys, j)
-            fetch_values(its.values, j)
+            j = load_int(sources.slots, j)
+            fetch_keys(sources.keys, j)
+            fetch_values(sources.values, j)
 
     return fetch
 
 
 def _prefetch_side(variant: Variant, side: int) -> Any:
     """Make the step that prefetches a token's key (0) or value (1)."""
-    spec, d, size = (variant.keys, variant.values)[side], variant.d, SIZE[variant.meta[side]]
-    span, (per_block, height), bits = variant.span[side] or 1, spec.per_block, spec.twice_bits
+    spec, d, size = variant.sides[side], variant.d, variant.sides[side].meta_size
+    per_row, (per_block, height), bits = spec.tokens_per_scale or 1, spec.per_block, spec.twice_bits
     line, scales = d * SIZE[variant.exact], size * (d if spec.by == CHANNEL else spec.across)
 
     @kernel_step
@@ -243,8 +243,8 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
             for v in range(0, height * d, 64):
                 prefetch(view.codes + j // per_block * height * view.row + v)
             for v in range(0, scales, 64):
-                prefetch(view.scale + j // span * view.meta_row + v)
-                prefetch(view.zero + j // span * view.meta_row + v)
+                prefetch(view.scale + j // per_row * view.meta_row + v)
+                prefetch(view.zero + j // per_row * view.meta_row + v)
 
     return fetch
 

@@ -22,15 +22,15 @@ from ...simd import (
     WIDTH,
     at,
     call,
+    constant,
     features,
-    fused,
     loop,
-    made,
+    lowered,
+    muladd,
     read,
-    same,
     write,
 )
-from .dequant import MAP, TABLE, DequantSpec, from_int
+from .variant import MAP, TABLE, SideConstants, from_int
 
 GROUPS = 8
 SIZE = 128  # bytes of a token's table
@@ -41,35 +41,39 @@ _CODE = 0b01100  # where an index has its code
 _BEGINS = (6, 0, 26, 20)
 
 
-def by_table(how: DequantSpec) -> DequantSpec:
+def by_table(constants: SideConstants) -> SideConstants:
     """Return the same spec, by table if its numbers are few and the CPU has AVX-512."""
-    fits = how.by == MAP and how.across <= GROUPS and how.bits in (1.5, 2)
-    return how._replace(by=TABLE) if fits and {"avx512f", "avx512bw"} <= features() else how
+    fits = constants.by == MAP and constants.across <= GROUPS and constants.bits in (1.5, 2)
+    return (
+        constants._replace(by=TABLE)
+        if fits and {"avx512f", "avx512bw"} <= features()
+        else constants
+    )
 
 
-def _begins(how: DequantSpec) -> tuple[int, ...]:
-    return _BEGINS if how.bits == 2 else (0, 16)
+def _begins(constants: SideConstants) -> tuple[int, ...]:
+    return _BEGINS if constants.bits == 2 else (0, 16)
 
 
 @intrinsic(prefer_literal=True)
-def scatter_table(ctx: Any, table: Any, out: Any, d: Any, how: Any) -> Any:
+def scatter_table(ctx: Any, table: Any, out: Any, d: Any, literal: Any) -> Any:
     """From each channel's group, int32 [d], write what is joined to its codes."""
-    n_d, its = d.literal_value, from_int(how.literal_value)
+    n_d, constants = d.literal_value, from_int(literal.literal_value)
 
     def emit(b: Any, table: Any, out: Any, *_: Any) -> None:
         for v in range(0, n_d, WIDTH):
             group = read(b, at(b, table, 4 * v), VI)
-            low, high = b.and_(group, same(3, VI)), b.and_(group, same(4, VI))
-            group = b.or_(low, b.shl(high, same(2, VI)))
-            found = same(0, VI)
-            for begin in _begins(its):
-                found = b.or_(found, b.shl(group, same(begin, VI)))
-            write(b, at(b, out, 4 * v), found)
+            low, high = b.and_(group, constant(3, VI)), b.and_(group, constant(4, VI))
+            group = b.or_(low, b.shl(high, constant(2, VI)))
+            places = constant(0, VI)
+            for begin in _begins(constants):
+                places = b.or_(places, b.shl(group, constant(begin, VI)))
+            write(b, at(b, out, 4 * v), places)
 
-    return made(types.void(types.int64, types.int64, d, how), emit)
+    return lowered(types.void(types.int64, types.int64, d, literal), emit)
 
 
-def indices(b: Any, base: Any, v: int, how: DequantSpec, placed: Any) -> list[Any]:
+def indices(b: Any, base: Any, v: int, constants: SideConstants, placed: Any) -> list[Any]:
     """Of channels 16v to 16v + 15 of the tokens of a pack block, where each one's number is."""
     groups = read(b, at(b, placed, 64 * v), VI)
     byte = read(b, at(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
@@ -78,11 +82,11 @@ def indices(b: Any, base: Any, v: int, how: DequantSpec, placed: Any) -> list[An
     lanes = b.bitcast(b.shuffle_vector(byte, ir.Constant(byte.type, ir.Undefined), pick), VI)
 
     def joined(x: Any) -> list[Any]:
-        mask = sum(_CODE << begin for begin in _begins(how))
-        x = b.or_(b.and_(x, same(mask, VI)), groups)
-        return [b.lshr(x, same(begin, VI)) if begin else x for begin in _begins(how)]
+        mask = sum(_CODE << begin for begin in _begins(constants))
+        x = b.or_(b.and_(x, constant(mask, VI)), groups)
+        return [b.lshr(x, constant(begin, VI)) if begin else x for begin in _begins(constants)]
 
-    return joined(lanes) if how.bits == 2 else _digits(b, lanes, joined)
+    return joined(lanes) if constants.bits == 2 else _digits(b, lanes, joined)
 
 
 def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
@@ -91,14 +95,14 @@ def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
     What is left of byte * 270 / 2^16 behind k digits is byte * 270 * 3^k, less whole numbers; a
     half has its byte twice, that is byte * 257.
     """
-    found, once = [], pow(257, -1, 1 << 16)
+    joined_tokens, inverse = [], pow(257, -1, 1 << 16)
     for k in (0, 2, 4):
-        by = [270 * 3 ** (k + i) * once % (1 << 16) for i in (0, 1)]
+        by = [270 * 3 ** (k + i) * inverse % (1 << 16) for i in (0, 1)]
         rest = b.mul(b.bitcast(lanes, _HALVES), ir.Constant(_HALVES, by * WIDTH))
         name = "llvm.x86.avx512.pmulhu.w.512"
-        four = call(b, name, _HALVES, rest, same(12, _HALVES))  # 4 * digit, and a fraction
-        found += joined(b.bitcast(four, VI))
-    return found[4::-1]
+        four = call(b, name, _HALVES, rest, constant(12, _HALVES))  # 4 * digit, and a fraction
+        joined_tokens += joined(b.bitcast(four, VI))
+    return joined_tokens[4::-1]
 
 
 def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
@@ -106,22 +110,22 @@ def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
     quarter = ir.VectorType(F32, 4)
     codes = ir.Constant(VF, [float(i // 4) for i in range(WIDTH)])
     pick = ir.Constant(VI, [i % 4 for i in range(WIDTH)])
-    found = []
+    tables = []
     for skip in (0, 16):
         four = (read(b, at(b, x, skip), quarter) for x in (meta, b.add(meta, gap)))
         scale, zero = (b.shuffle_vector(x, ir.Constant(quarter, ir.Undefined), pick) for x in four)
-        found.append(fused(b, codes, scale, zero))
-    return found[0], found[1]
+        tables.append(muladd(b, codes, scale, zero))
+    return tables[0], tables[1]
 
 
 @intrinsic(prefer_literal=True)
-def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, how: Any) -> Any:
+def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, literal: Any) -> Any:
     """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
-    its = from_int(how.literal_value)
+    constants = from_int(literal.literal_value)
 
     def emit(b: Any, meta: Any, gap: Any, count: Any, out: Any, _: Any) -> None:
         def body(i: Any, _: list[Any]) -> list[Any]:
-            here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * its.across)))
+            here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * constants.across)))
             to = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
             for j, x in enumerate(table(b, here, gap)):
                 write(b, at(b, to, 64 * j), x)
@@ -129,7 +133,7 @@ def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, how: Any) -> Any
 
         loop(b, count, [], body)
 
-    return made(types.void(*[types.int64] * 4, how), emit)
+    return lowered(types.void(*[types.int64] * 4, literal), emit)
 
 
 def stored(b: Any, where: Any) -> tuple[Any, Any]:
@@ -137,6 +141,6 @@ def stored(b: Any, where: Any) -> tuple[Any, Any]:
     return read(b, where, VF), read(b, at(b, where, 64), VF)
 
 
-def found(b: Any, both: tuple[Any, Any], index: Any) -> Any:
+def looked_up(b: Any, both: tuple[Any, Any], index: Any) -> Any:
     """The numbers of a table at these indices, of which the low five bits count."""
     return call(b, "llvm.x86.avx512.vpermi2var.ps.512", VF, both[0], index, both[1])

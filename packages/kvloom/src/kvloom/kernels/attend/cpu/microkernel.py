@@ -22,17 +22,18 @@ from ...simd import (
     VI,
     WIDTH,
     at,
-    fused,
-    in_order,
+    constant,
+    load_barrier,
     loop,
-    made,
+    lowered,
+    muladd,
     read,
-    same,
-    summed,
+    reduce_add,
     write,
 )
 from . import lookup
-from .dequant import CHANNEL, MAP, NONE, TABLE, DequantSpec, Meta, from_int, machine, one, tokens
+from .dequant import Meta, machine, one, tokens
+from .variant import CHANNEL, MAP, NONE, TABLE, SideConstants, from_int
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -64,27 +65,27 @@ def mates(d: int, rope_dims: int, interleaved: bool) -> list[int]:
 
 
 @cache
-def together(d: int, how: DequantSpec) -> list[list[int]]:
+def rotation_groups(d: int, constants: SideConstants) -> list[list[int]]:
     """Vectors of a token that are needed together: those that hold each other's mates."""
     of = list(range(d // WIDTH))
-    for c, mate in enumerate(mates(d, how.rope_dims, bool(how.interleaved))):
+    for c, mate in enumerate(mates(d, constants.rope_dims, bool(constants.interleaved))):
         a, b = of[c // WIDTH], of[mate // WIDTH]
         of = [min(a, b) if x in (a, b) else x for x in of]
     return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
 
 
-def _place(v: int, how: DequantSpec) -> int:
+def _place(v: int, constants: SideConstants) -> int:
     """Where a row has a vector's cosines: of two that are each other's mates, the first's."""
-    whole = not how.interleaved and how.rope_dims % (2 * WIDTH) == 0
-    second = whole and how.rope_dims // 2 <= WIDTH * v < how.rope_dims
-    return 64 * v - (2 * how.rope_dims if second else 0)
+    whole = not constants.interleaved and constants.rope_dims % (2 * WIDTH) == 0
+    second = whole and constants.rope_dims // 2 <= WIDTH * v < constants.rope_dims
+    return 64 * v - (2 * constants.rope_dims if second else 0)
 
 
 def rotated(
-    b: Any, xs: dict[int, Any], row: Any, d: int, how: DequantSpec, back: bool
+    b: Any, xs: dict[int, Any], row: Any, d: int, constants: SideConstants, back: bool
 ) -> dict[int, Any]:
     """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
-    mate, turned = mates(d, how.rope_dims, bool(how.interleaved)), {}
+    mate, turned = mates(d, constants.rope_dims, bool(constants.interleaved)), {}
     for v, x in xs.items():
         mates_of_v = mate[WIDTH * v : WIDTH * (v + 1)]
         other = None
@@ -96,11 +97,11 @@ def rotated(
                 for i, c in enumerate(mates_of_v)
             ]
             other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
-        place = _place(v, how)
+        place = _place(v, constants)
         second = place < 64 * v
         cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
         sin = b.fneg(sin) if back != second else sin
-        turned[v] = fused(b, other, sin, b.fmul(x, cos))
+        turned[v] = muladd(b, other, sin, b.fmul(x, cos))
     return turned
 
 
@@ -108,7 +109,7 @@ RUNS = 8  # tokens for which a query is rotated from two of them
 
 
 def _chain(
-    b: Any, q: dict[int, Any], rope: Any, lo: int, hi: int, d: int, how: DequantSpec
+    b: Any, q: dict[int, Any], rope: Any, lo: int, hi: int, d: int, constants: SideConstants
 ) -> dict[int, dict[int, Any]]:
     """Rotate vectors of a query back by lo .. hi - 1: two by table, the others from those.
 
@@ -117,30 +118,30 @@ def _chain(
     queries: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        queries[j] = rotated(b, q, at(b, rope, 8 * j * d), d, how, back=True)
+        queries[j] = rotated(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
     for v in q:
-        cos = read(b, at(b, rope, 8 * d + _place(v, how)), VF)
+        cos = read(b, at(b, rope, 8 * d + _place(v, constants)), VF)
         twice = b.fadd(cos, cos)
         for j in range(middle + 1, hi):
-            queries[j][v] = fused(b, twice, queries[j - 1][v], b.fneg(queries[j - 2][v]))
+            queries[j][v] = muladd(b, twice, queries[j - 1][v], b.fneg(queries[j - 2][v]))
         for j in range(middle - 2, lo - 1, -1):
-            queries[j][v] = fused(b, twice, queries[j + 1][v], b.fneg(queries[j + 2][v]))
+            queries[j][v] = muladd(b, twice, queries[j + 1][v], b.fneg(queries[j + 2][v]))
     return queries
 
 
 @intrinsic(prefer_literal=True)
-def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, how: Any) -> Any:
+def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, literal: Any) -> Any:
     """Write w queries fp32 [w, d], rotated back by a row of cosines and sines, to out."""
-    n_d, n_w, its = d.literal_value, w.literal_value, from_int(how.literal_value)
+    n_d, n_w, constants = d.literal_value, w.literal_value, from_int(literal.literal_value)
 
     def emit(b: Any, q: Any, out: Any, row: Any, *_: Any) -> None:
         for i in range(n_w):
-            for vs in together(n_d, its):
+            for vs in rotation_groups(n_d, constants):
                 xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
-                for v, x in rotated(b, xs, row, n_d, its, back=True).items():
+                for v, x in rotated(b, xs, row, n_d, constants, back=True).items():
                     write(b, at(b, out, 4 * i * n_d + 64 * v), x)
 
-    return made(types.void(*[types.int64] * 3, d, w, how), emit)
+    return lowered(types.void(*[types.int64] * 3, d, w, literal), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -159,7 +160,7 @@ def scores(
     d: Any,
     w: Any,
     blocks: Any,
-    how: Any,
+    literal: Any,
 ) -> Any:
     """Write the products of w queries and the tokens of some pack blocks to s.
 
@@ -168,8 +169,8 @@ def scores(
     cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_blocks = d.literal_value, w.literal_value, blocks.literal_value
-    spec = from_int(how.literal_value)
-    per = spec.per_block[0]
+    constants = from_int(literal.literal_value)
+    per = constants.per_block[0]
     n_tokens = n_blocks * per
 
     def emit(b: Any, *args: Any) -> None:
@@ -177,39 +178,42 @@ def scores(
         scales = Meta(meta, gap, table, machine())
         begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
-        step = b.mul(stride, ir.Constant(I64, spec.per_block[1]))
-        chained = spec.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
-        for vs in together(n_d, spec):
+        step = b.mul(stride, ir.Constant(I64, constants.per_block[1]))
+        chained = constants.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
+        for vs in rotation_groups(n_d, constants):
             qs = {
                 v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
                 for v in vs
             }
             for i in range(n_blocks):  # a pack block at a time: its numbers need registers
                 place = b.add(base, b.mul(step, ir.Constant(I64, i)))
-                if spec.by == TABLE:
-                    xs = {v: lookup.indices(b, place, v, spec, table) for v in vs}
+                if constants.by == TABLE:
+                    xs = {v: lookup.indices(b, place, v, constants, table) for v in vs}
                 else:
-                    xs = {v: tokens(b, place, stride, v, spec) for v in vs}
+                    xs = {v: tokens(b, place, stride, v, constants) for v in vs}
                 for t in range(i * per, (i + 1) * per):
                     if chained and t % RUNS == 0:
                         first = {v: qs[v][0] for v in vs}
-                        chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, spec)
-                    if spec.by == TABLE:
+                        chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, constants)
+                    if constants.by == TABLE:
                         both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
-                        x = {v: lookup.found(b, both, xs[v][t - i * per]) for v in vs}
+                        x = {v: lookup.looked_up(b, both, xs[v][t - i * per]) for v in vs}
                     else:
-                        x = {v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, spec) for v in vs}
-                    if spec.rope_dims and not chained:
-                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, spec, back=False)
+                        x = {
+                            v: scales.scaled(b, xs[v][t - i * per], t, v, n_d, constants)
+                            for v in vs
+                        }
+                    if constants.rope_dims and not chained:
+                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
-                        acc[row][t] = fused(b, x[v], y, acc[row][t])
-                if spec.by in (MAP, TABLE) or spec.rope_dims:
-                    in_order(b)
+                        acc[row][t] = muladd(b, x[v], y, acc[row][t])
+                if constants.by in (MAP, TABLE) or constants.rope_dims:
+                    load_barrier(b)
         to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
         _write_sums(b, [x for row in acc for x in row], to)
 
-    return made(types.void(*[types.int64] * 10, d, w, blocks, how), emit)
+    return lowered(types.void(*[types.int64] * 10, d, w, blocks, literal), emit)
 
 
 def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
@@ -221,9 +225,9 @@ def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
         chunk = vectors[i : i + WIDTH]
         if len(chunk) < WIDTH // 2:
             for j, x in enumerate(chunk, i):
-                write(b, at(b, to[j // each], 4 * (j % each)), summed(b, x))
+                write(b, at(b, to[j // each], 4 * (j % each)), reduce_add(b, x))
             continue
-        sums = _sixteen_sums(b, chunk + [same(0.0)] * (WIDTH - len(chunk)))
+        sums = _sixteen_sums(b, chunk + [constant(0.0)] * (WIDTH - len(chunk)))
         if not whole:
             for j in range(len(chunk)):
                 x = b.extract_element(sums, ir.Constant(I32, j))
@@ -257,31 +261,31 @@ def values(
     table: Any,
     d: Any,
     w: Any,
-    how: Any,
+    literal: Any,
 ) -> Any:
     """Add the values of `count` pack blocks, times w rows of weights p, to out fp32 [w, d].
 
     meta, meta_gap, table: see `dequant.Meta`.
     """
-    n_d, n_w, spec = d.literal_value, w.literal_value, from_int(how.literal_value)
+    n_d, n_w, constants = d.literal_value, w.literal_value, from_int(literal.literal_value)
 
     def emit(b: Any, *args: Any) -> None:
         for lo, hi in chunks(n_d // WIDTH, n_w):
-            _sum_chunk(b, args[:9], lo, hi, n_d, n_w, spec)
+            _sum_chunk(b, args[:9], lo, hi, n_d, n_w, constants)
 
-    return made(types.void(*[types.int64] * 9, d, w, how), emit)
+    return lowered(types.void(*[types.int64] * 9, d, w, literal), emit)
 
 
 def _sum_chunk(
-    b: Any, args: tuple[Any, ...], lo: int, hi: int, d: int, w: int, how: DequantSpec
+    b: Any, args: tuple[Any, ...], lo: int, hi: int, d: int, w: int, constants: SideConstants
 ) -> None:
     """Do what `values` does for vectors lo to hi of the channels."""
     p, p_stride, base, stride, count, out, meta, gap, table = args
-    per, height = how.per_block
+    per, height = constants.per_block
     rows = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(w)]
     where = [at(b, out, 4 * (row * d + v * WIDTH)) for row in range(w) for v in range(lo, hi)]
     channels = {}
-    for v in range(lo, hi) if how.by == CHANNEL else ():
+    for v in range(lo, hi) if constants.by == CHANNEL else ():
         scale = at(b, meta, 64 * v)
         channels[v] = read(b, scale, VF), read(b, b.add(scale, gap), VF)
     step = b.mul(stride, ir.Constant(I64, height))
@@ -291,28 +295,30 @@ def _sum_chunk(
         token = b.mul(i, ir.Constant(I64, 4 * per))
         weights = [[one(b, at(b, b.add(row, token), 4 * t)) for t in range(per)] for row in rows]
         place = meta
-        if how.by not in (NONE, CHANNEL):
-            place = b.add(meta, b.mul(token, ir.Constant(I64, how.across)))
+        if constants.by not in (NONE, CHANNEL):
+            place = b.add(meta, b.mul(token, ir.Constant(I64, constants.across)))
         scales, tables = Meta(place, gap, table, machine()), []
-        if how.by == TABLE:
-            tables = [lookup.table(b, at(b, place, 4 * t * how.across), gap) for t in range(per)]
+        if constants.by == TABLE:
+            tables = [
+                lookup.table(b, at(b, place, 4 * t * constants.across), gap) for t in range(per)
+            ]
         for v in range(lo, hi):
-            if how.by == TABLE:
-                xs = lookup.indices(b, here, v, how, table)
+            if constants.by == TABLE:
+                xs = lookup.indices(b, here, v, constants, table)
             else:
-                xs = tokens(b, here, stride, v, how)
+                xs = tokens(b, here, stride, v, constants)
             for t in range(per):
-                if how.by == TABLE:
-                    x = lookup.found(b, tables[t], xs[t])
-                elif how.by == CHANNEL:
-                    x = fused(b, xs[t], *channels[v])
+                if constants.by == TABLE:
+                    x = lookup.looked_up(b, tables[t], xs[t])
+                elif constants.by == CHANNEL:
+                    x = muladd(b, xs[t], *channels[v])
                 else:
-                    x = scales.scaled(b, xs[t], t, v, d, how)
+                    x = scales.scaled(b, xs[t], t, v, d, constants)
                 for row in range(w):
                     cell = row * (hi - lo) + v - lo
-                    sums[cell] = fused(b, x, weights[row][t], sums[cell])
-            if how.by in (MAP, TABLE):
-                in_order(b)
+                    sums[cell] = muladd(b, x, weights[row][t], sums[cell])
+            if constants.by in (MAP, TABLE):
+                load_barrier(b)
         return [b.add(here, step), *sums]
 
     _, *sums = loop(b, count, [base, *(read(b, place, VF) for place in where)], add)

@@ -40,13 +40,13 @@ def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) ->
 
 def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, by: Tensor) -> Tensor:
     angle = by.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
-    half, found = len(inv_freq), torch.zeros(len(by), 2, d)
-    found[:, 0] = 1.0
+    half, table = len(inv_freq), torch.zeros(len(by), 2, d)
+    table[:, 0] = 1.0
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
         first, second = slice(0, half), slice(half, 2 * half)
     for place, sign in ((first, -1.0), (second, 1.0)):
-        found[:, 0, place] = angle.cos().float()
-        found[:, 1, place] = (sign * angle.sin()).float()
-    return found
+        table[:, 0, place] = angle.cos().float()
+        table[:, 1, place] = (sign * angle.sin()).float()
+    return table

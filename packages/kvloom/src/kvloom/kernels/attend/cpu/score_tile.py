@@ -11,40 +11,31 @@ from typing import Any
 import numpy as np
 
 from ...cpu_runtime import kernel_step
-from ...simd import fma, larger, load, load_any, splat, store
+from ...simd import fma, load, load_any, splat, store
 from . import lookup
-from .boost_steps import fold_low_bits
-from .dequant import CHANNEL, NONE, TABLE, DequantSpec
 from .lookup import tabled
 from .microkernel import rotate_queries, scores
 from .rope_tables import BEFORE, FAR
-from .tile_scales import affine, copy_rows, multiply_tokens, scales_of_tile
-from .variant import SideForm, Variant
+from .tile_scales import affine, copy_rows, scales_of_tile
+from .variant import CHANNEL, NONE, TABLE, SideConstants, Variant
 
 
 @kernel_step
-def fold_scales(q, w, d, boost, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
+def fold_scales(q, w, d, scale, zero, meta, size, factor, minus, folded, begin):  # type: ignore[no-untyped-def]
     """Multiply w queries by the S of a group of channels, and write what their sums begin with.
 
     q . (x * S + Z) = (q * S) . x + q . Z, with Z = zero - S: `minus` times the rounded q * S makes
-    the 1 of x cancel. boost: columns of low bits behind the d channels, see `quantize.boosted`.
-    folded: fp32 [w, d + boost].
+    the 1 of x cancel. folded: fp32 [w, d].
     """
-    row = 4 * (d + boost)
     for i in range(w):
         const = splat(np.float32(0.0))
         for c in range(0, d, 16):
             x = load(q + 4 * (i * d + c))
-            scale16 = load_any(scale + c * size, meta)
-            if boost:
-                scale16 = larger(scale16, scale16 * splat(np.float32(-1.0)))
-            x_big = x * (scale16 * splat(np.float32(factor)))
-            store(folded + i * row + 4 * c, x_big)
+            x_big = x * (load_any(scale + c * size, meta) * splat(np.float32(factor)))
+            store(folded + 4 * (i * d + c), x_big)
             const = fma(x_big, minus, const)
             const = fma(x, load_any(zero + c * size, meta), const)
         store(begin + 64 * i, const)
-    if boost:
-        fold_low_bits(scale, w, d, boost, meta, size, minus, folded, begin)
 
 
 @kernel_step
@@ -57,7 +48,7 @@ def clear_begin(begin, w):  # type: ignore[no-untyped-def]
 def score_exact(variant: Variant) -> Any:
     """Make the step that scores exact tokens."""
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    at_once, exact = 16 // w, DequantSpec(exact=variant.exact).as_int
+    at_once, exact = 16 // w, SideConstants(exact=variant.exact).as_int
 
     @kernel_step
     def score(q, base, row, first, last, mem):  # type: ignore[no-untyped-def]
@@ -79,19 +70,18 @@ def score_exact(variant: Variant) -> Any:
 
 def score_packed(variant: Variant) -> Any:
     """Make the step that scores packed keys."""
-    k, d, w, boost, gap = variant.form(0), variant.d, variant.w, variant.boost, variant.scales_gap
-    span, meta, size, balanced, s_row = k.span, k.meta, k.size, k.balanced, variant.logits_row
-    factor, offset, rope, rope_row = k.spec.factor, k.spec.offset, k.spec.rope_dims, 8 * d
-    by_channel, folds, spec, balance_at = k.spec.by == CHANNEL, k.folds, _spec(k), 2 * d * k.size
+    k, d, w, gap = variant.keys, variant.d, variant.w, variant.scales_gap
+    span, meta, size, rope, rope_row = variant.span(k), k.meta, k.meta_size, k.rope_dims, 8 * d
+    factor, offset, by_channel, folds, spec = k.factor, k.offset, k.by == CHANNEL, k.folds, _spec(k)
     write_scales, score_group = scales_of_tile(variant, 0), _score_group(variant)
 
     @kernel_step
     def score(a, keys, q, lo, n, position, mem):  # type: ignore[no-untyped-def]
         """Score the tile's first n tokens, packed, from number lo on, which is at `position`."""
-        many = max(-BEFORE, position // FAR)  # multiples of FAR, and the rest
-        few = max(0, position - many * FAR)
+        far_steps = max(-BEFORE, position // FAR)  # multiples of FAR, and the rest
+        near_steps = max(0, position - far_steps * FAR)
         if rope:
-            rotate_queries(q, mem.far, a.far + (many + BEFORE) * rope_row, d, w, spec)
+            rotate_queries(q, mem.far, a.far + (far_steps + BEFORE) * rope_row, d, w, spec)
         write_scales(keys, lo, n, mem.scales)
         for g in range(0, n, span):
             group_q, tokens, row = q, min(span, n - g), (lo + g) // span * keys.meta_row
@@ -99,14 +89,11 @@ def score_packed(variant: Variant) -> Any:
             if folds:
                 group_q, minus = mem.folded, splat(np.float32(offset))
                 fold_scales(
-                    q, w, d, boost, scale, zero, meta, size, factor, minus, group_q, mem.begin
+                    q, w, d, scale, zero, meta, size, factor, minus, group_q, mem.begin
                 )  # fmt: skip
             elif by_channel:
                 affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
-            score_group(a, keys, group_q, lo, g, tokens, few, mem)
-            if balanced:
-                group_logits = mem.logits + 4 * g
-                multiply_tokens(group_logits, s_row, w, tokens, scale + balance_at, meta, size)
+            score_group(a, keys, group_q, lo, g, tokens, near_steps, mem)
         if folds:
             clear_begin(mem.begin, w)
 
@@ -115,25 +102,25 @@ def score_packed(variant: Variant) -> Any:
 
 def _score_group(variant: Variant) -> Any:
     """Make the step that scores the tokens of a tile that share metadata."""
-    k, d, w, s_row = variant.form(0), variant.d, variant.w, variant.logits_row
-    per_block, height = k.spec.per_block
-    rope, rope_row, spec = k.spec.rope_dims, 8 * d, _spec(k)
+    k, d, w, s_row = variant.keys, variant.d, variant.w, variant.logits_row
+    per_block, height = k.per_block
+    rope, rope_row, spec = k.rope_dims, 8 * d, _spec(k)
     # pack blocks that share a rotated query, or tables
-    together = max(1, 16 // per_block) if rope or k.spec.by == TABLE else variant.tile
+    run_blocks = max(1, 16 // per_block) if rope or k.by == TABLE else variant.tile
     score_blocks = _score_blocks(variant)
 
     @kernel_step
-    def score(a, keys, q, lo, g, tokens, few, mem):  # type: ignore[no-untyped-def]
+    def score(a, keys, q, lo, g, tokens, near_steps, mem):  # type: ignore[no-untyped-def]
         """Score `tokens` tokens of the tile at lo, from its number g on."""
         skip = (lo + g) % per_block  # tokens of the first pack block before the group
         base = keys.codes + (lo + g) // per_block * height * keys.row
         to = mem.logits + 4 * (g - skip)
         copy_rows(to, s_row, mem.rest, 64, w, skip)
         blocks = -(-(skip + tokens) // per_block)
-        for first in range(0, blocks, together):
-            last = min(first + together, blocks)
+        for first in range(0, blocks, run_blocks):
+            last = min(first + run_blocks, blocks)
             if rope:
-                row = a.near + (few + g - skip + first * per_block) * rope_row
+                row = a.near + (near_steps + g - skip + first * per_block) * rope_row
                 rotate_queries(mem.far, mem.rotated, row, d, w, spec)
                 q = mem.rotated
             score_blocks(a, keys, q, base, to, first, last, mem)
@@ -144,14 +131,10 @@ def _score_group(variant: Variant) -> Any:
 
 def _score_blocks(variant: Variant) -> Any:
     """Make the step that scores pack blocks which share a rotated query, or tables."""
-    k, w, gap, s_row = variant.form(0), variant.w, variant.scales_gap, variant.logits_row
-    (per_block, height), across, columns = (
-        k.spec.per_block,
-        k.spec.across,
-        variant.d + variant.boost,
-    )
-    at_once, rope_row, spec = max(1, 16 // (w * per_block)), 8 * variant.d, _spec(k)
-    by_table, table_size = k.spec.by == TABLE, lookup.SIZE
+    k, d, w, gap, s_row = variant.keys, variant.d, variant.w, variant.scales_gap, variant.logits_row
+    (per_block, height), across, spec = k.per_block, k.across, _spec(k)
+    at_once, rope_row = max(1, 16 // (w * per_block)), 8 * d
+    by_table, table_size = k.by == TABLE, lookup.SIZE
 
     @kernel_step
     def score(a, keys, q, base, to, first, last, mem):  # type: ignore[no-untyped-def]
@@ -165,19 +148,18 @@ def _score_blocks(variant: Variant) -> Any:
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
                 s_row, meta + (i - first) * step, gap, keys.table,
-                a.near + (i - first) * per_block * rope_row, columns, w, at_once, spec,
+                a.near + (i - first) * per_block * rope_row, d, w, at_once, spec,
             )  # fmt: skip
         for i in range(even, last):
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
                 s_row, meta + (i - first) * step, gap, keys.table,
-                a.near + (i - first) * per_block * rope_row, columns, w, 1, spec,
+                a.near + (i - first) * per_block * rope_row, d, w, 1, spec,
             )  # fmt: skip
 
     return score
 
 
-def _spec(keys: SideForm) -> int:
+def _spec(keys: SideConstants) -> int:
     """Return how keys become numbers where queries have been prepared for them."""
-    spec = keys.spec._replace(by=NONE) if keys.folds else keys.spec
-    return spec.as_int
+    return keys._replace(by=NONE).as_int if keys.folds else keys.as_int

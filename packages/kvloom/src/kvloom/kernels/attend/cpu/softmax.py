@@ -14,46 +14,54 @@ import numpy as np
 from ...cpu_runtime import at, count, kernel_step
 from ...simd import (
     exp,
-    first,
+    first_lane,
+    first_lanes,
     fma,
-    lane,
-    larger,
-    largest,
     load,
     load_one,
-    seen,
+    masked_lanes,
+    max_lanes,
+    maximum,
     splat,
     store,
     store_one,
-    total,
+    sum_lanes,
 )
 
 
 @kernel_step
-def start_task(a, head, padded, sets, d, apart, acc, qs, qps, tops):  # type: ignore[no-untyped-def]
+def start_task(a, head, part, padded, sets, d, own_queries, sums, queries, packed_queries, maxima):  # type: ignore[no-untyped-def]
     """Clear sums and maxima, and write queries times scale, zeros behind the last row.
 
-    a: the kernel's arguments. apart: whether packed keys have queries of their own, qps: those of
-    the arguments, or `query_rotation` applied to the others.
+    a: the kernel's arguments. own_queries: whether packed keys have queries of their own,
+    packed_queries: those of the arguments, or `query_rotation` applied to the others. The softmax
+    of part 0 begins with the logit of the attention sink, if there are sinks.
     """
     zero16, scale = splat(np.float32(0.0)), splat(np.float32(a.scale))
     numbers = a.rows * d
     skip = 4 * head * numbers
     for i in range(0, sets * padded * d, 16):
-        store(acc + 4 * i, zero16)
+        store(sums + 4 * i, zero16)
     for i in range(0, padded * d, 16):
         inside = i < numbers
-        store(qs + 4 * i, load(a.q + skip + 4 * i) * scale if inside else zero16)
-        if apart:
-            store(qps + 4 * i, load(a.q_packed + skip + 4 * i) * scale if inside else zero16)
-    if apart and a.query_rotation != 0:
+        store(queries + 4 * i, load(a.q + skip + 4 * i) * scale if inside else zero16)
+        if own_queries:
+            store(
+                packed_queries + 4 * i,
+                load(a.q_packed + skip + 4 * i) * scale if inside else zero16,
+            )
+    if own_queries and a.query_rotation != 0:
         for m in range(a.rows):
             for i in range(0, d, 16):
-                store(qps + 4 * (m * d + i), zero16)
-            add_rotated(qs + 4 * m * d, a.query_rotation, d, qps + 4 * m * d)
+                store(packed_queries + 4 * (m * d + i), zero16)
+            add_rotated(queries + 4 * m * d, a.query_rotation, d, packed_queries + 4 * m * d)
     for m in range(padded):
-        store_one(tops + 128 * m, np.float32(-np.inf))
-        store_one(tops + 128 * m + 64, np.float32(0.0))
+        top, weight = np.float32(-np.inf), np.float32(0.0)
+        if a.sink_logits != 0 and part == 0 and m < a.rows:
+            query_head = (head % a.heads * a.rows + m) // a.queries
+            top, weight = load_one(a.sink_logits + 4 * query_head, 0), np.float32(1.0)
+        store_one(maxima + 128 * m, top)
+        store_one(maxima + 128 * m + 64, weight)
 
 
 @kernel_step
@@ -67,15 +75,16 @@ def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def weigh(a, b, h, at_token, nt, ahead, first_row, count, s, s_row, tops, acc, set_bytes, sets, d):  # type: ignore[no-untyped-def]
+def weigh(  # type: ignore[no-untyped-def]
+    a, b, h, at_token, nt, ahead, first_row, count, s, s_row, maxima, sums, set_bytes, sets, d
+):  # fmt: skip
     """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
 
     a: the kernel's arguments. s: logits of `count` rows, from number first_row of head h on, to nt
     tokens; the first has number at_token in masks and logits. ahead: tokens from it to the last of
     the step, which queries do not see beyond themselves. Logits are written to the caller's first,
-    if it wants them. tops: each
-    row's maximum, with its sum of weights 64 bytes behind. acc: the sums of all rows, of the first
-    set; those of the other follow after set_bytes.
+    if it wants them. maxima: each row's maximum, with its sum of weights 64 bytes behind. sums:
+    those of all rows, of the first set; those of the other follow after set_bytes.
     """
     rows, t = a.rows, a.queries
     for i in range(count):
@@ -96,16 +105,16 @@ def weigh(a, b, h, at_token, nt, ahead, first_row, count, s, s_row, tops, acc, s
             bias = at(a.bias, b, (h * rows + m) // t) + 4 * at_token
         if a.visible.address != 0:
             visible = at(a.visible, b, h) + at_token
-        top = tops + 128 * m
+        top = maxima + 128 * m
         best = load_one(top, 0)
         new, weight_sum = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
         if new > best:
             shrink = exp(splat(best - new))
             for k in range(sets):
                 for c in range(0, d, 16):
-                    x = acc + k * set_bytes + 4 * (m * d + c)
+                    x = sums + k * set_bytes + 4 * (m * d + c)
                     store(x, load(x) * shrink)
-            weight_sum += load_one(top + 64, 0) * lane(shrink)
+            weight_sum += load_one(top + 64, 0) * first_lane(shrink)
         else:
             weight_sum += load_one(top + 64, 0)
         store_one(top, new)
@@ -113,7 +122,7 @@ def weigh(a, b, h, at_token, nt, ahead, first_row, count, s, s_row, tops, acc, s
 
 
 @kernel_step
-def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[no-untyped-def]
+def finish_task(a, finished, task, task_sums, maxima, padded, sets, d):  # type: ignore[no-untyped-def]
     """Write a task's state: sums not yet divided, maxima and sums of weights.
 
     a: the kernel's arguments. finished: address of the number of finished tasks of each head. The
@@ -122,12 +131,12 @@ def finish_task(a, finished, task, acc, tops, padded, sets, d):  # type: ignore[
     rows, splits, head = a.rows, a.splits, task // a.splits
     size = 4 * (sets * rows * d + 32 * rows)
     state = a.states + task * size
-    for its_set in range(sets):
+    for k in range(sets):
         for i in range(0, rows * d, 16):
-            to = state + 4 * (its_set * rows * d + i)
-            store(to, load(acc + 4 * (its_set * padded * d + i)))
+            to = state + 4 * (k * rows * d + i)
+            store(to, load(task_sums + 4 * (k * padded * d + i)))
     for i in range(0, rows * 32, 16):
-        store(state + 4 * (sets * rows * d + i), load(tops + 4 * i))
+        store(state + 4 * (sets * rows * d + i), load(maxima + 4 * i))
     if count(finished + 8 * head) + 1 == splits:
         sums = a.out + 4 * head * sets * rows * d
         merge(a.states + head * splits * size, splits, rows, sets, d, sums, a.lse + 4 * head * rows)
@@ -156,19 +165,19 @@ def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped
         if bias != 0:
             x = x + load(bias + 4 * j)
         if visible != 0:
-            x = seen(x, visible + j)
+            x = masked_lanes(x, visible + j)
         if j + 16 > bound:
-            x = first(x, bound - j)
+            x = first_lanes(x, bound - j)
         store(s + 4 * j, x)
-        best = larger(best, x)
-    new = max(top, largest(best))
+        best = maximum(best, x)
+    new = max(top, max_lanes(best))
     sub = splat(-new if new > np.float32(-np.inf) else np.float32(0.0))
-    acc = splat(np.float32(0.0))
+    weights = splat(np.float32(0.0))
     for j in range(0, n, 16):
         p = exp(load(s + 4 * j) + sub)
         store(s + 4 * j, p)
-        acc = acc + p
-    return new, total(acc)
+        weights = weights + p
+    return new, sum_lanes(weights)
 
 
 @kernel_step
@@ -186,7 +195,7 @@ def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-de
         if top > np.float32(-np.inf):
             for part in range(splits):
                 weight = exp(splat(load_one(row_state + part * size, 0) - top))
-                weights += load_one(row_state + part * size + 64, 0) * lane(weight)
+                weights += load_one(row_state + part * size + 64, 0) * first_lane(weight)
                 for i in range(sets):
                     for c in range(0, d, 16):
                         here = 4 * ((i * rows + m) * d + c)

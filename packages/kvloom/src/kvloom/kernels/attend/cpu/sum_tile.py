@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 
 from ...cpu_runtime import kernel_step
-from ...simd import load_one, splat, store, store_one
-from .dequant import CHANNEL, DequantSpec
+from ...simd import load_one, store_one
 from .microkernel import values
-from .tile_scales import add_channels, affine, clear, scales_of_tile, tile_rows
-from .variant import Variant
+from .tile_scales import affine, clear, scales_of_tile
+from .variant import CHANNEL, SideConstants, Variant
 
 
 def sum_exact(variant: Variant) -> Any:
     """Make the step that adds exact tokens."""
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    exact = DequantSpec(exact=variant.exact).as_int
+    exact = SideConstants(exact=variant.exact).as_int
 
     @kernel_step
     def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
@@ -34,49 +33,32 @@ def sum_exact(variant: Variant) -> Any:
 
 def sum_packed(variant: Variant) -> Any:
     """Make the step that adds packed values."""
-    v, d, w, gap = variant.form(1), variant.d, variant.w, variant.scales_gap
-    span, meta, size, balanced, across = v.span, v.meta, v.size, v.balanced, v.spec.across
-    factor, offset, per_block = v.spec.factor, v.spec.offset, v.spec.per_block[0]
-    by_channel, per_token, balance_at = v.spec.by == CHANNEL, v.joint or v.strewn, 2 * span * size
+    v, d, gap, span = variant.values, variant.d, variant.scales_gap, variant.span(variant.values)
+    meta, size, factor, offset, per_block = v.meta, v.meta_size, v.factor, v.offset, v.per_block[0]
+    by_channel, per_token, across = v.by == CHANNEL, v.per_token, v.across
     write_scales, add_group = scales_of_tile(variant, 1), _add_group(variant)
 
     @kernel_step
     def add(view, lo, n, to, mem):  # type: ignore[no-untyped-def]
         """Add the tile's first n tokens, packed, from number lo on."""
         write_scales(view, lo, n, mem.scales)
-        sums = to
-        if balanced:
-            tile_rows(
-                view.scale, view.zero, view.meta_row, lo, n, span, factor, offset, meta, size,
-                mem.scales, gap,
-            )  # fmt: skip
-            sums = mem.folded  # sums of a tile, before channels are multiplied
-            for i in range(0, w * d, 16):
-                store(sums + 4 * i, splat(np.float32(0.0)))
-        if per_token or balanced:
+        if per_token:
             clear(mem.scales, gap, n * across, -(-n // per_block) * per_block * across)
         for g in range(0, n, span):
             row = (lo + g) // span * view.meta_row
             if by_channel:
                 scale, zero = view.scale + row, view.zero + row
                 affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
-            add_group(view, lo, g, min(span, n - g), sums, mem)
-            if balanced:
-                add_channels(sums, w, d, view.scale + row + balance_at, meta, size, to)
+            add_group(view, lo, g, min(span, n - g), to, mem)
 
     return add
 
 
 def _add_group(variant: Variant) -> Any:
     """Make the step that adds the tokens of a tile that share metadata."""
-    v, d, w, gap, s_row = (
-        variant.form(1),
-        variant.d,
-        variant.w,
-        variant.scales_gap,
-        variant.logits_row,
-    )
-    (per_block, height), across, spec = v.spec.per_block, v.spec.across, v.spec.as_int
+    v, d, w, gap = variant.values, variant.d, variant.w, variant.scales_gap
+    s_row, across, spec = variant.logits_row, v.across, v.as_int
+    per_block, height = v.per_block
 
     @kernel_step
     def add(view, lo, g, tokens, to, mem):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...cpu_runtime import kernel_step
-from ...simd import fma, load, load_any, load_one, splat, store, store_one
+from ...simd import fma, load_any, load_one, splat, store, store_one
 from .variant import Variant
 
 
@@ -49,35 +49,6 @@ def clear(out, gap, begin, end):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def tile_rows(scale, zero, row, lo, n, span, factor, offset, kind, size, out, gap):  # type: ignore[no-untyped-def]
-    """Write S and Z as `tile_scales`, of tokens of which `span` have their numbers in one row."""
-    for j in range(0, n, span):
-        here, count = (lo + j) // span * row, min(span, n - j)
-        affine(scale + here, zero + here, count, factor, offset, kind, size, out + 4 * j, gap)
-
-
-@kernel_step
-def multiply_tokens(s, s_row, w, count, factor, kind, size):  # type: ignore[no-untyped-def]
-    """Multiply w rows of numbers of `count` tokens, whole vectors, by the tokens' factors."""
-    for j in range(0, count, 16):
-        one = load_any(factor + j * size, kind)
-        for i in range(w):
-            here = s + i * s_row + 4 * j
-            store(here, load(here) * one)
-
-
-@kernel_step
-def add_channels(x, w, d, factor, kind, size, to):  # type: ignore[no-untyped-def]
-    """Add x fp32 [w, d] times the channels' factors to `to`, and clear x."""
-    zero16 = splat(np.float32(0.0))
-    for i in range(w):
-        for c in range(0, d, 16):
-            here, there = x + 4 * (i * d + c), to + 4 * (i * d + c)
-            store(there, fma(load(here), load_any(factor + c * size, kind), load(there)))
-            store(here, zero16)
-
-
-@kernel_step
 def copy_rows(source, source_row, to, to_row, rows, n):  # type: ignore[no-untyped-def]
     """Copy the first n numbers of some rows; rows are in bytes."""
     for i in range(rows):
@@ -87,20 +58,20 @@ def copy_rows(source, source_row, to, to_row, rows, n):  # type: ignore[no-untyp
 
 def scales_of_tile(variant: Variant, side: int) -> Any:
     """Make the step that writes the S and Z of packed keys (0) or values (1) per token."""
-    form, gap = variant.form(side), variant.scales_gap
-    meta, size, across, levels = form.meta, form.size, form.spec.across, form.spec.levels
-    factor, offset, joint, strewn = form.spec.factor, form.spec.offset, form.joint, form.strewn
+    form, gap = variant.sides[side], variant.scales_gap
+    meta, size, across, levels = form.meta, form.meta_size, form.across, form.levels
+    factor, offset, per_token, adjacent = form.factor, form.offset, form.per_token, form.adjacent
 
     @kernel_step
     def write(view, lo, n, out):  # type: ignore[no-untyped-def]
         """Write S, and Z `gap` bytes behind it, of n tokens from number lo on."""
         row = view.meta_row
-        if joint and levels:
+        if per_token and adjacent and levels:
             widen(view.scale + lo * row, n * across, meta, size, out)
-        elif joint:
+        elif per_token and adjacent:
             scale, zero = view.scale + lo * row, view.zero + lo * row
             affine(scale, zero, n * across, factor, offset, meta, size, out, gap)
-        elif strewn:
+        elif per_token:
             for j in range(n):
                 scale, zero = view.scale + (lo + j) * row, view.zero + (lo + j) * row
                 to = out + 4 * j * across

@@ -24,15 +24,16 @@ from ...simd import (
     VI,
     WIDTH,
     at,
-    made,
+    broadcast,
+    constant,
+    lowered,
     read,
     read_f32,
-    same,
-    spread,
     write,
 )
-from .dequant import MAP, DequantSpec, Meta, from_int, machine
-from .microkernel import rotated, together
+from .dequant import Meta, machine
+from .microkernel import rotated, rotation_groups
+from .variant import MAP, SideConstants, from_int
 
 
 @kernel_step
@@ -61,7 +62,7 @@ def unpack(
     near: Any,
     far: Any,
     d: Any,
-    how: Any,
+    literal: Any,
     kind: Any,
 ) -> Any:
     """Write token t of a pack block to `to`, fp32 [d].
@@ -71,61 +72,61 @@ def unpack(
     twice as many as a token has groups by map, in whole vectors. near, far: rows of `rope_tables`
     that together rotate a key packed before RoPE to its position.
     """
-    n_d, spec, number = d.literal_value, from_int(how.literal_value), kind.literal_value
+    n_d, constants, number = d.literal_value, from_int(literal.literal_value), kind.literal_value
 
     def emit(b: Any, *args: Any) -> None:
         to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
         meta = Meta(scale, b.sub(zero, scale), table, machine(), number)
-        if spec.by == MAP:
-            meta = _widened(b, meta, room, spec)
-        code = _taker(b, base, stride, t, by, spec)
-        for vs in together(n_d, spec):
+        if constants.by == MAP:
+            meta = _widened(b, meta, room, constants)
+        code = _taker(b, base, stride, t, by, constants)
+        for vs in rotation_groups(n_d, constants):
             xs = {}
             for v in vs:
-                x = code(v) if spec.levels else b.sitofp(code(v), VF)
-                xs[v] = meta.scaled(b, x, 0, v, n_d, spec)
-            for row in (near, far) if spec.rope_dims else ():
-                xs = rotated(b, xs, row, n_d, spec, back=False)
+                x = code(v) if constants.levels else b.sitofp(code(v), VF)
+                xs[v] = meta.scaled(b, x, 0, v, n_d, constants)
+            for row in (near, far) if constants.rope_dims else ():
+                xs = rotated(b, xs, row, n_d, constants, back=False)
             for v, x in xs.items():
                 write(b, at(b, to, 4 * WIDTH * v), x)
 
-    return made(types.void(*[types.int64] * 11, d, how, kind), emit)
+    return lowered(types.void(*[types.int64] * 11, d, literal, kind), emit)
 
 
-def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, how: DequantSpec) -> Any:
+def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, constants: SideConstants) -> Any:
     """Gives sixteen codes of a token, int32, by the number of their vector."""
-    bits = how.bits
-    amount = spread(b, b.trunc(by, I32))
+    bits = constants.bits
+    amount = broadcast(b, b.trunc(by, I32))
 
     def byte(row: Any, v: int) -> Any:
         return b.zext(read(b, at(b, row, WIDTH * v), ir.VectorType(ir.IntType(8), WIDTH), 1), VI)
 
     def masked(x: Any, shift: Any, mask: int) -> Any:
-        return b.and_(b.lshr(x, shift), same(mask, VI))
+        return b.and_(b.lshr(x, shift), constant(mask, VI))
 
     if bits == 1.5:
         return lambda v: b.lshr(
-            b.mul(masked(b.mul(byte(base, v), amount), same(0, VI), 0xFFFF), same(3, VI)),
-            same(16, VI),
+            b.mul(masked(b.mul(byte(base, v), amount), constant(0, VI), 0xFFFF), constant(3, VI)),
+            constant(16, VI),
         )
     if bits == 3:
         four, two = (ir.Constant(I64, x) for x in (4, 2))
         low = b.add(base, b.mul(stride, b.udiv(t, four)))
         high = b.add(base, b.mul(stride, two))
-        low_amount = spread(b, b.trunc(b.mul(b.urem(t, four), two), I32))
+        low_amount = broadcast(b, b.trunc(b.mul(b.urem(t, four), two), I32))
         return lambda v: b.or_(
             masked(byte(low, v), low_amount, 3),
-            b.shl(masked(byte(high, v), amount, 1), same(2, VI)),
+            b.shl(masked(byte(high, v), amount, 1), constant(2, VI)),
         )
     return lambda v: masked(byte(base, v), amount, 2 ** int(bits) - 1)
 
 
-def _widened(b: Any, meta: Meta, room: Any, how: DequantSpec) -> Meta:
+def _widened(b: Any, meta: Meta, room: Any, constants: SideConstants) -> Meta:
     """S and Z of a token's groups as fp32 in `room`, where lanes are picked from whole vectors."""
-    gap = 4 * WIDTH * -(-how.across // WIDTH)
+    gap = 4 * WIDTH * -(-constants.across // WIDTH)
     for place, to in ((meta.base, room), (b.add(meta.base, meta.gap), at(b, room, gap))):
-        for lo in range(0, how.across, WIDTH):
-            count = min(WIDTH, how.across - lo)
+        for lo in range(0, constants.across, WIDTH):
+            count = min(WIDTH, constants.across - lo)
             x = read_f32(b, at(b, place, lo * SIZE[meta.kind]), meta.kind, count)
             lanes = [min(i, count - 1) for i in range(WIDTH)]
             x = b.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), ir.Constant(VI, lanes))

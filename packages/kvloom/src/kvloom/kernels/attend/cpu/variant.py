@@ -1,4 +1,4 @@
-"""What an attention kernel is compiled for: the constants in its code.
+"""What an attention kernel is compiled for: the constants in its code, which follow from encodings.
 
 Decides nothing about the order of steps. Importing this imports Numba.
 """
@@ -8,9 +8,116 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from ...quantize.byte_layout import PACK_BLOCK
+from ...quantize.encoding import META, Encoding
 from ...simd import SIZE
-from .dequant import CHANNEL, MAP, RUN, TABLE, DequantSpec
-from .lookup import by_table
+
+# What has an S and a Z of its own: nothing (exact, or folded into the query); a channel, for all
+# tokens of a tile; a run of a token's channels; a group of a token's channels, found by each
+# channel's group number (MAP) or by a table of all numbers, where these are few (TABLE, `lookup`).
+NONE, CHANNEL, RUN, MAP, TABLE = range(5)
+
+
+class SideConstants(NamedTuple):
+    """What compiled code knows of keys or values; `as_int` is all of it in one literal."""
+
+    twice_bits: int = 0  # twice the bits of a code, 0: nothing is packed
+    exact: int = 0  # number format of exact tokens, where these are read
+    by: int = NONE
+    group: int = 0  # channels of a run
+    across: int = 0  # S of one token that a head reads, for RUN and MAP
+    levels: int = 0  # 1: codes are levels
+    rope_dims: int = 0  # rotary channels of keys packed before RoPE
+    interleaved: int = 0
+    meta: int = 0  # number format of scale and zero
+    tokens_per_scale: int = 0  # 0: one token, or all if the scale is static
+    adjacent: int = 1  # for RUN and MAP: the scales that a head reads of a tile lie together
+    own_space: int = 0  # packed tokens need queries, and sums, of their own: divided or rotated
+
+    @classmethod
+    def of(
+        cls, encoding: Encoding, heads: int, d: int, rope: tuple[int, bool] = (0, False)
+    ) -> SideConstants:
+        """Return the constants of an encoding; rope: rotary channels, whether interleaved."""
+        static, by_channel = encoding.static, encoding.axis == "channel"
+        constants = cls(
+            int(2 * encoding.bits),
+            rope_dims=rope[0],
+            interleaved=int(rope[1]),
+            meta=0 if static else list(META).index(encoding.meta),
+            tokens_per_scale=encoding.group if by_channel else 0,
+            own_space=int(encoding.own_space),
+        )
+        if by_channel or static:
+            return constants._replace(by=CHANNEL)
+        width = encoding.groups_read(heads, d)
+        if encoding.regroups:
+            return constants._replace(by=MAP, across=width, adjacent=int(encoding.span == "layer"))
+        return constants._replace(
+            by=RUN, across=width, group=encoding.group or d,
+            levels=int(encoding.rotation == "group"),
+        )  # fmt: skip
+
+    @property
+    def bits(self) -> float:
+        """Bits of a code."""
+        return self.twice_bits / 2
+
+    @property
+    def per_block(self) -> tuple[int, int]:
+        """Tokens of a pack block, and its byte rows."""
+        return PACK_BLOCK[self.bits] if self.twice_bits else (1, 1)
+
+    @property
+    def factor(self) -> float:
+        """S / scale."""
+        return 1.0 if self.levels or self.by == TABLE or self.bits < 2 else 2.0**self.bits
+
+    @property
+    def offset(self) -> float:
+        """(Z - zero) / S."""
+        return 0.0 if self.by == TABLE or self.bits < 2 else -1.0
+
+    @property
+    def per_token(self) -> bool:
+        """Whether each token has scales of its own."""
+        return self.by in (RUN, MAP, TABLE)
+
+    @property
+    def folds(self) -> bool:
+        """Whether S of the keys is multiplied into the query: per channel, packed after RoPE."""
+        return self.by == CHANNEL and not self.rope_dims
+
+    @property
+    def meta_size(self) -> int:
+        """Bytes of a scale."""
+        return SIZE[self.meta]
+
+    @property
+    def first_group_size(self) -> int:
+        """Bytes of a scale if a head's scales begin at its first group, else 0: see `head_view`."""
+        return self.meta_size if self.by in (MAP, TABLE) else 0
+
+    @property
+    def as_int(self) -> int:
+        """All fields in one integer: Numba passes integers to intrinsics as literals."""
+        number = 0
+        for field, width in zip(self, _WIDTHS, strict=True):
+            assert 0 <= field < 1 << width
+            number = number << width | field
+        return number
+
+
+_WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1, 2, 8, 1, 1)
+
+
+def from_int(number: int) -> SideConstants:
+    """Invert `SideConstants.as_int`."""
+    constants = []
+    for width in reversed(_WIDTHS):
+        constants.append(number & ((1 << width) - 1))
+        number >>= width
+    return SideConstants(*reversed(constants))
 
 
 class Variant(NamedTuple):
@@ -18,41 +125,28 @@ class Variant(NamedTuple):
 
     d: int
     w: int  # query rows at once
-    exact: int  # number format of the tails
-    keys: DequantSpec = DequantSpec()  # of the packed prefixes
-    values: DequantSpec = DequantSpec()
-    meta: tuple[int, int] = (0, 0)  # number formats of scale and zero
-    span: tuple[int, int] = (0, 0)  # tokens that share metadata, 0: per token, or all if static
-    flat: tuple[bool, bool] = (True, True)  # for MAP: whether a head reads all of a token's groups
-    apart: tuple[bool, bool] = (False, False)  # packed: queries of their own, sums of their own
-    boost: int = 0  # channels of a group of keys that have two more bits
-    balance: tuple[bool, bool] = (False, False)  # a span is a tile with factors of tokens (keys),
-    # of channels (values)
+    exact: int  # number format of exact tokens
+    keys: SideConstants = SideConstants()  # of the packed prefixes
+    values: SideConstants = SideConstants()
     page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
     lead: bool = False  # exact tokens stand before the others
     spans: bool = False  # tokens of which heads have different numbers stand behind them
 
     @property
+    def sides(self) -> tuple[SideConstants, SideConstants]:
+        """Keys and values."""
+        return self.keys, self.values
+
+    @property
     def tile(self) -> int:
         """Tokens of a tile, at least 128: pack blocks and groups end with it."""
-        unit = math.lcm(
-            16, self.keys.per_block[0], self.values.per_block[0], *filter(None, self.span)
-        )
+        spans = (side.tokens_per_scale or 1 for side in self.sides)
+        unit = math.lcm(16, *(side.per_block[0] for side in self.sides), *spans)
         return unit * -(-128 // unit)
 
-    def form(self, side: int) -> SideForm:
-        """Return the constants of packed keys (0) or values (1)."""
-        spec = by_table((self.keys, self.values)[side])
-        grouped, balanced = spec.by in (MAP, TABLE), self.balance[side]
-        flat = spec.by == RUN or (grouped and self.flat[side])
-        return SideForm(
-            spec,
-            self.meta[side],
-            self.span[side] or self.tile,
-            joint=flat and not (balanced and side == 1),
-            strewn=grouped and not flat,
-            balanced=balanced,
-        )
+    def span(self, side: SideConstants) -> int:
+        """Tokens that are read together: those that share metadata, else those of a tile."""
+        return side.tokens_per_scale or self.tile
 
     @property
     def scales_gap(self) -> int:
@@ -64,34 +158,3 @@ class Variant(NamedTuple):
     def logits_row(self) -> int:
         """Bytes of a row of a tile's logits."""
         return 4 * (self.tile + 16)
-
-
-class SideForm(NamedTuple):
-    """The constants of packed keys or values in a kernel that reads them tile by tile."""
-
-    spec: DequantSpec
-    meta: int  # number format of scale and zero
-    span: int  # tokens that share metadata, else those of a tile
-    joint: bool  # per token: a head reads all scales of a row, so those of a tile are adjacent
-    strewn: bool  # per token: those of a head are among others
-    balanced: bool
-
-    @property
-    def folds(self) -> bool:
-        """Whether S of the keys is multiplied into the query: per channel, packed after RoPE."""
-        return self.spec.by == CHANNEL and not self.spec.rope_dims
-
-    @property
-    def size(self) -> int:
-        """Bytes of a scale."""
-        return SIZE[self.meta]
-
-    @property
-    def in_groups(self) -> int:
-        """The same if a head's scales begin at its first group, else 0: see `head_view`."""
-        return self.size if self.spec.by in (MAP, TABLE) else 0
-
-    @property
-    def per_row(self) -> int:
-        """Tokens of a row of scales."""
-        return self.span if self.spec.by == CHANNEL or self.balanced else 1

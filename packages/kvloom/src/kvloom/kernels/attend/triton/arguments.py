@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ...quantize.encoding import LayerEncoding
+
 
 class Side(NamedTuple):
     """What a kernel reads of keys or values: where it is, and strides of rows, heads and tokens."""
@@ -36,13 +38,28 @@ class ExactRows(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The form of packed keys or values; a kernel is compiled for it."""
+    """The form of packed keys or values, from their encoding; a kernel is compiled for it."""
 
-    bits: int  # 0: nothing is packed; 15: 1.5
-    kind: int  # which tokens and channels share a scale
-    group: int
-    rotation: int  # how codes of rotated channels become numbers, or 0
-    divided: bool
+    bits: int = 0  # 0: nothing is packed; 15: 1.5
+    kind: int = 0  # what shares a scale: 0 tokens, 1 channels, 2 channels by table, 3 all tokens
+    group: int = 0
+    rotation: int = 0  # of rotated channels: 1 codes are levels, 2 code * scale + zero
+    divided: bool = False
+
+    @classmethod
+    def of(cls, layer_encoding: LayerEncoding) -> Form:
+        """Return the form of a layer's keys or values."""
+        encoding = layer_encoding.encoding
+        kind = 0 if encoding.axis == "channel" else 1
+        if encoding.rotation != "group" and layer_encoding.group_of is not None:
+            kind = 2 if layer_encoding.static is None else 3
+        return cls(
+            15 if encoding.bits == 1.5 else int(encoding.bits),
+            kind,
+            layer_encoding.group,
+            {"none": 0, "group": 1, "head": 2}[encoding.rotation],
+            layer_encoding.divisor is not None,
+        )
 
 
 class Options(NamedTuple):

@@ -11,12 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..reference import State, merge
+from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
 from .launch import kernels, nothing, run
 
 __all__ = ["attend", "kernels", "problems"]
+
+
+COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; no `Spans`; `Paged`: {paged.COVERAGE}"
 
 
 def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
@@ -41,18 +44,20 @@ def attend(
     *,
     softcap: float | None = None,
     products: bool = False,
-) -> State:
+    sink_logits: Tensor | None = None,
+) -> AttentionState:
     """Attend as `reference.attend_regions` does; returns no products."""
-    states: list[State] = []
+    states: list[AttentionState] = []
     for region in regions if q.shape[0] else ():
         if isinstance(region.where, Paged):
             states.append(_pages(q, region.keys, region.values, region.where, scale))
         else:
             states += _region(q, region, scale, softcap)
-    return merge(states) if states else nothing(q)
+    state = merge(states) if states else nothing(q)
+    return state if sink_logits is None else with_sinks(state, sink_logits)
 
 
-def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> list[State]:
+def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> list[AttentionState]:
     """Attend to chosen tokens, all packed or all exact on either side, and to the rest."""
     keys, values, where = region[:3]
     chosen = where.slots if isinstance(where, Slots) else None
@@ -75,7 +80,7 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> l
     return states
 
 
-def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> State:
+def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:
     """Attend q [B, Hq, 1, D], each row to its own pages."""
     table, at = where.table, where.table.tokens - where.table.packed - 1
     if where.new is not None:

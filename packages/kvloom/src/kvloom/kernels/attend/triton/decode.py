@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...quantize.encoding import unknown_fields
+from ...limits import Coverage
+from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import KVView
 from .arguments import Options
 from .launch import Launch, SideArguments, processors, rotated, side_arguments, tile_shapes
@@ -29,39 +30,53 @@ _KNOWN = (
 )  # fmt: skip
 
 
+def _narrow_or_wide(tokens: int, like: Tensor) -> str | None:
+    d, most = like.shape[-1], WIDEST.get(like.dtype, 256)
+    return None if 16 <= d <= most else f"head_dim={d} is not from 16 to {most} in {like.dtype}"
+
+
+def _interpreted_bf16(tokens: int, like: Tensor) -> str | None:
+    if like.dtype != torch.bfloat16 or like.is_cuda:
+        return None
+    return "Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there"
+
+
+def _many_queries(tokens: int, like: Tensor) -> str | None:
+    return None if tokens <= MAX_QUERIES else f"more than {MAX_QUERIES} queries a step"
+
+
+def _unfit_group(encoding: Encoding, d: int) -> str | None:
+    if encoding.axis == "channel" or d % (encoding.group or d) == 0:
+        return None
+    return f"group={encoding.group} does not divide head_dim={d}"
+
+
+STEPS = Coverage(
+    ("`head_dim` 16 to 256, in fp32 to 128", _narrow_or_wide),
+    ("exact tokens in fp32, fp16, bf16", _interpreted_bf16),
+    (f"1–{MAX_QUERIES} queries, one for `Slots` and `Paged`", _many_queries),
+)
+ENCODINGS = Coverage(("groups that divide `head_dim`; keys after RoPE", _unfit_group))
+
+
 def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) -> list[str]:
     """Return why no kernel attends so many queries a step to tokens in these formats.
 
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
-    found = [*cuda.problems(like), *_of_formats(like.shape[-1], keys, values)]
-    most = WIDEST.get(like.dtype, 256)
-    if not 16 <= like.shape[-1] <= most:
-        found.append(f"head_dim={like.shape[-1]} is not from 16 to {most} in {like.dtype}")
-    if like.dtype == torch.bfloat16 and not like.is_cuda:
-        found.append("Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there")
-    if tokens > MAX_QUERIES:
-        found.append(f"more than {MAX_QUERIES} queries a step")
-    return found
+    encodings = _encoding_problems(like.shape[-1], keys, values)
+    return [*cuda.problems(like), *encodings, *STEPS.problems(tokens, like)]
 
 
 @cache
-def _of_formats(d: int, *formats: Any) -> tuple[str, ...]:
-    found = []
-    for side, fmt in zip(("keys", "values"), formats, strict=True):
-        if fmt is not None:
-            found += [f"{side}: {problem}" for problem in _of_format(fmt, d)]
-    return tuple(found)
-
-
-def _of_format(fmt: Any, d: int) -> list[str]:
-    """Return why no kernel reads a format; a field that is unknown here is a reason."""
-    found = unknown_fields(fmt, _KNOWN)
-    if found:
-        return found
-    if fmt.axis == "token" and d % (fmt.group or d):
-        found.append(f"group={fmt.group} does not divide head_dim={d}")
-    return found
+def _encoding_problems(d: int, *encodings: Any) -> tuple[str, ...]:
+    """Return why no kernel reads keys and values with heads of size d in these encodings."""
+    reasons: list[str] = []
+    for side, encoding in zip(("keys", "values"), encodings, strict=True):
+        if encoding is not None:
+            more = unknown_fields(encoding, _KNOWN) or ENCODINGS.problems(encoding, d)
+            reasons += [f"{side}: {reason}" for reason in more]
+    return tuple(reasons)
 
 
 class Masks(NamedTuple):
@@ -132,7 +147,7 @@ def call(
         "tiles0": tiles[0], "tiles1": tiles[1], "tiles2": tiles[2],
     }  # fmt: skip
     constants = {
-        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": form.rows,
+        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.padded_size(d), "BM": form.rows,
         "BN0": sizes[0], "BN1": sizes[2], "PACKED_SIDE": regions.packed_side,
         "OPTIONS": Options(
             causal, visible is not None, softcap is not None, bias is not None, slots is not None

@@ -15,11 +15,9 @@ from torch import Tensor
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...quantize.rotated import levels, rotate
-from ..reference import State
+from ..reference import AttentionState
 from ..regions import KVView
 from .arguments import Form, Side
-
-_LEVELS, _AFFINE = 1, 2  # how codes of rotated channels become numbers
 
 
 class SideArguments(NamedTuple):
@@ -37,28 +35,22 @@ def side_arguments(view: KVView) -> SideArguments:
     tail, packed = view.tail, view.packed
     tail = contiguous_rows(tail)
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
-    meta, bits, kind, group, rotated, packed_end, divided = [0, 0, 0], 0.0, 0, 0, 0, 0, False
-    rotation = 0
+    meta, form, rotated, packed_end = [0, 0, 0], Form(), 0, 0
     if packed is not None:
-        layer, packed_end = packed.layer, packed.hi
-        how = layer.encoding
-        bits = how.bits
+        layer_encoding, packed_end = packed.layer_encoding, packed.hi
+        form, rotated = Form.of(layer_encoding), layer_encoding.rotated
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
         )
-        kind, group, rotated = (0 if how.axis == "channel" else 1), layer.group, layer.rotated
-        if rotated:
-            rotation = _LEVELS if how.rotation == "group" else _AFFINE
-        if rotation == _LEVELS:
-            zero, table = scale, _levels(bits, tail.device)
-        elif layer.static is not None:  # one for all tokens
-            kind = 3
-            scale, zero = layer.static
-        elif layer.group_of is not None:
-            kind, group_of = 2, layer.group_of
-        if layer.divisor is not None:
-            divided, divisor = True, layer.divisor
+        if form.rotation == 1:
+            zero, table = scale, _levels(layer_encoding.encoding.bits, tail.device)
+        elif layer_encoding.static is not None:
+            scale, zero = layer_encoding.static
+        elif layer_encoding.group_of is not None:
+            group_of = layer_encoding.group_of
+        if layer_encoding.divisor is not None:
+            divisor = layer_encoding.divisor
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
@@ -66,10 +58,10 @@ def side_arguments(view: KVView) -> SideArguments:
         meta = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(3)]
     tensors = codes, scale, zero, group_of, divisor, table, tail
     side = Side(*tensors, *codes.stride()[:3], *meta, *tail.stride()[:3])
-    form = Form(15 if bits == 1.5 else int(bits), kind, group, rotation, divided)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
-    apart, slow = bits == 1.5 or rotation == _LEVELS or kind == 2, bits in (1, 3, 8)
-    most = 16 if apart else 32 if slow or scale.dtype == torch.uint8 else 64
+    looked_up = form.bits == 15 or form.rotation == 1 or form.kind == 2
+    slow = form.bits in (1, 3, 8)
+    most = 16 if looked_up else 32 if slow or scale.dtype == torch.uint8 else 64
     return SideArguments(side, form, packed_end, rotated, most)
 
 
@@ -95,7 +87,7 @@ class Launch(NamedTuple):
     rotated_splits: int  # splits whose values are rotated
 
 
-def run(call: Launch, split: Any) -> State:
+def run(call: Launch, split: Any) -> AttentionState:
     """Launch a kernel that makes splits, and the merge of these."""
     b, hq, t, d = call.q.shape
     rows, s = b * hq * t, call.splits
@@ -114,7 +106,7 @@ def run(call: Launch, split: Any) -> State:
         )  # fmt: skip
     if call.rotated:
         out = out + rotated(back, call.rotated, back=True)
-    return State(out, lse)
+    return AttentionState(out, lse)
 
 
 class Shape(NamedTuple):
@@ -134,7 +126,7 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     """
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
-    rows = min(16 if most < 32 else 32 if large else 64, cuda.room(rows))
+    rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows))
     return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, 2)
 
 
@@ -165,7 +157,7 @@ def rotated(x: Tensor, group: int, back: bool = False) -> Tensor:
     return (x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)).flatten(-2)
 
 
-def nothing(q: Tensor) -> State:
+def nothing(q: Tensor) -> AttentionState:
     """Return the state of attention of q [B, Hq, T, D] to no tokens."""
     out = torch.zeros_like(q, dtype=torch.float32)
-    return State(out, out.new_full(q.shape[:3], -torch.inf))
+    return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
+from ...limits import Coverage
 from ..regions import First, KVView, PageTable
 from . import decode
 from .arguments import ExactRows, Options
@@ -22,18 +23,26 @@ from .launch import Launch, processors, rotated, side_arguments, tile_shapes
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
 
+def _several_queries(tokens: int, keys: Any, values: Any) -> str | None:
+    return None if tokens == 1 else f"{tokens} queries a step are not one"
+
+
+def _exact_pages(tokens: int, keys: Any, values: Any) -> str | None:
+    exact = [side for side, how in (("keys", keys), ("values", values)) if how is None]
+    return (
+        f"{' and '.join(exact)}: pages of exact tokens are not read by the table" if exact else None
+    )
+
+
+COVERAGE = Coverage(("one query", _several_queries), ("both sides packed", _exact_pages))
+
+
 def problems(tokens: int, like: Tensor, keys: Any, values: Any) -> list[str]:
     """Return why no kernel reads pages in these formats, of any number of tokens.
 
     like: exact keys [blocks, H, page, D]. keys, values: formats of packed tokens, or None.
     """
-    found = decode.problems(tokens, like, keys, values)
-    if tokens != 1:
-        found.append(f"{tokens} queries a step are not one")
-    for side, fmt in (("keys", keys), ("values", values)):
-        if fmt is None:
-            found.append(f"{side}: pages of exact tokens are not read by the table")
-    return found
+    return decode.problems(tokens, like, keys, values) + COVERAGE.problems(tokens, keys, values)
 
 
 @cache
@@ -69,7 +78,7 @@ def arguments(
         "width": blocks.shape[1], "sinks": count, "splits": splits,
     }  # fmt: skip
     constants = {
-        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.room(d), "BM": shapes.rows,
+        "K": ks.form, "V": vs.form, "D": d, "DP": cuda.padded_size(d), "BM": shapes.rows,
         "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
     }  # fmt: skip
     return Launch(

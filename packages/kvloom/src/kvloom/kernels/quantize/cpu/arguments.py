@@ -19,8 +19,6 @@ SPEC = Block(
     per_block=int,  # tokens of a pack block
     block_rows=int,  # its byte rows
     meta=int,  # number format of scales and zeros
-    boost=int,  # channels of a group of tokens that have two more bits
-    balance=int,  # tokens of a tile that is normalized, or 0
 )
 
 TABLES = Block(  # addresses of a spec's tables, or 0

@@ -26,13 +26,13 @@ from ...simd import (
     VI,
     WIDTH,
     Lanes,
-    each,
+    constant,
     fma,
-    larger,
-    made,
+    gather_f32,
+    lowered,
+    maximum,
+    minimum,
     read,
-    same,
-    smaller,
     splat,
 )
 from ..byte_layout import PACK_BLOCK
@@ -56,20 +56,22 @@ def _narrowed(b: Any, x: Any, kind: int) -> Any:
     width = 8 if kind == FP8 else 16
     drop = {FP16: 13, BF16: 16, FP8: 20}[kind]
     bits = b.bitcast(x, ints)
-    size, sign = b.and_(bits, same(~_SIGN, ints)), b.and_(bits, same(_SIGN, ints))
-    odd = b.and_(b.lshr(bits, same(drop, ints)), same(1, ints))
-    near = b.lshr(b.add(size, b.add(odd, same((1 << (drop - 1)) - 1, ints))), same(drop, ints))
+    size, sign = b.and_(bits, constant(~_SIGN, ints)), b.and_(bits, constant(_SIGN, ints))
+    odd = b.and_(b.lshr(bits, constant(drop, ints)), constant(1, ints))
+    near = b.lshr(
+        b.add(size, b.add(odd, constant((1 << (drop - 1)) - 1, ints))), constant(drop, ints)
+    )
     if kind != BF16:
         least, whole, whole_bits, bias, keep, endless = _NARROW[kind]
         magnitude = b.bitcast(size, floats)
-        small = b.bitcast(b.fadd(magnitude, same(whole, floats)), ints)
-        small = b.sub(small, same(whole_bits, ints))
-        near = b.sub(near, same(bias << keep, ints))
-        near = b.select(b.fcmp_ordered("<", magnitude, same(least, floats)), small, near)
+        small = b.bitcast(b.fadd(magnitude, constant(whole, floats)), ints)
+        small = b.sub(small, constant(whole_bits, ints))
+        near = b.sub(near, constant(bias << keep, ints))
+        near = b.select(b.fcmp_ordered("<", magnitude, constant(least, floats)), small, near)
         if endless:
-            beyond = b.icmp_signed(">", near, same(endless, ints))
-            near = b.select(beyond, same(endless, ints), near)
-    near = b.or_(near, b.lshr(sign, same(32 - width, ints)))
+            beyond = b.icmp_signed(">", near, constant(endless, ints))
+            near = b.select(beyond, constant(endless, ints), near)
+    near = b.or_(near, b.lshr(sign, constant(32 - width, ints)))
     return b.trunc(near, ir.VectorType(ir.IntType(width), x.type.count))
 
 
@@ -87,15 +89,16 @@ def put_vector(b: Any, address: Any, x: Any) -> None:
 @intrinsic
 def gather(ctx: Any, base: Any, slots: Any) -> Any:
     """The fp32 numbers of an array at sixteen slots, int32."""
-    return made(
-        Lanes(types.int64, types.int64), lambda b, base, slots: each(b, base, read(b, slots, VI))
+    return lowered(
+        Lanes(types.int64, types.int64),
+        lambda b, base, slots: gather_f32(b, base, read(b, slots, VI)),
     )
 
 
 @intrinsic
 def above(ctx: Any, x: Any, end: Any, yes: Any, no: Any) -> Any:
     """`yes` where x > end, else `no`."""
-    return made(
+    return lowered(
         Lanes(Lanes, Lanes, Lanes, Lanes),
         lambda b, x, end, yes, no: b.select(b.fcmp_ordered(">", x, end), yes, no),
     )
@@ -104,7 +107,7 @@ def above(ctx: Any, x: Any, end: Any, yes: Any, no: Any) -> Any:
 @kernel_step
 def clamp_scale(scale):  # type: ignore[no-untyped-def]
     """Clamp a scale so that fp8 rounds it neither to 0 nor beyond its largest number."""
-    clamped = smaller(larger(scale, splat(np.float32(2.0**-9))), splat(np.float32(448.0)))
+    clamped = minimum(maximum(scale, splat(np.float32(2.0**-9))), splat(np.float32(448.0)))
     return above(scale, splat(np.float32(0.0)), clamped, scale)
 
 
@@ -123,13 +126,13 @@ def _put_as(b: Any, address: Any, x: Any, kind: Any) -> None:
 @intrinsic
 def put(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
     """Round sixteen numbers to a format and store them."""
-    return made(types.void(types.int64, Lanes, types.int64), _put_as)
+    return lowered(types.void(types.int64, Lanes, types.int64), _put_as)
 
 
 @intrinsic
 def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
     """Round one number to a format and store it."""
-    return made(
+    return lowered(
         types.void(types.int64, types.float32, types.int64),
         lambda b, a, x, kind: _put_as(b, a, _wide(b, x), kind),
     )
@@ -143,16 +146,16 @@ def put_codes(ctx: Any, address: Any, codes: Any) -> Any:
     """
 
     def emit(b: Any, address: Any, codes: Any) -> None:
-        whole = b.bitcast(b.fadd(codes, same(2.0**23)), VI)
+        whole = b.bitcast(b.fadd(codes, constant(2.0**23)), VI)
         put_vector(b, address, b.trunc(whole, _BYTES))
 
-    return made(types.void(types.int64, Lanes), emit)
+    return lowered(types.void(types.int64, Lanes), emit)
 
 
 @intrinsic
 def get_codes(ctx: Any, address: Any) -> Any:
     """Load sixteen codes, a byte each, as fp32."""
-    return made(Lanes(types.int64), lambda b, a: b.sitofp(b.zext(read(b, a, _BYTES, 1), VI), VF))
+    return lowered(Lanes(types.int64), lambda b, a: b.sitofp(b.zext(read(b, a, _BYTES, 1), VI), VF))
 
 
 @kernel_step
@@ -161,8 +164,8 @@ def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
 
     An infinite step makes code 0.
     """
-    code = larger((x - zero) / step, splat(np.float32(0.0)))
-    put_codes(to, smaller(code, top))
+    code = maximum((x - zero) / step, splat(np.float32(0.0)))
+    put_codes(to, minimum(code, top))
 
 
 @kernel_step
@@ -172,25 +175,25 @@ def decode(codes, zero, step):  # type: ignore[no-untyped-def]
 
 
 def _joined(b: Any, parts: list[Any], bits: int) -> Any:
-    found = parts[0]
+    packed = parts[0]
     for t, part in enumerate(parts[1:], 1):
-        found = b.or_(found, b.shl(part, same(t * bits, part.type)))
-    return found
+        packed = b.or_(packed, b.shl(part, constant(t * bits, part.type)))
+    return packed
 
 
-def _join(b: Any, each: list[Any], bits: float) -> list[Any]:
+def _join(b: Any, codes: list[Any], bits: float) -> list[Any]:
     """Return the byte rows of a pack block from the codes of its tokens."""
-    kind = each[0].type
+    kind = codes[0].type
     if bits == 3:
-        low = [b.and_(x, same(3, kind)) for x in each]
-        high = [b.lshr(x, same(2, kind)) for x in each]
+        low = [b.and_(x, constant(3, kind)) for x in codes]
+        high = [b.lshr(x, constant(2, kind)) for x in codes]
         return [_joined(b, low[:4], 2), _joined(b, low[4:], 2), _joined(b, high, 1)]
     if bits == 1.5:
-        found = each[4]
-        for x in each[3::-1]:
-            found = b.add(b.add(found, b.add(found, found)), x)
-        return [found]
-    return [_joined(b, each, int(bits))]
+        packed = codes[4]
+        for x in codes[3::-1]:
+            packed = b.add(b.add(packed, b.add(packed, packed)), x)
+        return [packed]
+    return [_joined(b, codes, int(bits))]
 
 
 def _split(b: Any, rows: list[Any], bits: float) -> list[Any]:
@@ -199,14 +202,14 @@ def _split(b: Any, rows: list[Any], bits: float) -> list[Any]:
     if bits == 1.5:
         wide = ir.VectorType(ir.IntType(16), kind.count)
         number = b.zext(rows[0], wide)
-        digits = [b.udiv(number, same(3**t, wide)) for t in range(5)]
-        return [b.trunc(b.urem(x, same(3, wide)), kind) for x in digits]
+        digits = [b.udiv(number, constant(3**t, wide)) for t in range(5)]
+        return [b.trunc(b.urem(x, constant(3, wide)), kind) for x in digits]
 
     def part(row: int, low: int, count: int) -> Any:
-        return b.and_(b.lshr(rows[row], same(low, kind)), same((1 << count) - 1, kind))
+        return b.and_(b.lshr(rows[row], constant(low, kind)), constant((1 << count) - 1, kind))
 
     if bits == 3:
-        high = [b.shl(part(2, t, 1), same(2, kind)) for t in range(8)]
+        high = [b.shl(part(2, t, 1), constant(2, kind)) for t in range(8)]
         return [b.or_(part(t // 4, t % 4 * 2, 2), high[t]) for t in range(8)]
     return [part(0, t * int(bits), int(bits)) for t in range(8 // int(bits))]
 
@@ -222,8 +225,10 @@ def _between(of: Any, parts: int, width: int) -> Any:
 
         for fmt, per_block in PACK_BLOCK.items():
             with b.if_then(b.icmp_signed("==", bits, ir.Constant(I64, int(2 * fmt)))):
-                held = [read(b, row(rows, stride, i), kind, 1) for i in range(per_block[parts])]
-                for i, vector in enumerate(of(b, held, fmt)):
+                byte_rows = [
+                    read(b, row(rows, stride, i), kind, 1) for i in range(per_block[parts])
+                ]
+                for i, vector in enumerate(of(b, byte_rows, fmt)):
                     put_vector(b, row(to, to_stride, i), vector)
 
     return emit
@@ -237,11 +242,11 @@ def join(ctx: Any, codes: Any, gap: Any, to: Any, stride: Any, bits: Any, width:
     format's.
     """
     emit = _between(_join, 0, width.literal_value)
-    return made(types.void(*[types.int64] * 5, width), emit)
+    return lowered(types.void(*[types.int64] * 5, width), emit)
 
 
 @intrinsic(prefer_literal=True)
 def split(ctx: Any, rows: Any, stride: Any, to: Any, gap: Any, bits: Any, width: Any) -> Any:
     """Invert `join`: byte rows of a pack block to the codes of its tokens."""
     emit = _between(_split, 1, width.literal_value)
-    return made(types.void(*[types.int64] * 5, width), emit)
+    return lowered(types.void(*[types.int64] * 5, width), emit)

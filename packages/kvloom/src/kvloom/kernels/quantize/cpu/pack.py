@@ -15,7 +15,8 @@ from torch import Tensor
 from ... import dispatch
 from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
 from ...constants import on_cpu
-from ...dispatch import once
+from ...dispatch import unplanned
+from ...limits import Coverage, device_problem, dtype_problem
 from .. import rotated
 from ..byte_layout import PACK_BLOCK, top
 from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
@@ -23,21 +24,29 @@ from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STA
 
 _KNOWN = (
     "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
-    "pre_rope", "boost", "balance",
+    "pre_rope",
 )  # fmt: skip
 _NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
 
 
-def problems(layer: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+def _unread_fields(
+    layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    return "; ".join(unknown_fields(layer_encoding.encoding, _KNOWN)) or None
+
+
+COVERAGE = Coverage(
+    ("every encoding", _unread_fields),
+    ("", lambda layer_encoding, device, dtype: device_problem(device)),
+    ("tokens in fp32, fp16, bf16", lambda layer_encoding, device, dtype: dtype_problem(dtype)),
+)
+
+
+def problems(layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    found = unknown_fields(layer.encoding, _KNOWN)
-    if device.type != "cpu":
-        found.append(f"the tensors are on {device.type}")
-    if dtype not in NUMBERS:
-        found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
-    return found
+    return COVERAGE.problems(layer_encoding, device, dtype)
 
 
 class Packer:
@@ -46,15 +55,16 @@ class Packer:
     Describes the encoding and the storage again only after one of them was replaced.
     """
 
-    def __init__(self, x: Tensor, layer: LayerEncoding) -> None:
-        self._layer, self._prepared = layer, _prepared(layer, x.shape[1], x.shape[3])
+    def __init__(self, x: Tensor, layer_encoding: LayerEncoding) -> None:
+        self._layer_encoding = layer_encoding
+        self._prepared = _prepared(layer_encoding, x.shape[1], x.shape[3])
         self._storage = Storage()
         self._numbers: tuple[tuple[int, ...], ...] = ()
 
     def __call__(
         self,
         x: Tensor,
-        layer: LayerEncoding,
+        layer_encoding: LayerEncoding,
         out: PackedTensors,
         begin: int,
         nonpadding: Tensor | None = None,
@@ -69,14 +79,15 @@ class Packer:
         """
         if not x.numel():
             return
-        if layer is not self._layer or not self._storage.holds(*out):
+        if layer_encoding is not self._layer_encoding or not self._storage.holds(*out):
             if not all(_contiguous_rows(part) for part in out):
                 raise ValueError("rows of codes, scales and zeros must be contiguous to be written")
-            self._layer, self._prepared = layer, _prepared(layer, x.shape[1], x.shape[3])
-            self._numbers = _storage(out, layer)
+            self._layer_encoding = layer_encoding
+            self._prepared = _prepared(layer_encoding, x.shape[1], x.shape[3])
+            self._numbers = _storage(out)
             self._storage.remember(*out)
         mask: tuple[int, ...] = (0, 0, 0)
-        if nonpadding is not None and (layer.encoding.balance or layer.encoding.axis == "channel"):
+        if nonpadding is not None and layer_encoding.encoding.axis == "channel":
             nonpadding = contiguous_rows(nonpadding)
             mask = strides(nonpadding, 2)
         prepared = self._prepared
@@ -84,27 +95,26 @@ class Packer:
         _run(compiled()[0], x, begin, self._numbers, prepared, static, mask, rope)
 
 
-pack = once(Packer)
+pack = unplanned(Packer)
 
 
 def unpack(
     packed: PackedTensors,
-    layer: LayerEncoding,
+    layer_encoding: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    b, h, _, columns = packed.codes.shape
-    d = columns - layer.encoding.boost
+    b, h, _, d = packed.codes.shape
     x = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not x.numel():
         return x
     packed = PackedTensors(*(y if _contiguous_rows(y) else y.contiguous() for y in packed))
-    prepared = _prepared(layer, h, d)
+    prepared = _prepared(layer_encoding, h, d)
     static = prepared.static_decode
-    _run(compiled()[1], x, lo, _storage(packed, layer), prepared, static, (0, 0, 0), rope)
+    _run(compiled()[1], x, lo, _storage(packed), prepared, static, (0, 0, 0), rope)
     return x
 
 
@@ -128,28 +138,28 @@ class _Prepared(NamedTuple):
     tensors: tuple[Tensor, ...]  # keeps the addresses valid
 
 
-def _prepared(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
-    prepared = layer.prepared.get(("cpu", heads, d))
+def _prepared(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
+    prepared = layer_encoding.prepared.get(("cpu", heads, d))
     if prepared is None:
-        prepared = layer.prepared["cpu", heads, d] = _prepare(layer, heads, d)
+        prepared = layer_encoding.prepared["cpu", heads, d] = _prepare(layer_encoding, heads, d)
     return prepared
 
 
 @on_cpu
-def _prepare(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
-    how = layer.encoding
+def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
+    how = layer_encoding.encoding
     per_block, block_rows = PACK_BLOCK[how.bits]
-    mapped, in_groups = layer.group_of is not None, how.rotation == "group"
+    mapped, in_groups = layer_encoding.group_of is not None, how.rotation == "group"
     joint_heads, padded = heads if mapped else 1, -(-d // 16) * 16
     unit = math.lcm(how.tokens_per_scale, per_block)
     tile = max(1, _TILE // (joint_heads * padded) // unit) * unit
     tables: dict[str, Tensor] = {}
-    groups = padded if how.axis == "channel" else d // layer.group
+    groups = padded if how.axis == "channel" else d // layer_encoding.group
     sharing = CHANNEL if how.axis == "channel" else ROTATED if in_groups else TOKEN
     if mapped:
-        assert layer.group_of is not None
-        sharing = MAPPED if layer.static is None else STATIC
-        group_of = layer.group_of
+        assert layer_encoding.group_of is not None
+        sharing = MAPPED if layer_encoding.static is None else STATIC
+        group_of = layer_encoding.group_of
         groups = int(group_of.max()) + 1
         tables["group_of"] = _padded_rows(group_of.int(), 0)
         slot = torch.arange(heads)[:, None] * padded + torch.arange(d)
@@ -157,22 +167,25 @@ def _prepare(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
         by_group = [torch.cat([s, s[:1].expand(-len(s) % 16)]) for s in by_group]
         tables["slots"] = torch.cat(by_group).int()
         tables["slot_ends"] = torch.tensor([len(s) for s in by_group]).cumsum(0).int()
-        tables["clip"] = torch.as_tensor(layer.alpha, dtype=torch.float32).expand(groups).clone()
-        if layer.divisor is not None:
-            tables["divisor"] = _padded_rows(layer.divisor.float(), 1)
+        tables["clip"] = (
+            torch.as_tensor(layer_encoding.alpha, dtype=torch.float32).expand(groups).clone()
+        )
+        if layer_encoding.divisor is not None:
+            tables["divisor"] = _padded_rows(layer_encoding.divisor.float(), 1)
     addresses = TABLES.pack(**{name: address(tables.get(name)) for name in TABLES.names})
     encode = decode = (0, 0)
-    if layer.static is not None:
+    if layer_encoding.static is not None:
         scale, zero = (
-            _padded_rows(x.float().expand(1, heads, 1, d)[0, :, 0], 0) for x in layer.static
+            _padded_rows(x.float().expand(1, heads, 1, d)[0, :, 0], 0)
+            for x in layer_encoding.static
         )
         step = torch.where(scale > 0, scale, torch.inf)
         tables |= {"scale": scale, "zero": zero, "step": step}
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
     rotation: tuple[int, ...] = (0,) * ROTATION.numbers
-    if layer.rotated:
-        together = layer.rotated
+    if layer_encoding.rotated:
+        together = layer_encoding.rotated
         signs, mix = rotated.parts(together)
         tensors = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
         if in_groups:
@@ -184,15 +197,13 @@ def _prepare(layer: LayerEncoding, heads: int, d: int) -> _Prepared:
     numbers = SPEC.pack(
         tile=tile,
         sharing=sharing,
-        group=layer.group,
+        group=layer_encoding.group,
         groups=groups,
         twice_bits=int(2 * how.bits),
         top=top(how.bits),
         per_block=per_block,
         block_rows=block_rows,
         meta=list(META).index(how.meta),
-        boost=how.boost,
-        balance=how.balance,
     )
     return _Prepared(
         joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())
@@ -212,16 +223,9 @@ def _contiguous_rows(x: Tensor) -> bool:
     return row == 0 or (x.stride(2) == row and (row == 1 or x.stride(3) == 1))
 
 
-def _storage(packed: PackedTensors, layer: LayerEncoding) -> tuple[tuple[int, ...], ...]:
+def _storage(packed: PackedTensors) -> tuple[tuple[int, ...], ...]:
     """Describe codes, scales and zeros to a kernel."""
-    codes, scale, zero = packed
-    zeros = strides(zero, 2)
-    how = layer.encoding
-    if how.balance:  # in the rows of the scales
-        first, *steps = strides(scale, 2)
-        ahead = codes.shape[3] if how.axis == "channel" else how.balance
-        zeros = first + ahead * scale.itemsize, *steps
-    return strides(codes, 3), strides(scale, 2), zeros
+    return strides(packed.codes, 3), strides(packed.scale, 2), strides(packed.zero, 2)
 
 
 def _run(

@@ -21,8 +21,6 @@ from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import load, splat, store
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
-from .balance_steps import clear_padding, divide_tile, keep_factors, room_of_tile, tile_factors
-from .boost_steps import choose, sign_scales, split_codes
 from .codes import put_codes
 from .rotation_steps import keep_scales, rotate_group, rotate_row, round_row, units
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
@@ -45,10 +43,7 @@ class Scratch(NamedTuple):
     wide: int  # the tile's numbers
     low: int  # the least of each group, then its zero
     high: int  # the largest, then the scale
-    tops: int  # of boosted formats: the highest code of each channel
-    places: int  # of boosted formats: where the channels are
     spare: int  # a row
-    factors: int  # of a balanced tile, see `room_of_tile`
     codes: int  # of the tile, a byte each
 
 
@@ -63,17 +58,12 @@ def kernel() -> Kernel:
         rows = min(spec.tile, a.tokens)
         ranges = rows // spec.group if spec.sharing == CHANNEL else rows
         metas = 32 if spec.sharing == STATIC else (ranges * spec.groups + 31) // 16 * 16
-        own = room_of_tile(spec.balance, sizes.row)
-        room = (rows + 1) * sizes.row + 4 * metas + (rows + 16) * sizes.codes // 4 + 16
-        memory = np.empty(room + own, np.float32)
+        room = (rows + 1) * sizes.row + 2 * metas + (rows + 16) * sizes.row // 4 + 16
+        memory = np.empty(room, np.float32)
         wide = (memory.ctypes.data + 63) // 64 * 64
         low = wide + 4 * rows * sizes.row
-        spare = low + 16 * metas
-        factors = spare + 4 * sizes.row
-        mem = Scratch(
-            wide, low, low + 4 * metas, low + 8 * metas, low + 12 * metas, spare, factors,
-            factors + 4 * own,
-        )  # fmt: skip
+        spare = low + 8 * metas
+        mem = Scratch(wide, low, low + 4 * metas, spare, spare + 4 * sizes.row)
         in_place = a.number == 0 and a.x.channel == 4 and a.head_dim == sizes.row
         in_place = in_place and a.tables.divisor + a.rope.cos + a.rotation.size == 0
         while True:
@@ -88,8 +78,6 @@ def kernel() -> Kernel:
             nonpadding = a.nonpadding.address
             if nonpadding != 0:
                 nonpadding = at(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
-            if spec.balance:
-                balance_tile(a, sizes, tile, x, x_row, nonpadding, mem)
             if spec.sharing == CHANNEL:
                 measure_channels(a, sizes, tile, x, x_row, nonpadding, mem)
             elif spec.sharing == ROTATED:  # norms first: scales follow from the codes
@@ -125,43 +113,16 @@ def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def balance_tile(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore[no-untyped-def]
-    """Divide tokens or channels by factors, store these, and clear padding.
-
-    nonpadding: the address of a byte for each of the tokens, 0 for padding; or 0.
-    """
-    spec, d = a.spec, a.head_dim
-    tokens, by_token = spec.balance, spec.sharing == CHANNEL
-    for t in range(0, tile.hi - tile.lo, tokens):
-        here = x + t * x_row
-        count = clear_padding(
-            here, x_row, tokens, d, sizes.row, 0 if nonpadding == 0 else nonpadding + t
-        )
-        divisors = tile_factors(here, x_row, tokens, d, sizes.row, count, by_token, mem.factors)
-        to = tile.scale + (tile.lo + t) // tokens * sizes.meta_row + sizes.factors
-        keep_factors(divisors, tokens if by_token else d, spec.meta, to)
-        divide_tile(here, x_row, tokens, sizes.row, divisors, by_token)
-        for i in range(tokens):
-            fill(here + i * x_row, d)
-
-
-@kernel_step
 def measure_channels(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore[no-untyped-def]
     """Compute and store scales and zeros of groups of tokens of a channel."""
     spec, d = a.spec, a.head_dim
     for t in range(0, tile.hi - tile.lo, spec.group):
         skip = meta_at(spec, sizes.padded, t)
-        low, high, tops = mem.low + skip, mem.high + skip, mem.tops + skip
+        low, high = mem.low + skip, mem.high + skip
         group_nonpadding = 0 if nonpadding == 0 else nonpadding + t
         range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, group_nonpadding, low, high)
         to = (tile.lo + t) // spec.group * sizes.meta_row
-        scale, zero = tile.scale + to, tile.zero + to
-        if spec.boost == 0:
-            metadata(low, high, d, spec.top, 0, spec.meta, scale, zero)
-        else:
-            choose(low, high, d, spec.boost, tops)
-            metadata(low, high, d, spec.top, tops, spec.meta, scale, zero)
-            sign_scales(high, spec.meta, d, spec.boost, tops, mem.places + skip, scale)
+        metadata(low, high, d, spec.top, spec.meta, tile.scale + to, tile.zero + to)
 
 
 @kernel_step
@@ -177,13 +138,8 @@ def measure_tokens(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-de
             range_of_slots(
                 x + t * x_row, tables.slots, tables.slot_ends, spec.groups, tables.clip, low, high
             )
-    run, to = scales, tile.lo * sizes.meta_row
-    if spec.balance:  # a group is a token, a row of scales has those of a balanced tile
-        run, to = spec.balance, tile.lo // spec.balance * sizes.meta_row
-    for i in range(0, scales, run):
-        low, high = mem.low + 4 * i, mem.high + 4 * i
-        metadata(low, high, run, spec.top, 0, spec.meta, tile.scale + to, tile.zero + to)
-        to += sizes.meta_row
+    to = tile.lo * sizes.meta_row
+    metadata(mem.low, mem.high, scales, spec.top, spec.meta, tile.scale + to, tile.zero + to)
 
 
 @kernel_step
@@ -203,13 +159,13 @@ def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     spec, d, rotate = a.spec, a.head_dim, a.rotation
     for i in range(a.joint_heads if tile.begun else 0):
         here, to = tile.codes + i * a.codes.head, mem.codes + i * sizes.padded
-        split_atom(here, a.codes.row, d, spec.twice_bits, to, sizes.codes)
+        split_atom(here, a.codes.row, d, spec.twice_bits, to, sizes.row)
     zeros, scales = mem.low, mem.high
     if spec.sharing == STATIC:
         zeros, scales = a.static_zero, a.static_scale
     for t in range(tile.hi - tile.lo):
         skip = meta_at(spec, sizes.padded, t)
-        here, to = x + t * x_row, mem.codes + (tile.begun + t) * sizes.codes
+        here, to = x + t * x_row, mem.codes + (tile.begun + t) * sizes.row
         if spec.sharing == ROTATED:
             round_row(
                 here, d, spec.group, rotate.levels, rotate.level_ends, spec.twice_bits,
@@ -218,16 +174,14 @@ def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
             continue
         encode_row(
             here, sizes.row, spec.sharing, spec.group, a.tables.group_of, zeros + skip,
-            scales + skip, spec.top, mem.tops + skip if spec.boost else 0, to,
+            scales + skip, spec.top, to,
         )  # fmt: skip
-        if spec.boost:
-            split_codes(to, to + sizes.padded, spec.boost, mem.places + skip)
 
 
 @kernel_step
 def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Join the codes of the tile into bytes, 0 behind the last token."""
-    spec, gap, row = a.spec, sizes.codes, a.codes.row
+    spec, gap, row = a.spec, sizes.row, a.codes.row
     tokens = tile.begun + tile.hi - tile.lo
     blocks = -(-tokens // spec.per_block)
     for i in range(tokens * gap, blocks * spec.per_block * gap, 16):
@@ -237,6 +191,3 @@ def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
             to = tile.codes + i * a.codes.head + block * spec.block_rows * row
             here = mem.codes + block * spec.per_block * gap + i * sizes.padded
             join_atom(here, gap, a.head_dim, spec.twice_bits, to, row)
-            if spec.boost:
-                low, to = here + sizes.padded, to + a.head_dim
-                join_atom(low, gap, spec.boost, spec.twice_bits, to, row)

@@ -25,18 +25,18 @@ from ...simd import (
     WIDTH,
     Lanes,
     at,
+    broadcast,
     call,
-    each,
-    fused,
-    larger,
+    constant,
+    gather_f32,
     load,
     load_one,
-    made,
+    lowered,
+    maximum,
+    minimum,
+    muladd,
     read,
-    same,
-    smaller,
     splat,
-    spread,
     store,
     store_one,
     write,
@@ -58,16 +58,16 @@ def _forms(b: Any, twice: Any) -> Any:
 
 def _all(b: Any, table: Any, i: int) -> Any:
     """Number i of a table, in all lanes."""
-    return spread(b, read(b, at(b, table, 4 * i), F32))
+    return broadcast(b, read(b, at(b, table, 4 * i), F32))
 
 
 def _compared(
-    b: Any, x: Any, ends: Any, levels: Any, highest: int, apart: int = 1
+    b: Any, x: Any, ends: Any, levels: Any, highest: int, every: int = 1
 ) -> tuple[Any, Any]:
     """The codes and the levels of sixteen numbers, compared with every end, or with some."""
-    code, level = same(0, VI), _all(b, levels, 0)
-    for i in range(highest // apart):
-        above = b.fcmp_ordered(">", x, _all(b, ends, apart * (i + 1) - 1))
+    code, level = constant(0, VI), _all(b, levels, 0)
+    for i in range(highest // every):
+        above = b.fcmp_ordered(">", x, _all(b, ends, every * (i + 1) - 1))
         code = b.sub(code, b.sext(above, VI))
         level = b.select(above, _all(b, levels, i + 1), level)
     return code, level
@@ -75,20 +75,20 @@ def _compared(
 
 def _searched(b: Any, x: Any, ends: Any, levels: Any, highest: int) -> tuple[Any, Any]:
     """The same where there are 256: every sixteenth end first, then by halves between two."""
-    code = b.mul(_compared(b, x, ends, levels, highest, 16)[0], same(16, VI))
+    code = b.mul(_compared(b, x, ends, levels, highest, 16)[0], constant(16, VI))
     for step in (8, 4, 2, 1):
-        above = b.fcmp_ordered(">", x, each(b, at(b, ends, 4 * (step - 1)), code))
-        code = b.select(above, b.add(code, same(step, VI)), code)
-    return code, each(b, levels, code)
+        above = b.fcmp_ordered(">", x, gather_f32(b, at(b, ends, 4 * (step - 1)), code))
+        code = b.select(above, b.add(code, constant(step, VI)), code)
+    return code, gather_f32(b, levels, code)
 
 
 def _named(b: Any, code: Any, levels: Any, highest: int) -> Any:
     """The levels of sixteen codes."""
     if highest > _MAX_LINEAR:
-        return each(b, levels, code)
+        return gather_f32(b, levels, code)
     level = _all(b, levels, 0)
     for i in range(highest):
-        above = b.icmp_signed(">", code, same(i, VI))
+        above = b.icmp_signed(">", code, constant(i, VI))
         level = b.select(above, _all(b, levels, i + 1), level)
     return level
 
@@ -96,15 +96,15 @@ def _named(b: Any, code: Any, levels: Any, highest: int) -> Any:
 @intrinsic(prefer_literal=True)
 def butterfly(ctx: Any, x: Any, half: Any) -> Any:
     """a + b where a lane is a, a - b where it is b: a, b are `half` lanes apart, in turns."""
-    apart = half.literal_value
-    others = ir.Constant(VI, [i ^ apart for i in range(WIDTH)])
-    signs = ir.Constant(VF, [-1.0 if i & apart else 1.0 for i in range(WIDTH)])
+    distance = half.literal_value
+    others = ir.Constant(VI, [i ^ distance for i in range(WIDTH)])
+    signs = ir.Constant(VF, [-1.0 if i & distance else 1.0 for i in range(WIDTH)])
 
     def emit(b: Any, x: Any, _: Any) -> Any:
         other = b.shuffle_vector(x, ir.Constant(VF, ir.Undefined), others)
-        return fused(b, x, signs, other)
+        return muladd(b, x, signs, other)
 
-    return made(Lanes(Lanes, half), emit)
+    return lowered(Lanes(Lanes, half), emit)
 
 
 @intrinsic
@@ -122,13 +122,13 @@ def halved(ctx: Any, x: Any) -> Any:
             x = b.fadd(low, high)
         return b.extract_element(x, ir.Constant(I32, 0))
 
-    return made(types.float32(Lanes), emit)
+    return lowered(types.float32(Lanes), emit)
 
 
 @intrinsic
 def root(ctx: Any, x: Any) -> Any:
     """The square root."""
-    return made(Lanes(Lanes), lambda b, x: call(b, "llvm.sqrt.v16f32", VF, x))
+    return lowered(Lanes(Lanes), lambda b, x: call(b, "llvm.sqrt.v16f32", VF, x))
 
 
 @intrinsic
@@ -146,7 +146,7 @@ def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to:
             put_vector(b, codes, b.trunc(code, _BYTES))
             write(b, to, level)
 
-    return made(types.void(Lanes, *[types.int64] * 5), emit)
+    return lowered(types.void(Lanes, *[types.int64] * 5), emit)
 
 
 @intrinsic
@@ -158,7 +158,7 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -
         for highest in _forms(b, twice):
             write(b, to, b.fmul(_named(b, code, levels, highest), scale))
 
-    return made(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
+    return lowered(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
 
 
 @kernel_step
@@ -293,9 +293,9 @@ def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-
 def limited(scale, meta):  # type: ignore[no-untyped-def]
     """Scales, 0 or more, none of them larger than the format's largest."""
     if meta == 1:
-        scale = smaller(scale, splat(np.float32(65504.0)))
+        scale = minimum(scale, splat(np.float32(65504.0)))
     elif meta == 2:
-        scale = smaller(scale, splat(np.float32(2.0**127 * 255 / 128)))
+        scale = minimum(scale, splat(np.float32(2.0**127 * 255 / 128)))
     elif meta == 3:
         scale = clamp_scale(scale)
     return scale
@@ -305,7 +305,7 @@ def limited(scale, meta):  # type: ignore[no-untyped-def]
 def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
     """Store the scales of n groups, none of them larger than the format's largest."""
     for i in range(0, n, 16):
-        rounded = larger(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
+        rounded = maximum(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
         store(norm + 4 * i, limited(load(norm + 4 * i) / rounded, meta))
     narrow(norm, n, meta, to)
 

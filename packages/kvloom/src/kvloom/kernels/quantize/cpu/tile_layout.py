@@ -17,9 +17,7 @@ class Sizes(NamedTuple):
 
     padded: int  # channels of a head, filled up to whole vectors
     row: int  # numbers of a row: of all heads whose channels form one
-    codes: int  # of a row, a byte each, with those of the low bits of boosted channels
     meta_row: int  # bytes of a row of scales
-    factors: int  # bytes in front of the factors of a balanced tile, in its row of scales
     first: int  # tile
     tiles: int
     tasks: int
@@ -43,14 +41,11 @@ def sizes_of(a):  # type: ignore[no-untyped-def]
     """Return the `Sizes` of a call."""
     spec, d, padded = a.spec, a.head_dim, -(-a.head_dim // 16) * 16
     row, size = a.joint_heads * padded, size_of(spec.meta)
-    meta_row, factors = (d if spec.sharing == CHANNEL else spec.groups) * size, 0
-    if spec.balance:
-        ahead = d if spec.sharing == CHANNEL else spec.balance
-        meta_row, factors = (ahead + spec.balance + d) * size, 2 * ahead * size
+    meta_row = (d if spec.sharing == CHANNEL else spec.groups) * size
     first = a.begin // spec.tile
     tiles = -(-(a.begin + a.tokens) // spec.tile) - first
     tasks = a.batch * (a.heads // a.joint_heads) * tiles
-    return Sizes(padded, row, row + spec.boost, meta_row, factors, first, tiles, tasks)
+    return Sizes(padded, row, meta_row, first, tiles, tasks)
 
 
 @kernel_step

@@ -12,14 +12,14 @@ import numpy as np
 
 from ...cpu_runtime import kernel_step
 from ...simd import (
-    larger,
-    largest,
     load,
     load_any,
     load_byte,
     load_i32,
     load_one,
-    smaller,
+    max_lanes,
+    maximum,
+    minimum,
     splat,
     store,
     store_one,
@@ -116,7 +116,7 @@ def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[
         for t in range(tokens):
             if nonpadding == 0 or load_byte(nonpadding + t) != 0:
                 one = load(x + t * row + 4 * c)
-                lo, hi = smaller(one, lo), larger(one, hi)
+                lo, hi = minimum(one, lo), maximum(one, hi)
         if not any_token:
             lo, hi = splat(np.float32(0.0)), splat(np.float32(0.0))
         store(low + 4 * c, lo)
@@ -130,9 +130,9 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
         lo = hi = load(x + 4 * g * group)
         for c in range(g * group + 16, (g + 1) * group, 16):
             one = load(x + 4 * c)
-            lo, hi = smaller(one, lo), larger(one, hi)
-        store_one(low + 4 * g, -largest(lo * splat(np.float32(-1.0))))
-        store_one(high + 4 * g, largest(hi))
+            lo, hi = minimum(one, lo), maximum(one, hi)
+        store_one(low + 4 * g, -max_lanes(lo * splat(np.float32(-1.0))))
+        store_one(high + 4 * g, max_lanes(hi))
 
 
 @kernel_step
@@ -148,28 +148,26 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
         lo = hi = gather(x, slots + 4 * begin)
         for i in range(begin + 16, end, 16):
             one = gather(x, slots + 4 * i)
-            lo, hi = smaller(one, lo), larger(one, hi)
-        least = -largest(lo * splat(np.float32(-1.0)))
+            lo, hi = minimum(one, lo), maximum(one, hi)
+        least = -max_lanes(lo * splat(np.float32(-1.0)))
         store_one(low + 4 * g, least * load_one(clip + 4 * g, 0))
-        store_one(high + 4 * g, largest(hi) * load_one(clip + 4 * g, 0))
+        store_one(high + 4 * g, max_lanes(hi) * load_one(clip + 4 * g, 0))
         begin = end
 
 
 @kernel_step
-def metadata(low, high, n, top, tops, meta, scale, zero):  # type: ignore[no-untyped-def]
+def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-def]
     """Store scale and zero of n groups, and leave them in fp32: zeros in low, scales in high.
 
-    top: by what a range is divided; tops: by what each one is, fp32, or 0.
-    A scale of 0 is left as infinity: whatever is divided by it has code 0.
+    top: the highest code. A scale of 0 is left as infinity: whatever is divided by it has code 0.
     """
     for i in range(0, n, 16):
         lo = load(low + 4 * i) + splat(np.float32(0.0))  # -0 to 0
-        by = splat(np.float32(top)) if tops == 0 else load(tops + 4 * i)
-        step = (load(high + 4 * i) - lo) / by
+        step = (load(high + 4 * i) - lo) / splat(np.float32(top))
         step = step + splat(np.float32(0.0))
         if meta == 3:
             step = clamp_scale(step)
-            lo = larger(smaller(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
+            lo = maximum(minimum(lo, splat(np.float32(448.0))), splat(np.float32(-448.0)))
         store(low + 4 * i, lo)
         store(high + 4 * i, step)
     narrow(low, n, meta, zero)
@@ -201,11 +199,8 @@ def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes):  # type: ignore[no-untyped-def]
-    """Encode a row of numbers, given zeros and scales of its groups or of its channels.
-
-    tops: the highest code of each channel, fp32, or 0: top of all.
-    """
+def encode_row(x, dp, sharing, group, group_of, zero, scale, top, codes):  # type: ignore[no-untyped-def]
+    """Encode a row of numbers, given zeros and scales of its groups or of its channels."""
     top_code = splat(np.float32(top))
     if sharing == TOKEN:
         for c in range(0, dp, 16):
@@ -219,8 +214,7 @@ def encode_row(x, dp, sharing, group, group_of, zero, scale, top, tops, codes): 
     else:
         for c in range(0, dp, 16):
             z, s = load(zero + 4 * c), load(scale + 4 * c)
-            highest = top_code if tops == 0 else load(tops + 4 * c)
-            encode(load(x + 4 * c), z, s, highest, codes + c)
+            encode(load(x + 4 * c), z, s, top_code, codes + c)
 
 
 @kernel_step

@@ -14,8 +14,6 @@ import numpy as np
 from ...cpu_runtime import Kernel, at, count, kernel_step
 from ...cpu_runtime import arguments as read_arguments
 from .arguments import CHANNEL, PACK, ROTATED, STATIC
-from .balance_steps import multiply_row
-from .boost_steps import join_codes, unsign_scales
 from .rotation_steps import restore_row, unrotate_group
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
 from .tiles import decode_row, narrow, size_of, split_atom, widen
@@ -27,9 +25,7 @@ class Scratch(NamedTuple):
     wide: int  # a row
     low: int  # zeros
     high: int  # scales
-    places: int  # of boosted channels
     spare: int  # a row
-    factors: int  # of balanced tiles
     codes: int  # of the tile, a byte each
 
 
@@ -41,29 +37,19 @@ def kernel() -> Kernel:
     def unpack(job):  # type: ignore[no-untyped-def]
         a = read_arguments(job, layout)
         spec, sizes = a.spec, sizes_of(a)
-        ranges = (
-            spec.tile // spec.group + 1 if spec.sharing == CHANNEL else spec.tile + spec.balance
-        )
+        ranges = spec.tile // spec.group + 1 if spec.sharing == CHANNEL else spec.tile
         metas = 32 if spec.sharing == STATIC else (ranges * spec.groups + 31) // 16 * 16
-        factors = 0
-        if spec.balance:
-            factors = (spec.tile // spec.balance + 1) * factors_of_tile(spec, sizes)
-        room = 2 * sizes.row + 3 * metas + factors + (spec.tile + 16) * sizes.codes // 4 + 16
+        room = 2 * sizes.row + 2 * metas + (spec.tile + 16) * sizes.row // 4 + 16
         memory = np.empty(room, np.float32)
         wide = (memory.ctypes.data + 63) // 64 * 64
         low = wide + 4 * sizes.row
-        spare = low + 12 * metas
-        begin = spare + 4 * sizes.row
-        mem = Scratch(
-            wide, low, low + 4 * metas, low + 8 * metas, spare, begin, begin + 4 * factors
-        )
+        spare = low + 8 * metas
+        mem = Scratch(wide, low, low + 4 * metas, spare, spare + 4 * sizes.row)
         while True:
             task = count(job)
             if task >= sizes.tasks:
                 break
             tile = tile_of(a, sizes, task)
-            if spec.balance:
-                read_factors(a, sizes, tile, mem)
             if spec.sharing != STATIC:
                 read_metadata(a, sizes, tile, mem)
             split_tile(a, sizes, tile, mem)
@@ -77,28 +63,9 @@ def kernel() -> Kernel:
 
 
 @kernel_step
-def factors_of_tile(spec, sizes):  # type: ignore[no-untyped-def]
-    """Factors of a balanced tile: of its tokens, or of its channels."""
-    return spec.balance if spec.sharing == CHANNEL else sizes.padded
-
-
-@kernel_step
 def first_token(spec, lo):  # type: ignore[no-untyped-def]
     """The first token whose numbers are in the row of scales of token lo."""
-    if spec.balance:
-        return lo // spec.balance * spec.balance
     return lo // spec.group * spec.group if spec.sharing == CHANNEL else lo
-
-
-@kernel_step
-def read_factors(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
-    """Write the factors of balanced tiles in fp32."""
-    spec, size, apart = a.spec, size_of(a.spec.meta), 4 * factors_of_tile(a.spec, sizes)
-    factors = spec.balance if spec.sharing == CHANNEL else a.head_dim
-    first = tile.lo // spec.balance
-    for i in range(first, -(-tile.hi // spec.balance)):
-        here = tile.scale + i * sizes.meta_row + sizes.factors
-        widen(here, size, spec.meta, factors, mem.factors + (i - first) * apart)
 
 
 @kernel_step
@@ -108,31 +75,24 @@ def read_metadata(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     tokens, numbers = tile.hi - begin, (tile.hi - begin) * spec.groups
     if spec.sharing == CHANNEL:
         tokens, numbers = spec.group, a.head_dim
-    elif spec.balance:
-        tokens, numbers = spec.balance, spec.balance
-    first = begin if spec.sharing != CHANNEL and spec.balance == 0 else begin // tokens
+    first = begin // tokens if spec.sharing == CHANNEL else begin
     for t in range(begin, tile.hi, tokens):
         skip, here = meta_at(spec, sizes.padded, t - begin), first * sizes.meta_row
         if spec.sharing != ROTATED:
             widen(tile.zero + here, size, spec.meta, numbers, mem.low + skip)
         widen(tile.scale + here, size, spec.meta, numbers, mem.high + skip)
-        if spec.boost:
-            unsign_scales(mem.high + skip, a.head_dim, spec.boost, mem.places + skip)
         first += 1
 
 
 @kernel_step
 def split_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Split the bytes of the tile's pack blocks into codes."""
-    spec, gap, row = a.spec, sizes.codes, a.codes.row
+    spec, gap, row = a.spec, sizes.row, a.codes.row
     for block in range(-(-(tile.begun + tile.hi - tile.lo) // spec.per_block)):
         for i in range(a.joint_heads):
             here = tile.codes + i * a.codes.head + block * spec.block_rows * row
             to = mem.codes + block * spec.per_block * gap + i * sizes.padded
             split_atom(here, row, a.head_dim, spec.twice_bits, to, gap)
-            if spec.boost:
-                low, to = here + a.head_dim, to + sizes.padded
-                split_atom(low, row, spec.boost, spec.twice_bits, to, gap)
 
 
 @kernel_step
@@ -142,7 +102,7 @@ def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     group, bits, levels = spec.group, spec.twice_bits, rotate.levels
     size, signs, mix = rotate.size, rotate.signs, rotate.mix
     for t in range(tile.hi - tile.lo):
-        codes = mem.codes + (tile.begun + t) * sizes.codes
+        codes = mem.codes + (tile.begun + t) * sizes.row
         scale = mem.high + meta_at(spec, sizes.padded, t)
         restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, mem.wide)
         write_token(a, sizes, tile, t, mem.wide)
@@ -151,29 +111,23 @@ def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
 @kernel_step
 def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write the tokens of the tile."""
-    spec, tables, rotate, d, boost = a.spec, a.tables, a.rotation, a.head_dim, a.spec.boost
+    spec, tables, rotate, d = a.spec, a.tables, a.rotation, a.head_dim
     sharing, group, group_of, divisor = spec.sharing, spec.group, tables.group_of, tables.divisor
-    balance, by_token, size = spec.balance, spec.sharing == CHANNEL, rotate.size
     zeros, scales = mem.low, mem.high
     if sharing == STATIC:
         zeros, scales = a.static_zero, a.static_scale
     ahead = tile.lo - first_token(spec, tile.lo)  # tokens of its first row of scales before it
     for t in range(tile.hi - tile.lo):
         codes, skip = (
-            mem.codes + (tile.begun + t) * sizes.codes,
+            mem.codes + (tile.begun + t) * sizes.row,
             meta_at(spec, sizes.padded, ahead + t),
         )
-        if boost:
-            join_codes(codes, codes + sizes.padded, boost, mem.places + skip)
         decode_row(
             codes, sizes.row, sharing, group, group_of, zeros + skip, scales + skip, divisor,
             mem.wide,
         )  # fmt: skip
-        if balance:
-            factors = mem.factors + (ahead + t) // balance * 4 * factors_of_tile(spec, sizes)
-            multiply_row(mem.wide, sizes.row, factors, (ahead + t) % balance, by_token)
-        if size != 0:
-            unrotate_group(mem.wide, d, size, rotate.signs, rotate.mix, mem.spare)
+        if rotate.size != 0:
+            unrotate_group(mem.wide, d, rotate.size, rotate.signs, rotate.mix, mem.spare)
         write_token(a, sizes, tile, t, mem.wide)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import triton_runtime as cuda
+from ...limits import Coverage, dtype_problem
 from ..byte_layout import PACK_BLOCK, top
 from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
 from ..reference import rotated
@@ -21,17 +22,24 @@ _KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "
 _TILE = 2048  # numbers a program owns, about
 
 
-def problems(layer: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
+    return "; ".join(unknown_fields(layer_encoding.encoding, _KNOWN)) or None
+
+
+COVERAGE = Coverage(
+    ("every encoding that is not rotated", _unread_fields),
+    ("tokens in fp32, fp16, bf16", lambda layer_encoding, dtype: dtype_problem(dtype)),
+)
+
+
+def problems(layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    found = unknown_fields(layer.encoding, _KNOWN) + cuda.misplaced(device)
-    if dtype not in cuda.DTYPES:
-        found.append(f"tokens are {dtype}, not fp32, fp16 or bf16")
-    return found
+    return COVERAGE.problems(layer_encoding, dtype) + cuda.misplaced(device)
 
 
 def pack(
     x: Tensor,
-    layer: LayerEncoding,
+    layer_encoding: LayerEncoding,
     out: PackedTensors,
     begin: int,
     nonpadding: Tensor | None = None,
@@ -44,30 +52,30 @@ def pack(
     if not x.numel():
         return
     x = x if rope is None else rotated(x.float(), rope)
-    (_, h, n, d), how, by = x.shape, layer.encoding, kernels()
-    bits, group, divided = how.bits, layer.group, layer.divisor is not None
-    codes, scale, zero, steps, m_steps = _storage(out, layer)
-    table = _table(layer, h, d, x.device)
+    (_, h, n, d), how, by = x.shape, layer_encoding.encoding, kernels()
+    bits, group, divided = how.bits, layer_encoding.group, layer_encoding.divisor is not None
+    codes, scale, zero, steps, m_steps = _storage(out, layer_encoding)
+    table = _table(layer_encoding, h, d, x.device)
     begun, channel = begin % PACK_BLOCK[bits][0] > 0, how.axis == "channel"
     form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits)}
-    fused = layer.group_of is None and (not channel or group % PACK_BLOCK[bits][0] == 0)
-    if layer.group_of is None:
-        real_steps, given = (0, 0), codes
+    fused = layer_encoding.group_of is None and (not channel or group % PACK_BLOCK[bits][0] == 0)
+    if layer_encoding.group_of is None:
+        real_steps, mask = (0, 0), codes
         if nonpadding is not None and channel:
-            given = nonpadding.contiguous().view(torch.uint8)
-            real_steps = given.stride(0), given.stride(1) if given.shape[1] > 1 else 0
+            mask = nonpadding.contiguous().view(torch.uint8)
+            real_steps = mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0
         # 1.5 bits per channel: groups and pack blocks end apart; here, metadata as if of 8 bit
         tokens = group if channel else 0
         tile, grid = _tile(x, bits if fused else 8, begin, tokens, whole=not channel)
         cuda.launch(
             by.pack, grid, x,
-            x, given, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
+            x, mask, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
             d, scale.shape[3], **form, META=list(META).index(how.meta), **tile, CHANNEL=channel,
             G=tile["DB"] if group == d else group,
             REAL=nonpadding is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
-    elif layer.static is None:
-        room = cuda.room(d)
+    elif layer_encoding.static is None:
+        room = cuda.padded_size(d)
         tokens = max(1, _TILE // room)
         cuda.launch(
             by.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
@@ -88,7 +96,7 @@ def pack(
 
 def unpack(
     packed: PackedTensors,
-    layer: LayerEncoding,
+    layer_encoding: LayerEncoding,
     lo: int,
     hi: int,
     dtype: torch.dtype,
@@ -96,7 +104,7 @@ def unpack(
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; torch rotates by `rope`."""
     if rope is not None:
-        return rotated(unpack(packed, layer, lo, hi, torch.float32), rope).to(dtype)
+        return rotated(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
     b, h, _, d = packed.codes.shape
     out = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
@@ -105,16 +113,16 @@ def unpack(
         PackedTensors(
             *(x if x.stride(3) == 1 or not x.numel() else x.contiguous() for x in packed)
         ),
-        layer,
+        layer_encoding,
     )
-    table = _table(layer, h, d, out.device)
+    table = _table(layer_encoding, h, d, out.device)
     scale, zero, m_steps = _given(scale, zero, m_steps, table)
-    tile, grid = _tile(out, layer.encoding.bits, lo)
+    tile, grid = _tile(out, layer_encoding.encoding.bits, lo)
     cuda.launch(
         kernels().unpack, grid, out,
         codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
-        BITS2=int(2 * layer.encoding.bits), PER=layer.encoding.tokens_per_scale, **tile,
-        DIVISOR=layer.divisor is not None, contract=False,
+        BITS2=int(2 * layer_encoding.encoding.bits), PER=layer_encoding.encoding.tokens_per_scale,
+        DIVISOR=layer_encoding.divisor is not None, contract=False, **tile,
     )  # fmt: skip
     return out
 
@@ -128,28 +136,30 @@ class _Tables(NamedTuple):
     static: tuple[Tensor, Tensor] | None  # fp32 [Hk, D]
 
 
-def _table(layer: LayerEncoding, heads: int, d: int, device: torch.device) -> _Tables:
+def _table(layer_encoding: LayerEncoding, heads: int, d: int, device: torch.device) -> _Tables:
     key = ("gpu", heads, d, device)
-    if key not in layer.prepared:
+    if key not in layer_encoding.prepared:
         each = torch.arange(d, device=device).expand(heads, d)
-        columns = each if layer.encoding.axis == "channel" else each // layer.group
+        columns = (
+            each if layer_encoding.encoding.axis == "channel" else each // layer_encoding.group
+        )
         nothing = torch.ones(1, device=device)
         clip, divisor, static = nothing, nothing, None
-        if layer.group_of is not None:
-            columns, groups = layer.group_of, layer.scales[1]
-            clip = torch.as_tensor(layer.alpha, dtype=torch.float32, device=device)
+        if layer_encoding.group_of is not None:
+            columns, groups = layer_encoding.group_of, layer_encoding.scales[1]
+            clip = torch.as_tensor(layer_encoding.alpha, dtype=torch.float32, device=device)
             clip = clip.expand(groups or 1).contiguous()
-        if layer.divisor is not None:
-            divisor = layer.divisor.float().to(device).contiguous()
-        if layer.static is not None:
+        if layer_encoding.divisor is not None:
+            divisor = layer_encoding.divisor.float().to(device).contiguous()
+        if layer_encoding.static is not None:
             scale, zero = (
                 x.float().to(device).expand(1, heads, 1, d).reshape(heads, d).contiguous()
-                for x in layer.static
+                for x in layer_encoding.static
             )
             static, columns = (scale, zero), each
         columns = columns.to(device=device, dtype=torch.int32).contiguous()
-        layer.prepared[key] = _Tables(columns, clip, divisor, static)
-    return layer.prepared[key]
+        layer_encoding.prepared[key] = _Tables(columns, clip, divisor, static)
+    return layer_encoding.prepared[key]
 
 
 def _given(
@@ -162,13 +172,13 @@ def _given(
 
 
 def _storage(
-    packed: PackedTensors, layer: LayerEncoding
+    packed: PackedTensors, layer_encoding: LayerEncoding
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...], tuple[int, ...]]:
     """Return codes, scales and zeros, and the strides of batch row, head and line of either."""
     scale, zero = (x.view(torch.uint8) if x.element_size() == 1 else x for x in packed[1:])
     assert scale.stride() == zero.stride(), "scales and zeros lie alike"
     row, head, line, _ = scale.stride()
-    if layer.group_of is not None:
+    if layer_encoding.group_of is not None:
         head = 0
     return packed.codes, scale, zero, packed.codes.stride()[:3], (row, head, line)
 
@@ -179,13 +189,13 @@ def _tile(
     """Return the shape of a tile of tokens like x behind `at`, and the grid."""
     n, d, per_block = x.shape[2], x.shape[3], PACK_BLOCK[bits][0]
     p, db, blocks = (
-        cuda.room(per_block, 1),
-        cuda.room(d),
+        cuda.padded_size(per_block, 1),
+        cuda.padded_size(d),
         (at + n - 1) // per_block - at // per_block + 1,
     )
     if not whole:
         db = min(db, max(32, _TILE // group) if group else 128)
-    a = group // per_block if group else cuda.room(max(1, min(_TILE // (db * p), blocks)), 1)
+    a = group // per_block if group else cuda.padded_size(max(1, min(_TILE // (db * p), blocks)), 1)
     tile: dict[str, Any] = {"PACK_BLOCK": per_block, "A": a, "P": p, "DB": db}
     return tile, (-(-blocks // a), x.shape[0] * x.shape[1], -(-d // db))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import NUMBERS, address, padded, strides
+from ...limits import DTYPES, Coverage, device_problem
 from ..noise import Noise
 from ..reference import MassOptions
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
@@ -24,20 +25,40 @@ _LOGITS = 1 << 21  # numbers of a head's logits that a thread holds at once
 _PANEL_NUMBERS = 1 << 22  # numbers of keys that are laid out in panels at once
 
 
+def _unfit_shapes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
+        return f"queries {tuple(q.shape)} and keys {tuple(k.shape)} do not fit together"
+    return None
+
+
+def _unequal_dtypes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    if q.dtype in DTYPES and q.dtype == k.dtype:
+        return None
+    return f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16"
+
+
+def _other_noise(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    if noise is None or noise.kind in _NOISE:
+        return None
+    return f"noise {noise.kind!r} is none of {', '.join(_NOISE)}"
+
+
+def _gradient(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    return dispatch.GRADIENT if dispatch.differentiated(q) else None
+
+
+COVERAGE = Coverage(
+    ("any `head_dim`", _unfit_shapes),
+    ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
+    (f"noise: {', '.join(_NOISE)}", _other_noise),
+    ("", lambda q, k, noise: device_problem(k.device)),
+    ("no gradient", _gradient),
+)
+
+
 def problems(q: Tensor, k: Tensor, noise: Noise | None) -> list[str]:
     """Return why no kernel sums the attention of q [B, Hq, T, D] to k [B, Hk, N, D]."""
-    found = []
-    if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
-        found.append(f"queries {tuple(q.shape)} and keys {tuple(k.shape)} do not fit together")
-    if q.dtype not in NUMBERS or q.dtype != k.dtype:
-        found.append(f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16")
-    if k.device.type != "cpu":
-        found.append(f"the tensors are on {k.device.type}")
-    if noise is not None and noise.kind not in _NOISE:
-        found.append(f"noise {noise.kind!r} is none of {', '.join(_NOISE)}")
-    if q.requires_grad and torch.is_grad_enabled():
-        found.append("q requires a gradient; call under torch.no_grad()")
-    return found
+    return COVERAGE.problems(q, k, noise)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

@@ -23,18 +23,18 @@ from ...simd import (
     FP16,
     FP32,
     exp,
-    first,
+    first_lane,
+    first_lanes,
     fma,
-    lane,
-    larger,
-    largest,
     load,
     load_one,
-    seen,
+    masked_lanes,
+    max_lanes,
+    maximum,
     splat,
     store,
     store_one,
-    total,
+    sum_lanes,
 )
 from ..noise import A, B
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
@@ -44,20 +44,20 @@ TILE = 256  # keys
 
 
 @kernel_step
-def _widen(to, apart, numbers, source, step, kind, factor):  # type: ignore[no-untyped-def]
+def _widen(to, gap, numbers, source, step, kind, factor):  # type: ignore[no-untyped-def]
     """Write numbers of a format as fp32 times a factor, zeros if source is 0."""
     if source == 0:
         for i in range(numbers):
-            store_one(to + i * apart, np.float32(0.0))
+            store_one(to + i * gap, np.float32(0.0))
     elif kind == FP32:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(source + i * step, FP32) * factor)
+            store_one(to + i * gap, load_one(source + i * step, FP32) * factor)
     elif kind == FP16:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(source + i * step, FP16) * factor)
+            store_one(to + i * gap, load_one(source + i * step, FP16) * factor)
     else:
         for i in range(numbers):
-            store_one(to + i * apart, load_one(source + i * step, BF16) * factor)
+            store_one(to + i * gap, load_one(source + i * step, BF16) * factor)
 
 
 @kernel_step
@@ -91,21 +91,21 @@ def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, ki
             x = x + gaussian(state, keys + 4 * j)
         x = x * splat(inverse_tau)
         if visible != 0:
-            x = seen(x, visible + j)
+            x = masked_lanes(x, visible + j)
         if j < begin:
             x = behind(x, begin - j)
         if j + 16 > end:
-            x = first(x, end - j)
+            x = first_lanes(x, end - j)
         store(to + 4 * (j - lo), x)
-        best = larger(best, x)
-    top = largest(best)
+        best = maximum(best, x)
+    top = max_lanes(best)
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc = splat(np.float32(0.0))
     for j in range(0, end - lo, 16):
         p = exp(load(to + 4 * j) + sub)
         store(to + 4 * j, p)
         acc = acc + p
-    return top, total(acc)
+    return top, sum_lanes(acc)
 
 
 @kernel_step
@@ -127,7 +127,7 @@ def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def _exp(x):  # type: ignore[no-untyped-def]
-    return lane(exp(splat(x)))
+    return first_lane(exp(splat(x)))
 
 
 @kernel_step
@@ -331,9 +331,9 @@ def lowest() -> Any:
                 k = max(0, min(j, n - 16))  # the last vector overlaps the one before
                 x = load(scores + 4 * k)
                 if a.visible != 0:
-                    x = seen(x, a.visible + head * n + k)
+                    x = masked_lanes(x, a.visible + head * n + k)
                 x = before(x, index + 4 * k, end)
-                low = -largest(x * minus)
+                low = -max_lanes(x * minus)
                 if low < best:
                     best, slot = low, k + is_in(x, low)
             store_int(a.slots + 8 * head, slot)

@@ -22,13 +22,13 @@ from ...simd import (
     WIDTH,
     Lanes,
     at,
+    broadcast,
     call,
-    fused,
+    constant,
     loop,
-    made,
+    lowered,
+    muladd,
     read,
-    same,
-    spread,
     write,
 )
 from ..noise import M1, M2, TOP, C
@@ -72,18 +72,18 @@ def products(
             here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
             totals = []
             for row in range(n_rows):  # one broadcast at a time: sums take most registers
-                x = spread(b, read(b, at(b, here, 4 * row), F32))
+                x = broadcast(b, read(b, at(b, here, 4 * row), F32))
                 row_sums = sums[row * n_vectors : (row + 1) * n_vectors]
-                totals += [fused(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
+                totals += [muladd(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
             return totals
 
-        sums = loop(b, d, [same(0.0)] * (n_rows * n_vectors), add)
+        sums = loop(b, d, [constant(0.0)] * (n_rows * n_vectors), add)
         for i, total in enumerate(sums):
             row, v = divmod(i, n_vectors)
             to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
             write(b, at(b, to, 64 * v), total)
 
-    return made(types.void(*[types.int64] * 5, rows, vectors), emit)
+    return lowered(types.void(*[types.int64] * 5, rows, vectors), emit)
 
 
 @intrinsic
@@ -92,10 +92,10 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        few = spread(b, b.trunc(count, I32))
-        return b.select(b.icmp_signed(">=", lane, few), x, same(float("-inf")))
+        few = broadcast(b, b.trunc(count, I32))
+        return b.select(b.icmp_signed(">=", lane, few), x, constant(float("-inf")))
 
-    return made(Lanes(Lanes, types.int64), emit)
+    return lowered(Lanes(Lanes, types.int64), emit)
 
 
 @intrinsic
@@ -103,10 +103,10 @@ def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
     """x where the sixteen int32 at address are below `end`, else inf."""
 
     def emit(b: Any, x: Any, address: Any, end: Any) -> Any:
-        there = b.icmp_signed("<", read(b, address, VI), spread(b, b.trunc(end, I32)))
-        return b.select(there, x, same(float("inf")))
+        there = b.icmp_signed("<", read(b, address, VI), broadcast(b, b.trunc(end, I32)))
+        return b.select(there, x, constant(float("inf")))
 
-    return made(Lanes(Lanes, types.int64, types.int64), emit)
+    return lowered(Lanes(Lanes, types.int64, types.int64), emit)
 
 
 @intrinsic
@@ -115,29 +115,29 @@ def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
 
     def emit(b: Any, x: Any, wanted: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        found = b.select(b.fcmp_ordered("==", x, spread(b, wanted)), lane, same(WIDTH, VI))
-        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, found), I64)
+        number = b.select(b.fcmp_ordered("==", x, broadcast(b, wanted)), lane, constant(WIDTH, VI))
+        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, number), I64)
 
-    return made(types.int64(Lanes, types.float32), emit)
+    return lowered(types.int64(Lanes, types.float32), emit)
 
 
 def _log(b: Any, x: Any) -> Any:
     """The logarithm of normal numbers above 0."""
     word = b.bitcast(x, VI)
     # so that the rest of x lies between sqrt(1/2) and sqrt(2)
-    shifted = b.sub(word, same(0x3F3504F3, VI))
-    power = b.ashr(shifted, same(23, VI))
-    f = b.bitcast(b.sub(word, b.shl(power, same(23, VI))), VF)
-    f = b.fsub(f, same(1.0))
+    shifted = b.sub(word, constant(0x3F3504F3, VI))
+    power = b.ashr(shifted, constant(23, VI))
+    f = b.bitcast(b.sub(word, b.shl(power, constant(23, VI))), VF)
+    f = b.fsub(f, constant(1.0))
     n = b.sitofp(power, VF)
-    y = same(_LOG[0])
+    y = constant(_LOG[0])
     for c in _LOG[1:]:
-        y = fused(b, y, f, same(c))
+        y = muladd(b, y, f, constant(c))
     square = b.fmul(f, f)
     y = b.fmul(b.fmul(y, f), square)
-    y = fused(b, n, same(_LN2_LOW), y)
-    y = fused(b, square, same(-0.5), y)
-    return fused(b, n, same(_LN2_HIGH), b.fadd(f, y))
+    y = muladd(b, n, constant(_LN2_LOW), y)
+    y = muladd(b, square, constant(-0.5), y)
+    return muladd(b, n, constant(_LN2_HIGH), b.fadd(f, y))
 
 
 def _signed(x: int) -> int:
@@ -147,21 +147,21 @@ def _signed(x: int) -> int:
 
 def _uniform(b: Any, state: Any, keys: Any) -> Any:
     """The uniform numbers that `noise` draws for sixteen keys, given the hash of the rest."""
-    x = b.mul(keys, same(_signed(C), VI))
-    x = b.add(spread(b, b.trunc(state, I32)), x)
+    x = b.mul(keys, constant(_signed(C), VI))
+    x = b.add(broadcast(b, b.trunc(state, I32)), x)
     for shift, factor in ((16, M1), (13, M2)):
-        x = b.xor(x, b.lshr(x, same(shift, VI)))
-        x = b.mul(x, same(_signed(factor), VI))
-    x = b.xor(x, b.lshr(x, same(16, VI)))
-    u = b.sitofp(b.and_(x, same(0xFFFFFF, VI)), VF)
-    u = b.fmul(b.fadd(u, same(0.5)), same(2.0**-24))
-    return b.select(b.fcmp_ordered("<", u, same(TOP)), u, same(TOP))
+        x = b.xor(x, b.lshr(x, constant(shift, VI)))
+        x = b.mul(x, constant(_signed(factor), VI))
+    x = b.xor(x, b.lshr(x, constant(16, VI)))
+    u = b.sitofp(b.and_(x, constant(0xFFFFFF, VI)), VF)
+    u = b.fmul(b.fadd(u, constant(0.5)), constant(2.0**-24))
+    return b.select(b.fcmp_ordered("<", u, constant(TOP)), u, constant(TOP))
 
 
 def _horner(b: Any, x: Any, factors: tuple[float, ...]) -> Any:
-    y = same(factors[0])
+    y = constant(factors[0])
     for c in factors[1:]:
-        y = fused(b, y, x, same(c))
+        y = muladd(b, y, x, constant(c))
     return y
 
 
@@ -169,7 +169,7 @@ def _noise(emit: Any) -> Any:
     """An intrinsic: noise of sixteen keys, whose int32 lie at an address, from a row's state."""
 
     def typed(ctx: Any, state: Any, address: Any) -> Any:
-        return made(
+        return lowered(
             Lanes(types.int64, types.int64),
             lambda b, state, keys: emit(b, _uniform(b, state, read(b, keys, VI))),
         )
@@ -178,18 +178,18 @@ def _noise(emit: Any) -> Any:
 
 
 def _gumbel(b: Any, u: Any) -> Any:
-    return b.fsub(same(-0.0), _log(b, b.fsub(same(-0.0), _log(b, u))))
+    return b.fsub(constant(-0.0), _log(b, b.fsub(constant(-0.0), _log(b, u))))
 
 
 def _gaussian(b: Any, u: Any) -> Any:
     """As in `noise`: sqrt(2) * erfinv(2 u - 1), moved and stretched; the move leaves no trace."""
-    w = b.fsub(same(-0.0), _log(b, b.fmul(b.fmul(u, same(4.0)), b.fsub(same(1.0), u))))
+    w = b.fsub(constant(-0.0), _log(b, b.fmul(b.fmul(u, constant(4.0)), b.fsub(constant(1.0), u))))
     root = call(b, "llvm.sqrt.v16f32", VF, w)
-    near = _horner(b, b.fsub(w, same(2.5)), _NEAR)
-    far = _horner(b, b.fsub(root, same(3.0)), _FAR)
-    y = b.select(b.fcmp_ordered("<", w, same(5.0)), near, far)
-    x = b.fsub(b.fadd(u, u), same(1.0))
-    return b.fmul(b.fmul(x, y), same(1.8137993642342178))  # sqrt(2) * pi / sqrt(6)
+    near = _horner(b, b.fsub(w, constant(2.5)), _NEAR)
+    far = _horner(b, b.fsub(root, constant(3.0)), _FAR)
+    y = b.select(b.fcmp_ordered("<", w, constant(5.0)), near, far)
+    x = b.fsub(b.fadd(u, u), constant(1.0))
+    return b.fmul(b.fmul(x, y), constant(1.8137993642342178))  # sqrt(2) * pi / sqrt(6)
 
 
 gumbel, gaussian = _noise(_gumbel), _noise(_gaussian)

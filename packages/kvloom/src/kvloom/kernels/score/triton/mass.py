@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
+from ...limits import Coverage
 from ..noise import Noise
 from ..reference import MassOptions
 
@@ -21,14 +22,26 @@ _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
+def _unequal_dtypes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    return None if q.dtype == k.dtype else f"queries are {q.dtype}, keys {k.dtype}"
+
+
+def _other_noise(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+    if noise is None or noise.kind in _KINDS:
+        return None
+    return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
+
+
+COVERAGE = Coverage(
+    (f"`head_dim` up to {_WIDEST}", lambda q, k, noise: cuda.wide_head(k, _WIDEST)),
+    ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
+    (f"noise: {', '.join(_KINDS)}", _other_noise),
+)
+
+
 def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
     """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    found = cuda.problems(k, _WIDEST)
-    if q.dtype != k.dtype:
-        found.append(f"queries are {q.dtype}, keys {k.dtype}")
-    if noise is not None and noise.kind not in _KINDS:
-        found.append(f"{noise.kind} noise is none of {', '.join(_KINDS)}")
-    return found
+    return cuda.problems(k) + COVERAGE.problems(q, k, noise)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -52,7 +65,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
     form: dict[str, Any] = {
-        "DB": cuda.room(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
+        "DB": cuda.padded_size(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VISIBLE": visible is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
@@ -66,7 +79,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         cuda.launch(
             by.step_logits, (parts.shape[3], b * hk), q,
             q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
-            ROWS=cuda.room(rows), KEYS=keys, **form,
+            ROWS=cuda.padded_size(rows), KEYS=keys, **form,
         )  # fmt: skip
         cuda.launch(
             by.step_mass, (-(-n // 512), b * hq), q,
@@ -93,16 +106,16 @@ def _options(
     q: Tensor, visible: Tensor | None, bias: Tensor | None, noise: Noise | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...]]:
     """Return masks, bias and key indices as kernels read them, and their strides."""
-    found, steps = [], []
+    masks, steps = [], []
     for x in (
         None if visible is None else visible.view(torch.uint8),
         None if bias is None else bias.float(),
         None if noise is None else noise.keys,
     ):
-        found.append(q if x is None else x.contiguous())
+        masks.append(q if x is None else x.contiguous())
         for i in (0, 1):
-            steps.append(0 if x is None or x.shape[i] == 1 else found[-1].stride(i))
-    return (found[0], found[1], found[2]), tuple(steps)
+            steps.append(0 if x is None or x.shape[i] == 1 else masks[-1].stride(i))
+    return (masks[0], masks[1], masks[2]), tuple(steps)
 
 
 @cache

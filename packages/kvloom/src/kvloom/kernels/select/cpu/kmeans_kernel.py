@@ -31,17 +31,17 @@ from ...simd import (
     VI,
     WIDTH,
     at,
-    fused,
+    broadcast,
+    constant,
     load,
     load_any,
     load_i32,
     load_one,
     loop,
-    made,
+    lowered,
+    muladd,
     read,
-    same,
     splat,
-    spread,
     store,
     write,
 )
@@ -76,7 +76,7 @@ def _meet(
     and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
     """
     n_d, step = d.literal_value, 4
-    meet = _fused_pairs if pairs.literal_value else fused
+    meet = _fused_pairs if pairs.literal_value else muladd
 
     def emit(b: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
@@ -85,25 +85,25 @@ def _meet(
             for u in range(step):
                 ws = [read(b, at(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
                 for m in range(ROWS):  # one broadcast at a time: sums take most registers
-                    one = spread(b, read(b, at(b, key, 4 * (m * n_d + u)), F32))
+                    one = broadcast(b, read(b, at(b, key, 4 * (m * n_d + u)), F32))
                     for v in range(2):
                         sums[2 * m + v] = meet(b, ws[v], one, sums[2 * m + v])
             return sums
 
         start = [read(b, at(b, offset, 64 * v), VF) for v in range(2)]
         sums = loop(b, ir.Constant(I64, n_d // step), start * ROWS, add)
-        first = spread(b, b.trunc(base, I32))
+        first = broadcast(b, b.trunc(base, I32))
         lane = b.add(first, ir.Constant(VI, list(range(WIDTH))))
         for m in range(ROWS):
             top, who = read(b, at(b, best, 128 * m), VF), read(b, at(b, best, 128 * m + 64), VI)
             for v, new in enumerate(sums[2 * m : 2 * m + 2]):
                 better = b.fcmp_ordered(">", new, top)
                 top = b.select(better, new, top)
-                who = b.select(better, b.add(lane, same(v * WIDTH, VI)), who)
+                who = b.select(better, b.add(lane, constant(v * WIDTH, VI)), who)
             write(b, at(b, best, 128 * m), top)
             write(b, at(b, best, 128 * m + 64), who)
 
-    return made(types.void(*[types.int64] * 5, d, pairs), emit)
+    return lowered(types.void(*[types.int64] * 5, d, pairs), emit)
 
 
 @cache

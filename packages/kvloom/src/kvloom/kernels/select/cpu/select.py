@@ -15,22 +15,21 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import NUMBERS, address, contiguous_rows, strides
+from ...limits import Coverage, device_problem, dtype_problem, head_dim_problem
 from .. import reference as ref
 from .arguments import BOUND, CHOOSE, NEAREST, RATE, SUM
 
 _NUMBERS_PER_THREAD = 1 << 18
+COVERAGE = Coverage(
+    ("`head_dim` a multiple of 16, up to 512", lambda x: head_dim_problem(x.shape[-1])),
+    ("fp32, fp16, bf16", lambda x: dtype_problem(x.dtype, "they are")),
+    ("", lambda x: device_problem(x.device)),
+)
 
 
 def problems(x: Tensor) -> list[str]:
     """Return why no kernel takes keys, centroids or bounds [B, Hk, N, D] like x."""
-    found = []
-    if x.shape[-1] % 16 or x.shape[-1] > 512:
-        found.append(f"head_dim={x.shape[-1]} is not a multiple of 16, up to 512")
-    if x.dtype not in NUMBERS:
-        found.append(f"they are {x.dtype}, not fp32, fp16 or bf16")
-    if x.device.type != "cpu":
-        found.append(f"the tensors are on {x.device.type}")
-    return found
+    return COVERAGE.problems(x)
 
 
 def kmeans(

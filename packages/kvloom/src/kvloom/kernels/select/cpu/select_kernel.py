@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...attend.cpu.dequant import DequantSpec
 from ...attend.cpu.microkernel import scores
+from ...attend.cpu.variant import SideConstants
 from ...cpu_runtime import Kernel, at, count, store_int
 from ...cpu_runtime import arguments as read_arguments
 from ...simd import (
     SIZE,
-    larger,
-    largest,
     load,
     load_any,
     load_byte,
     load_i32,
     load_one,
+    max_lanes,
+    maximum,
+    minimum,
     prefetch,
-    smaller,
     splat,
     store,
     store_one,
@@ -52,7 +52,7 @@ class SelectVariant(NamedTuple):
 def rating(variant: SelectVariant) -> Any:
     """Compile the rating kernel of a variant."""
     d, w, number, bounds = variant
-    at_once, size, exact = 16 // w, SIZE[number], DequantSpec(exact=number).as_int
+    at_once, size, exact = 16 // w, SIZE[number], SideConstants(exact=number).as_int
     layout = RATE.dtype
 
     def rate(job):  # type: ignore[no-untyped-def]
@@ -160,8 +160,8 @@ def choosing() -> Any:
                 for i in range(blocks):
                     top = minus
                     for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
-                        top = larger(load(ratings + 4 * j), top)
-                    store_one(all_tops + 4 * (row * blocks + i), largest(top))
+                        top = maximum(load(ratings + 4 * j), top)
+                    store_one(all_tops + 4 * (row * blocks + i), max_lanes(top))
             filled, turn = 0, 0
             rest = 0  # ratings of minus infinity come last, in order
             while filled < m:
@@ -180,8 +180,8 @@ def choosing() -> Any:
                     store_one(ratings + 4 * unit, np.float32(-np.inf))
                     top = minus
                     for j in range(block * BLOCK, (block + 1) * BLOCK, 16):
-                        top = larger(load(ratings + 4 * j), top)
-                    store_one(tops + 4 * block, largest(top))
+                        top = maximum(load(ratings + 4 * j), top)
+                    store_one(tops + 4 * block, max_lanes(top))
                     if turns > 1:
                         if taken[unit] == head + 1:
                             continue
@@ -237,7 +237,7 @@ def bounding(d: int, number: int) -> Any:
                         if nonpadding != 0 and load_byte(real_row + j) == 0:
                             continue
                         y = load_any(x + j * row + v * size, number)
-                        least, largest_ = smaller(y, least), larger(y, largest_)
+                        least, largest_ = minimum(y, least), maximum(y, largest_)
                     store(low + to + 4 * v, least)
                     store(high + to + 4 * v, largest_)
 

@@ -1,0 +1,1 @@
+"""Formats of other papers as a distribution of their own: an example of kvloom's extension API."""

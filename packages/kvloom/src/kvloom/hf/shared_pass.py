@@ -1,0 +1,290 @@
+"""One forward pass for several caches: of a prompt they all read, or of a step of each.
+
+`prefill_together`: a first prompt attends to itself exactly, so its queries, keys and values do not
+depend on the recipe. One cache, the leader, takes part in the forward pass; the others, its
+followers, store what each layer attends with. Each cache is then as if it had read the prompt
+alone. Followers that score a repetition of the prompt alike (KVzip) share its passes.
+
+`Together`: the rows of several caches are one batch. The weights of a model are then read once for
+all of them, which is most of the time of a decode step on a small batch. Each cache attends with
+its own rows. The results are those of separate steps but for rounding: matrix products of another
+batch size may round differently.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache.layer import LayerCache
+from ..cache.step import StepInputs
+from ..errors import CacheMisuse
+from . import attention, compat
+from .cache import Cache
+from .forward import token_ids
+from .repetition import Repetition, of_prompt
+from .routed import RoutedCache, RoutedLayer, on_one_device, outside_inference_mode
+
+
+class Follower:
+    """A cache that stores a prompt without attending to it.
+
+    seconds: what the prompt takes in this cache alone: the forward pass, the passes that repeat the
+    prompt, and storing it. error: why the cache is still empty; None if it holds the prompt.
+    reads_alone: whether it cannot follow, and reads the prompt by a forward pass of its own.
+    repetition: of a cache that scores one.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self.seconds = 0.0
+        self.error: Exception | None = None
+        self.reads_alone = False
+        self.repetition: Repetition | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the layers that remain need not be stored."""
+        return self.reads_alone or self.error is not None
+
+    @contextmanager
+    def failing(self, *errors: type[Exception]) -> Iterator[None]:
+        """Keep an error of this follower in `error`, so that the others go on."""
+        try:
+            yield
+        except errors as error:
+            self.error = error
+
+
+@torch.no_grad()
+def prefill_together(
+    model: PreTrainedModel,
+    leader: Cache,
+    followers: Sequence[Follower],
+    clock: Callable[[], float] = time.perf_counter,
+    **inputs: Any,
+) -> tuple[Tensor, float]:
+    """Fill the leader and the followers with one prompt.
+
+    leader: a cache without tokens, as every follower's. clock: returns seconds. inputs: arguments
+    of the model, such as input_ids [B, T] and attention_mask. Returns the last logits [B, V] and
+    the seconds of the forward pass that filled the leader.
+
+    An error of one follower, such as `NotFinite`, does not stop the others: see `Follower.error`.
+    Any other failure leaves all caches empty. Raises `CacheMisuse` for a cache with tokens.
+    """
+    caches = [leader, *(follower.cache for follower in followers)]
+    if any(cache.get_seq_length() for cache in caches):
+        raise CacheMisuse("a cache holds tokens already; give prefill_together new caches")
+    model = compat.unwrap(model)
+    for follower in followers:
+        with follower.failing(CacheMisuse):
+            follower.repetition = of_prompt(model, follower.cache, (), inputs)
+    try:
+        with ExitStack() as running:
+            for cache in caches:
+                running.enter_context(cache.guard.step())
+            for follower in followers:
+                with follower.failing(CacheMisuse):
+                    running.enter_context(token_ids(follower.cache, (), inputs))
+            logits, seconds = _read_prompt(model, leader, followers, clock, inputs)
+    except BaseException:
+        for cache in caches:
+            cache.reset()
+        raise
+    for follower in followers:
+        if follower.ended:
+            follower.cache.reset()
+        if follower.reads_alone:
+            begin = clock()
+            with follower.failing(Exception):
+                compat.last_logits(model, follower.cache, **inputs)
+            follower.seconds = clock() - begin
+    return logits, seconds
+
+
+def _read_prompt(
+    model: PreTrainedModel,
+    leader: Cache,
+    followers: Sequence[Follower],
+    clock: Callable[[], float],
+    inputs: dict[str, Any],
+) -> tuple[Tensor, float]:
+    """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
+    layers = [
+        _FanOutLayer(layer, [(f, f.cache.layers[i]) for f in followers], clock)
+        if isinstance(layer, RoutedLayer)
+        else layer
+        for i, layer in enumerate(leader.layers)
+    ]
+    fan_out = RoutedCache(layers, leader.fingerprint)
+    fan_out.learned_positions = leader.learned_positions
+    begin = clock()
+    logits = compat.last_logits(model, fan_out, **inputs)
+    forward = clock() - begin - sum(follower.seconds for follower in followers)
+    for follower in followers:
+        follower.seconds += forward
+        _copy_other_layers(leader, follower)
+    with attention.routed(model._kvloom.configs):
+        _repeat(followers, clock)
+    for follower in followers:
+        for layer in follower.cache.routed:
+            layer.cache.end_step()
+    return logits, forward
+
+
+class _FanOutLayer(RoutedLayer):
+    """The leader's layer; passes what it attends with to the same layer of the followers."""
+
+    def __init__(
+        self,
+        leader: RoutedLayer,
+        followers: Sequence[tuple[Follower, RoutedLayer]],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(leader.cache, shared=leader.shared)
+        self.followers, self.clock = followers, clock
+
+    def attend(self, step: StepInputs) -> Tensor:
+        """Attend in the leader; store the prompt in the followers."""
+        first = self.awaits_attention  # not of a layer that shares these keys and values
+        out = super().attend(step)
+        if not first:
+            return out
+        step = on_one_device(step)
+        for follower, layer in self.followers:
+            if follower.ended:
+                continue
+            keep, alibi = layer.cache.recipe.keep, step.queries.alibi
+            if alibi is not None and keep is not None and keep.positions != "original":
+                follower.reads_alone = True  # such positions are rounded differently in some models
+                continue
+            begin = self.clock()
+            with follower.failing(Exception):
+                queries = step.queries._replace(ids=layer.ids)
+                outside_inference_mode(layer.cache.prefill)(step._replace(queries=queries))
+            follower.seconds += self.clock() - begin
+        return out
+
+
+def _copy_other_layers(leader: Cache, follower: Follower) -> None:
+    """Copy the layers that kvloom does not compress."""
+    for i, layer in enumerate(follower.cache.layers):
+        if not isinstance(layer, RoutedLayer) and not follower.ended:
+            follower.cache.layers[i] = copy.deepcopy(leader.layers[i])
+
+
+def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
+    """Repeat the prompt once for all followers that score it alike; then each evicts."""
+    by_rule: dict[Any, list[tuple[Follower, Repetition]]] = {}
+    for follower in followers:
+        repetition = follower.repetition
+        if repetition is not None and not follower.ended:
+            by_rule.setdefault(repetition.rule, []).append((follower, repetition))
+    for members in by_rule.values():
+        first, *others = sorted((x for _, x in members), key=lambda repetition: repetition.budget)
+        begin, failure = clock(), None
+        try:
+            first.score()
+            for other in others:
+                other.take_scores(first)
+        except Exception as error:
+            failure = error
+        shared = clock() - begin
+        for follower, repetition in members:
+            begin = clock()
+            with follower.failing(Exception):
+                if failure is not None:
+                    raise failure
+                repetition.evict()
+            follower.seconds += shared + clock() - begin
+
+
+def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
+    """Return whether `Together` supports these caches.
+
+    It does not support layers that kvloom does not compress, position embeddings that are learned,
+    models whose attention modules are adapted, and caches that have seen different numbers of
+    tokens.
+    """
+    first = caches[0]
+    return (
+        not compat.has_adapter(compat.unwrap(model))
+        and not any(cache.learned_positions for cache in caches)
+        and all(isinstance(layer, RoutedLayer) for layer in first.layers)
+        and len({cache.get_seq_length() for cache in caches}) == 1
+    )
+
+
+class Together(RoutedCache):
+    """Several caches of one model as one cache, for one step.
+
+    caches: with the rows of the batch in this order. Raises `CacheMisuse` for caches that cannot
+    step together. A failure in the step leaves all of them as they were.
+    """
+
+    def __init__(self, model: PreTrainedModel, caches: Sequence[Cache]) -> None:
+        if not can_step_together(model, caches):
+            raise CacheMisuse("these caches cannot step together; step each of them alone")
+        ends = [0, *accumulate(_rows(cache) for cache in caches)]
+        self.caches, self.slices = caches, [slice(*pair) for pair in pairwise(ends)]
+        layers = [
+            TogetherLayer([cache.layers[i].cache for cache in caches], self.slices)
+            for i in range(len(caches[0].layers))
+        ]
+        super().__init__(layers, caches[0].fingerprint)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step of every cache."""
+        with self.guard.step(), ExitStack() as steps:
+            for cache in self.caches:
+                steps.enter_context(cache.step())
+            yield
+            if unreached := self._unreached():
+                raise unreached
+
+    def check_batch(self, rows: int) -> None:
+        """Raise `CacheMisuse` for another batch size than that of all caches."""
+        if rows != self.slices[-1].stop:
+            raise CacheMisuse(
+                f"the caches hold {self.slices[-1].stop} rows together and were given {rows}; "
+                "give one row for each"
+            )
+
+
+class TogetherLayer(RoutedLayer):
+    """The same layer of several caches; each attends with its rows of the batch."""
+
+    def __init__(self, members: Sequence[LayerCache], slices: Sequence[slice]) -> None:
+        super().__init__(members[0])
+        self.members, self.slices = members, slices
+
+    def attend(self, step: StepInputs) -> Tensor:
+        """Attend in each cache with its rows of the batch."""
+        self.arrived()
+        if step.queries.visible is not None:
+            raise CacheMisuse(
+                f"{self.cache.name}: rows with padding cannot step together; step each cache alone"
+            )
+        parts = [
+            outside_inference_mode(member.run)(step.map(itemgetter(rows)))
+            for member, rows in zip(self.members, self.slices, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+def _rows(cache: Cache) -> int:
+    like = cache.routed[0].cache.like
+    if like is None:
+        raise CacheMisuse("a cache is empty; give caches that have read a prompt")
+    return like.shape[0]

@@ -1,0 +1,51 @@
+"""What a backend covers, declared once: in words for documentation, and as a check of each case.
+
+Imports neither Numba nor Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of exact tokens that kernels read."""
+
+Limit = tuple[str, Callable[..., str | None]]
+"""What is covered, in words; and a function that returns why a case is not, or None.
+
+Words that go without saying are empty: that a CPU kernel reads CPU tensors.
+"""
+
+
+class Coverage:
+    """Limits of a backend; `str` gives them in words."""
+
+    def __init__(self, *limits: Limit) -> None:
+        self.limits = limits
+
+    def __str__(self) -> str:
+        return "; ".join(words for words, _ in self.limits if words)
+
+    def problems(self, *case: Any) -> list[str]:
+        """Return why a case is not covered; empty if it is. case: what each limit's check takes."""
+        return [reason for _, problem in self.limits if (reason := problem(*case)) is not None]
+
+
+def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:
+    """Return why kernels do not read exact numbers of a dtype."""
+    return None if dtype in DTYPES else f"{what} {dtype}, not fp32, fp16 or bf16"
+
+
+def device_problem(device: torch.device) -> str | None:
+    """Return why CPU kernels do not read tensors of a device."""
+    return None if device.type == "cpu" else f"the tensors are on {device.type}"
+
+
+def head_dim_problem(d: int, most: int = 512) -> str | None:
+    """Return why CPU kernels do not read heads of size d."""
+    return (
+        None if d % 16 == 0 and d <= most else f"head_dim={d} is not a multiple of 16, up to {most}"
+    )

@@ -1,0 +1,268 @@
+"""Recipes that evict tokens once, after the first prompt. Later tokens stay.
+
+Options they share:
+
+tokens, fraction: the budget, in tokens, or as a fraction of the prompt where it is given.
+sinks, recent: the first and the newest tokens that stay, within the budget.
+layers: how the rest is divided over layers. heads: the share of the rest of which every key/value
+head is certain (AdaKV, arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or
+with layers=joint those of all layers. With 1, they do not compete.
+positions: "original", or "renumbered" as if the evicted tokens had never been there.
+store: the recipe whose format the tokens have ("kivi-4").
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...errors import RecipeError
+from ...keep import (
+    Budget,
+    Expected,
+    Keep,
+    KeyNorm,
+    Mass,
+    Observation,
+    Random,
+    Reconstruction,
+    Scorer,
+)
+from ...store import Packed, Store
+from ..spec import Protect, Recipe
+
+
+def snapkv(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "avg",
+    layers: str = "uniform",
+    positions: str = "original",
+    heads: float = 1.0,
+) -> Recipe:
+    """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed.
+
+    Departures: each key/value head decides for itself, by the sum of its query heads' scores; the
+    official code decides per query head. The paper's experiments pool by maximum.
+    """
+    scorer = Observation(window, pool, kernel)
+    return _once(
+        scorer, tokens, fraction, 0, window, layers=layers, positions=positions, heads=heads
+    )
+
+
+def pyramidkv(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    window: int = 32,
+    kernel: int = 7,
+    pool: str = "avg",
+    positions: str = "original",
+) -> Recipe:
+    """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers.
+
+    Uniform where the prompt is shorter than twice (budget - window), as in KVCache-Factory.
+    Departures: KVCache-Factory rounds the step between layers down; here the layers sum up to the
+    budget.
+    """
+    return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
+
+
+def knorm(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    sinks: int = 4,
+    recent: int = 32,
+    store: str = "full",
+) -> Recipe:
+    """Key norm (arXiv:2406.11430): once after the prompt, the tokens with the shortest keys.
+
+    Departures: sinks and the newest tokens stay, and all layers are alike (the paper leaves its
+    first layers complete).
+    """
+    return _once(KeyNorm(), tokens, fraction, sinks, recent, store=store)
+
+
+def random(
+    fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
+) -> Recipe:
+    """Random tokens beside the recent ones: the baseline that every score must beat.
+
+    The budget is `tokens` where it is given, else the fraction.
+    """
+    budget = Budget(tokens or None, None if tokens else fraction, recent)
+    return Recipe(keep=Keep(budget, Random(), when="prompt"), protect=Protect(sinks))
+
+
+def expected(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    sinks: int = 4,
+    recent: int = 32,
+    future: int = 512,
+    epsilon: float = 0.0,
+    layers: str = "uniform",
+    positions: str = "original",
+    store: str = "full",
+) -> Recipe:
+    """Expected Attention (arXiv:2510.00636): once after the prompt, by expected later queries.
+
+    Later queries are taken as Gaussian: their mean and covariance are those of the prompt's queries
+    before RoPE, rotated to the next `future` positions. A token's score is the attention that such
+    queries are expected to pay to it, plus `epsilon`, times the length of its value.
+
+    Departures: one decision per key/value head, by the mean of its query heads' weights, as in
+    kvpress; the newest `recent` tokens stay (kvpress: recent=0); softcapped logits are capped after
+    the expectation; padding takes part in nothing.
+    """
+    scorer = Expected(future, epsilon, sinks)
+    return _once(
+        scorer, tokens, fraction, sinks, recent,
+        group="mean", layers=layers, positions=positions, store=store,
+    )  # fmt: skip
+
+
+def kvzip(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    sinks: int = 4,
+    recent: int = 32,
+    chunk: int = 2048,
+    instruction: str = "none",
+    layers: str = "uniform",
+    positions: str = "original",
+    store: str = "full",
+    heads: float = 1.0,
+) -> Recipe:
+    """KVzip (arXiv:2505.23416): once after the prompt, by attention while the model repeats it.
+
+    After the prompt, the model reads it again in chunks of `chunk` tokens. A token's score is the
+    largest attention weight that it receives while its chunk is repeated, over all query heads of
+    its key/value head. Nothing in the score depends on a question, so one cache serves many. The
+    extra pass costs more than the prompt itself.
+
+    instruction: token ids before each chunk, separated by spaces, or none.
+
+    Departures: every layer and head keeps equally many tokens by default (the official code divides
+    one budget over all of them, as heads=0,layers=joint does); the instruction is given as token
+    ids, as a model has no tokenizer; the default has no instruction; later chunks have the same
+    instruction as the first one.
+    """
+    scorer = Reconstruction(chunk, instruction)
+    return _once(
+        scorer, tokens, fraction, sinks, recent,
+        group="max", layers=layers, positions=positions, heads=heads, store=store,
+    )  # fmt: skip
+
+
+def minikv(
+    fraction: float = 0.5,
+    recent: int | float = 0.5,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
+    layers: str = "uniform",
+) -> Recipe:
+    """MiniKV (arXiv:2411.18077): heavy hitters and recent tokens of the prompt, in 2 bits.
+
+    Heavy hitters are chosen by accumulated attention over the whole prompt, beside a recent window,
+    each share rounded down to whole tokens (section 3.1). What stays is packed; generated tokens
+    gather in an exact buffer of `residual`.
+
+    Departures: scores are normalised row by row (the paper's kernel skips it); one decision per
+    key/value head (the official code repeats the heads); the buffer is packed after the step that
+    fills it.
+    """
+    budget = Budget(fraction=fraction, recent=recent, layers=layers, round_shares=True)
+    return _minikv(budget, Mass(), bits, group, residual)
+
+
+def minikv_pyramid(
+    fraction: float = 0.5,
+    recent: int | float = 0.5,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
+) -> Recipe:
+    """MiniKV with more heavy hitters in lower layers.
+
+    The pyramid is that of section 3.2. As in the official code the lower layers get more, where the
+    paper's formula has the ends swapped.
+    """
+    return minikv(fraction, recent, bits, group, residual, layers="pyramid")
+
+
+def minikv_snap(
+    fraction: float = 0.5,
+    window: int = 32,
+    kernel: int = 7,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
+    layers: str = "uniform",
+) -> Recipe:
+    """MiniKV with SnapKV's choice of tokens.
+
+    Departures: it pools by mean, the official scripts by maximum.
+    """
+    budget = Budget(fraction=fraction, recent=window, layers=layers)
+    return _minikv(budget, Observation(window=window, kernel=kernel), bits, group, residual)
+
+
+def minikv_snap_pyramid(
+    fraction: float = 0.5,
+    window: int = 32,
+    kernel: int = 7,
+    bits: int | float = 2,
+    group: int = 16,
+    residual: int = 128,
+) -> Recipe:
+    """MiniKV with SnapKV's choice, and more tokens in lower layers."""
+    return minikv_snap(fraction, window, kernel, bits, group, residual, layers="pyramid")
+
+
+def _minikv(budget: Budget, scorer: Scorer, bits: float, group: int, residual: int) -> Recipe:
+    keys, values = (
+        Packed(bits, axis, group, residual=residual, unit=group) for axis in ("channel", "token")
+    )
+    return Recipe(keep=Keep(budget, scorer, when="prompt"), store=Store(keys, values))
+
+
+def _once(
+    scorer: Scorer,
+    tokens: int,
+    fraction: float,
+    sinks: int,
+    recent: int | float,
+    *,
+    group: str = "sum",
+    layers: str = "uniform",
+    heads: float = 1.0,
+    positions: str = "original",
+    store: str = "full",
+) -> Recipe:
+    budget = Budget(
+        None if fraction else tokens, fraction or None, recent, layers,
+        heads=None if heads == 1 else heads,
+    )  # fmt: skip
+    keep = Keep(budget, scorer, when="prompt", group=group, positions=positions)
+    return _stored_as(store, Recipe(keep=keep, protect=Protect(sinks)))
+
+
+def _stored_as(name: str, recipe: Recipe) -> Recipe:
+    """Return `recipe` with the format and the exact recent tokens of the recipe `name`.
+
+    Raises `RecipeError` for a recipe that does more than store.
+    """
+    from . import RECIPES  # the registry has this recipe's function too
+
+    if name not in RECIPES:
+        raise RecipeError(f"store={name!r} is not a recipe; use one that packs, such as kivi-4")
+    other = RECIPES[name]()
+    if other.keep is not None or other.recall is not None or other.protect.outliers is not None:
+        raise RecipeError(
+            f"store={name!r} also selects tokens; use a recipe that only packs, such as kivi-4"
+        )
+    protect = replace(recipe.protect, recent=other.protect.recent)
+    return replace(recipe, store=other.store, protect=protect)

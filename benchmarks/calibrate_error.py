@@ -23,8 +23,8 @@ from kvloom.calibrate.clip_search import GRID
 from kvloom.hf import geometry, load_layer_metadata
 from kvloom.recipe import Recipe, resolve
 from kvloom.store import LayerMetadata, round_trip
-from kvloom_lab.cli.calibrate import DEFAULT_RECIPES
 from kvloom_lab.cli.options import split_recipes
+from kvloom_lab.cli.recipes import DEFAULT_RECIPES
 from kvloom_lab.eval import load
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 

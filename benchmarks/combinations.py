@@ -50,7 +50,7 @@ STEPS = (*[1] * 9, 5, 1, 70, 1)
 BUDGET = 248  # of a keep: as long a way into a block
 ATTENTION = 2.0**-22  # four rounding errors of fp32, over the size that `held.Findings` names
 STORED = 1e-6
-MORE_STORES = "kivi:bits=3", "kivi:rotate=true", "kitty:rotate=true", "rtn:bits=8", "rtn:bits=1.5"
+MORE_STORES = "kivi:bits=3", "kivi:rotate=true", "rtn:bits=8", "rtn:bits=1.5"
 SIMILAR = {*MORE_STORES, "kivi-4", "balanced", "small", "tiny", "store", "skvq-k2v1.5"}
 """Stores that differ from another one in bits, or combine two others: tried in pairs only."""
 

@@ -22,7 +22,7 @@ import record
 from kvloom.hf import geometry
 from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom_lab.eval import Settings, iter_rows, load, prepare, with_full
-from kvloom_lab.eval.compare import count_correct
+from kvloom_lab.eval.comparison import count_correct
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import library_text
 

@@ -114,7 +114,7 @@ def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
             assert lane.packed is not None
             view = lane.packed.view()
             held = quant_gpu.PackedTensors(view.codes, view.scale, view.zero)
-            spec, n = view.layer, view.hi
+            spec, n = view.layer_encoding, view.hi
             nbytes = x.nbytes + lane.nbytes
 
             def pack(spec=spec, held=held, n=n):

@@ -17,7 +17,7 @@ from kvloom.hf import geometry
 from kvloom.hf import read_tokens as forward
 from kvloom.recipe import resolve
 from kvloom_lab import models
-from kvloom_lab.eval.compare import count_correct, haystacks
+from kvloom_lab.eval.comparison import count_correct, haystacks
 from kvloom_lab.workload.passes import prefill, run_alone
 from kvloom_lab.workload.text import calibration_text, leading_ids
 
@@ -42,7 +42,7 @@ def main() -> None:
         now, later = np.split(ids[start : start + CONTEXT + LATER], [CONTEXT])
         logs = []
         for each in filled(model, recipes, now):
-            logits = forward(model, torch.from_numpy(later)[None], each.cache, every=True)
+            logits = forward(model, torch.from_numpy(later)[None], each.cache, all_logits=True)
             logs.append(logits[0].double().log_softmax(dim=-1))
         for name, log in zip(NAMES, logs[1:], strict=True):
             kl = (logs[0].exp() * (logs[0] - log)).sum(dim=-1).mean()

@@ -36,7 +36,7 @@ from kvloom.hf import read_tokens as forward
 from kvloom.recall import Index, Pages
 from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, load, prepare
-from kvloom_lab.eval.compare import count_correct, haystacks
+from kvloom_lab.eval.comparison import count_correct, haystacks
 from kvloom_lab.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize

@@ -2,8 +2,9 @@
 
     python docs/generate.py
 
-A table stands between `<!-- options COMMAND -->` or `<!-- fields CLASS -->` and `<!-- end -->`. Its
-words are the help texts of the command line, or the docstring of the class.
+A table stands between `<!-- options COMMAND -->`, `<!-- fields CLASS -->` or `<!-- coverage kernels
+-->` and `<!-- end -->`. Its words are the help texts of the command line, the docstring of the
+class, or what the backends of an operation declare to cover.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any
 
 import typer
 
+from kvloom.kernels.ops import OPS
 from kvloom_lab.cli.app import app
+from kvloom_lab.cli.eval import EvalCommand
 from kvloom_lab.cli.options import RECIPE_HELP, RECIPES_HELP
 
-REFERENCE = Path(__file__).parent / "reference"
-PAGES = REFERENCE / "command-line.md", REFERENCE / "recipe.md"
+DOCS = Path(__file__).parent
+REFERENCE = DOCS / "reference"
+PAGES = REFERENCE / "command-line.md", REFERENCE / "recipe.md", DOCS / "internals" / "kernels.md"
 MARKED = re.compile(r"(<!-- (\w+) ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 Options = dict[str, tuple[str, str]]  # name: default and meaning
@@ -31,8 +35,19 @@ Options = dict[str, tuple[str, str]]  # name: default and meaning
 
 def filled(text: str) -> str:
     """Return the text of a page with its tables as the code has them."""
-    kinds = {"options": options, "fields": fields}
+    kinds = {"options": options, "fields": fields, "coverage": coverage}
     return MARKED.sub(lambda mark: f"{mark[1]}{kinds[mark[2]](mark[3])}\n\n{mark[4]}", text)
+
+
+def coverage(_: str) -> str:
+    """Return what the kernels of each operation cover, one row for those that cover the same."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for op in OPS.values():
+        backends = (op.backends.get(name) for name in ("cpu", "gpu"))
+        words = tuple("–" if backend is None else backend.coverage for backend in backends)
+        names.setdefault(words, []).append(f"`{op.name}`")
+    rows = [(", ".join(ops), *words) for words, ops in names.items()]
+    return _table(("Operation", "CPU kernels", "GPU kernels"), rows)
 
 
 def options(name: str) -> str:
@@ -66,6 +81,8 @@ def commands() -> dict[str, dict[str, Options]]:
 def _options(command: Any) -> Options:
     """Return the arguments and options of a command."""
     found = {}
+    if isinstance(command, EvalCommand):
+        command.name_tasks()
     for one in command.params:
         default = "required" if one.required else f"`{one.default}`"
         if one.default is None or one.default is False:

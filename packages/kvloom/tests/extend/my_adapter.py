@@ -1,4 +1,4 @@
-"""A model adapter: CodeGen, whose attention does not go through transformers' interface."""
+"""A model adapter: a model of your own, whose attention has the code of CodeGen."""
 
 import torch
 from transformers.models.codegen.modeling_codegen import CodeGenAttention, apply_rotary_pos_emb
@@ -7,7 +7,7 @@ import kvloom
 from kvloom.hf import adapters
 
 
-@kvloom.register_adapter("codegen", CodeGenAttention)
+@kvloom.register_adapter("my-model", CodeGenAttention)
 def attend(module, layer, hidden_states, *, attention_mask, position_ids, **_):
     """Compute `CodeGenAttention.forward` with a kvloom layer: [B, T, hidden size], no weights."""
     shards = module.qkv_proj(hidden_states).unflatten(-1, (4, 3, -1))

@@ -353,9 +353,13 @@ def test_the_backend_runs_in_a_cache(model, backend):
 # --- a model adapter -----------------------------------------------------------------------------
 
 
-def codegen():
+class MyConfig(tf.CodeGenConfig):
+    model_type = "my-model"
+
+
+def my_model():
     torch.manual_seed(0)
-    config = tf.CodeGenConfig(
+    config = MyConfig(
         vocab_size=199, n_embd=64, n_layer=3, n_head=4, rotary_dim=8, n_positions=512, n_ctx=512,
         bos_token_id=1, eos_token_id=None, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
@@ -363,9 +367,9 @@ def codegen():
 
 
 def test_an_adapter_makes_a_model_work():
-    model = codegen()
+    model = my_model()
     with pytest.raises(kvloom.errors.UnsupportedModel, match="does not go through"):
-        kvloom.attach(codegen(), "kivi")
+        kvloom.attach(my_model(), "kivi")
     ids = batch(PROMPT + STEPS) % 190 + 3
     with torch.inference_mode():
         stock = tf.DynamicCache(config=model.config)
@@ -387,16 +391,25 @@ def test_an_adapter_makes_a_model_work():
 
 
 def test_an_adapter_describes_its_model():
-    model, rope = codegen(), Rope(torch.ones(4), interleaved=True)
+    model, rope = my_model(), Rope(torch.ones(4), interleaved=True)
     with installed():
         kvloom.register_adapter(
-            "codegen", type(model), alibi=lambda config: True, heads=lambda config: (4, 2)
+            "my-model", type(model), alibi=lambda config: True, heads=lambda config: (4, 2)
         )(print)
         found = geometry(model)
         assert (found.alibi, found.q_heads, found.kv_heads) == (True, 4, 2)
         assert stock_layers(model)[0].token_nbytes == 2 * 2 * 16 * 4
         assert model_rope(model) is None
     with installed():
-        kvloom.register_adapter("codegen", type(model), rope=lambda config: rope)(print)
+        kvloom.register_adapter(
+            "my-model", type(model), rope=lambda config: rope, head_dim=lambda config: 8,
+            windows=lambda config: [None, 24, None],
+        )(print)  # fmt: skip
         assert model_rope(model) is rope
-        assert not geometry(model).alibi
+        found = geometry(model)
+        assert (found.alibi, found.head_dim, found.numbers) == (False, 8, (0, 2))
+        assert stock_layers(model)[1] == ("sliding_attention", 24, 2 * 4 * 8 * 4)
+    with installed():
+        kvloom.register_adapter("my-model", type(model), problem=lambda model: "it rains")(print)
+        with pytest.raises(kvloom.errors.UnsupportedModel, match="it rains"):
+            kvloom.attach(model, "kivi")

@@ -1,4 +1,4 @@
-"""GPT-J, MPT, Falcon, BLOOM: what is dropped is as if hidden, and the model's own code stays."""
+"""Models with adapters: what is dropped is as if hidden, and the model's own code stays."""
 
 import copy
 import functools
@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 import zoo
 from transformers import DynamicCache
+from transformers.models.gptj import modeling_gptj
 
 import kvloom
 import probe
@@ -20,11 +21,23 @@ from kvloom.hf.compat import ADAPTERS
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROMPT, TOKENS = 60, 90
 every = pytest.mark.parametrize("name", zoo.ADAPTED)
+# GPT-Neo has windows besides; XGLM takes no mask by head.
+HIDEABLE = [name for name in zoo.ADAPTED if name not in ("gpt-neo", "xglm")]
 
 
 def attentions(model):
     """The attention modules, in order."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    kind = compat.adapter_of(model.config).attention
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def stored_heads(name, heads, kv_heads):
+    """The head of the cache that each query head attends to: int64 [heads]."""
+    head = torch.arange(heads)
+    if name in ("jetmoe", "diffllama"):  # query heads of one head of the cache are not in a row
+        own = head if name == "jetmoe" else head // (heads // kv_heads // 2)
+        return own % kv_heads
+    return head // (heads // kv_heads)
 
 
 def decode(model, cache, ids, before=lambda i: None):
@@ -46,7 +59,7 @@ def held(layer, tokens):
 
 
 @pytest.mark.sample
-@every
+@pytest.mark.parametrize("name", HIDEABLE)
 @pytest.mark.parametrize(
     "recipe", ["h2o:tokens=24", "keyformer:tokens=24", "snapkv:tokens=24,window=8"]
 )
@@ -68,7 +81,7 @@ def test_dropping_by_score_equals_hiding_in_a_full_cache(name, recipe):
         if n < PROMPT:  # the prompt sees all of itself
             return None
         here = torch.cat([kept[n][module.layer_idx], torch.ones(2, hk, 1, dtype=torch.bool)], -1)
-        hidden = ~here.repeat_interleave(model.config.num_attention_heads // hk, 1)[:, :, None]
+        hidden = ~here[:, stored][:, :, None]
         if mask is None:  # nothing is hidden so far
             mask = torch.zeros(1, 1, 1, n + 1)
         if mask.dtype == torch.bool:  # MPT hides what is True, the others what is False
@@ -78,6 +91,7 @@ def test_dropping_by_score_equals_hiding_in_a_full_cache(name, recipe):
         return args, {**kwargs, "attention_mask": mask}
 
     hk = compat.geometry(model).kv_heads
+    stored = stored_heads(name, compat.geometry(model).q_heads, hk)
     stock = DynamicCache(config=model.config)
     for module in attentions(model):
         module.register_forward_pre_hook(hide, with_kwargs=True)
@@ -300,8 +314,30 @@ def test_a_4d_mask_is_refused(name):
 
 
 @by_reference
+@every
+def test_weights_of_attention_are_refused(name):
+    model = zoo.build(name)
+    cache = kvloom.Cache(model, "full")
+    with pytest.raises(CacheMisuse, match="computes no attention weights"):
+        model(**zoo.batch(), past_key_values=cache, output_attentions=True)
+    assert cache.get_seq_length() == 0
+
+
+@by_reference
+def test_a_model_that_makes_no_mask_is_refused(monkeypatch):
+    model = zoo.build("gptj")
+    cache = kvloom.Cache(model, "full")
+    monkeypatch.setattr(modeling_gptj, "create_causal_mask", lambda **_: None)
+    with pytest.raises(CacheMisuse, match="layer 0: the model made no mask"):
+        model(**zoo.batch(), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+@by_reference
 def test_every_adapter_is_known():
-    assert {zoo.CONFIGS[name]().model_type for name in zoo.ADAPTED} <= set(ADAPTERS)
+    files = {compat.models.ADAPTED[zoo.CONFIGS[name]().model_type][0] for name in zoo.ADAPTED}
+    assert files == {file for file, _ in compat.models.ADAPTED.values()}
+    assert set(compat.models.ADAPTED) <= set(ADAPTERS)
     for name in zoo.ADAPTED:
         config = zoo.CONFIGS[name]()
         with torch.device("meta"):

@@ -21,7 +21,7 @@ KIVI = "kivi:group=16,residual=32"
 
 
 KINDS = ("llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "falcon-gqa", "bloom")
-SLOW = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi")  # others have what these have
+SLOW = set(zoo.ADAPTED) - {"bloom"}  # others have what these have
 
 
 @pytest.fixture(
@@ -375,13 +375,21 @@ def test_a_cache_shows_its_rows():
 
 def test_training_is_left_alone(model):
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
-    expected = model(input_ids=ids, labels=ids).loss
-    kvloom.attach(model, KIVI)
+
+    def loss():
+        torch.manual_seed(0)  # of dropout
+        return model(input_ids=ids, labels=ids).loss
+
     model.train()
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    torch.testing.assert_close(loss, expected)
-    keys = ("k_proj.weight", "Wqkv.weight", "query_key_value.weight")
+    expected = loss()
+    kvloom.attach(model, KIVI)
+    trained = loss()
+    trained.backward()
+    torch.testing.assert_close(trained, expected)
+    keys = (
+        "k_proj.weight", "Wqkv.weight", "query_key_value.weight", "qkv_proj.weight",
+        "kv_proj.weight", "self.key.weight",
+    )  # fmt: skip
     grads = [p.grad for name, p in model.named_parameters() if name.endswith(keys)]
     assert len(grads) == 3
     assert all(grad.abs().sum() > 0 for grad in grads)

@@ -124,11 +124,22 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
     [
         (tf.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=99),
          "T5ForConditionalGeneration .* encoder-decoder"),
-        (tf.CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=99),
-         "CodeGenForCausalLM .* attention interface"),
-        (tf.JetMoeConfig(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2,
-                         kv_channels=16, intermediate_size=32, vocab_size=99),
-         "JetMoeForCausalLM .* repeats its keys"),
+        (tf.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=99),
+         "OpenAIGPTLMHeadModel .* no KV cache"),
+        (tf.XLNetConfig(d_model=32, d_inner=32, n_layer=1, n_head=4, vocab_size=99),
+         "XLNetLMHeadModel .* caches hidden states"),
+        (tf.CpmAntConfig(hidden_size=32, dim_ff=32, num_hidden_layers=1, num_attention_heads=2,
+                         dim_head=16, vocab_size=99),
+         "CpmAntForCausalLM .* learned bias"),
+        (tf.DogeConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                       num_attention_heads=2, vocab_size=99),
+         "DogeForCausalLM .* bias from a token's value"),
+        (tf.BigBirdConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+                          num_attention_heads=2, vocab_size=99, is_decoder=True),
+         "BigBirdForCausalLM .*(original_full|install transformers 5.23)"),
+        (tf.MvpConfig(d_model=32, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2,
+                      vocab_size=99, use_prompt=True, is_encoder_decoder=False),
+         "MvpForCausalLM .* use_prompt=False"),
         (tf.DeepseekV3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
                              num_key_value_heads=2, intermediate_size=32, vocab_size=99,
                              moe_intermediate_size=16, n_routed_experts=8),
@@ -288,6 +299,18 @@ def test_a_4d_mask(model):
     mask = torch.ones(1, 1, 61, 61, dtype=torch.bool).tril()
     with pytest.raises(CacheMisuse, match="2-D padding mask"):
         model(input_ids=ids, attention_mask=mask)
+
+
+def test_the_states_of_an_encoder_are_refused():
+    config = tf.BartConfig(d_model=32, vocab_size=199, encoder_layers=1, decoder_layers=1)
+    model = tf.BartForCausalLM(config).eval()
+    inputs = {"input_ids": torch.tensor([[7]]), "encoder_hidden_states": torch.randn(1, 5, 32)}
+    expected = model(**inputs).logits
+    cache = kvloom.Cache(model, "full")
+    with pytest.raises(CacheMisuse, match="holds no keys of an encoder"):
+        model(**inputs, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(**inputs, use_cache=False).logits, expected)
 
 
 def test_report_says_what_is_compressed_and_what_is_not():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as tf
 import zoo
 from transformers import DynamicCache
 
@@ -18,8 +19,10 @@ from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
-LEARNED = ("gpt2", "opt")
+LEARNED = ("gpt2", "opt", "gpt-neo", "xglm")
 MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
+# Of each way to know how a model rotates.
+QUICK = ("llama-gqa", "gemma2", "glm4", *(name for name in zoo.ADAPTED if name not in LEARNED))
 TOKENS = 41
 BY_AGE = ("streaming:tokens=20,sinks=4,positions=renumbered",)
 BY_SCORE = (
@@ -61,7 +64,7 @@ def steps(model, recipe, remember=False):
 
 
 @pytest.mark.parametrize("recipe", BY_AGE)
-@pytest.mark.parametrize("name", slow_except(MOVABLE, "llama-gqa", "gemma2", "glm4", *zoo.ADAPTED))
+@pytest.mark.parametrize("name", slow_except(MOVABLE, *QUICK))
 def test_tokens_kept_by_age(name, recipe):
     model = one_layer(name)
     for ids, at, t, before, got in steps(model, recipe):
@@ -171,3 +174,12 @@ def test_an_unknown_rotary_embedding_is_refused_before_anything_changes(monkeypa
             use(model, recipe)
     assert not hasattr(model, "_kvloom")
     kvloom.attach(model, "h2o:tokens=20")  # positions as they are need no understanding
+
+
+@by_reference
+def test_positions_that_the_model_counts_itself_are_refused():
+    model = tf.BartForCausalLM(tf.BartConfig(d_model=32, vocab_size=99, decoder_layers=1))
+    recipe = "h2o:tokens=20,positions=renumbered"
+    with pytest.raises(UnsupportedModel, match="BartDecoder counts the positions"):
+        kvloom.attach(model, recipe)
+    assert not hasattr(model, "_kvloom")

@@ -78,6 +78,29 @@ CONFIGS = {
         alibi=True, multi_query=False, parallel_attn=False,
     ),
     "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
+    "codegen": lambda: tf.CodeGenConfig(
+        **_OLD, n_embd=64, n_layer=3, n_head=4, rotary_dim=8, n_positions=1024, n_ctx=1024
+    ),
+    "gpt-neo": lambda: tf.GPTNeoConfig(
+        **_OLD, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, window_size=24,
+        max_position_embeddings=1024, attention_types=[[["global", "local", "global"], 1]],
+    ),
+    "gpt-neox-japanese": lambda: tf.GPTNeoXJapaneseConfig(
+        **{k: v for k, v in _COMMON.items() if k != "intermediate_size"},
+        intermediate_multiple_size=2, rotary_pct=0.5,
+    ),
+    "jetmoe": lambda: tf.JetMoeConfig(
+        **_OLD, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_key_value_heads=2,
+        kv_channels=16, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=1024,
+    ),
+    "diffllama": lambda: tf.DiffLlamaConfig(
+        **{**_COMMON, "num_attention_heads": 8}, num_key_value_heads=4
+    ),
+    "roformer": lambda: tf.RoFormerConfig(**_COMMON, is_decoder=True),
+    "xglm": lambda: tf.XGLMConfig(
+        **_OLD, d_model=64, ffn_dim=96, num_layers=3, attention_heads=4,
+        max_position_embeddings=1024,
+    ),
 }  # fmt: skip
 
 # With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers
@@ -86,8 +109,11 @@ OF_EACH_KIND = (
     "llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "gpt2", "gptj", "falcon-gqa", "bloom",
 )  # fmt: skip
 
-# Their attention does not go through transformers' interface.
-ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
+# Their attention modules get another forward.
+ADAPTED = (
+    "gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom", "codegen", "gpt-neo",
+    "gpt-neox-japanese", "jetmoe", "diffllama", "roformer", "xglm",
+)  # fmt: skip
 
 
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
@@ -97,7 +123,10 @@ def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions
-    eager = "gemma2", "gpt-oss", "gptj", "mpt", "bloom"
+    eager = (
+        "gemma2", "gpt-oss", "gptj", "mpt", "bloom", "codegen", "gpt-neo", "gpt-neox-japanese",
+        "roformer", "xglm",
+    )  # fmt: skip
     attention = "eager" if name in eager else "sdpa"
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     with torch.no_grad():

@@ -1,7 +1,8 @@
-"""Models whose attention bypasses transformers' attention interface.
+"""Models whose attention modules get another forward.
 
-Decides which modules get another forward, and when it runs: only in a step with a kvloom cache.
-With any other cache, or none, the model's own code runs.
+Their own bypasses transformers' attention interface, or attends to other heads than it stores.
+Decides which modules get it, and when it runs: only in a step with a kvloom cache, in the layers
+that kvloom compresses. Otherwise the model's own code runs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.step import Queries, StepInputs
+from ..errors import CacheMisuse
 from ..positions.alibi import Alibi
 from . import attention, compat
 from .compat import Adapter, register
@@ -23,7 +25,8 @@ from .routed import RoutedCache, RoutedLayer
 __all__ = ["attend", "install", "register", "uninstall", "visible_mask"]
 
 _OWN = "_kvloom_own_forward"
-_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p")  # a module's, by their names
+_DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
+"""Names of the dropout of an attention module."""
 
 
 def install(model: PreTrainedModel) -> None:
@@ -51,15 +54,20 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     scale: float,
     alibi: Alibi | None = None,
 ) -> Tensor:
     """Attend q [B, Hq, T, D] to all stored tokens of the layer and to k, v [B, Hk, T, D].
 
     mask: as `attention.mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other
-    masks.
+    masks and for none.
     """
+    if mask is None:
+        raise CacheMisuse(
+            f"{layer.cache.name}: the model made no mask for its attention, so kvloom would not "
+            "know its padding; use transformers' own cache"
+        )
     visible = attention.visible_tokens(layer, mask)
     k, v = layer.update(k, v)
     out = layer.attend(StepInputs(Queries(q, scale, visible, alibi=alibi), k, v))
@@ -90,14 +98,18 @@ def _name(module: torch.nn.Module) -> str:
 def _forward(
     attend: Callable[..., tuple], module: torch.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple:
-    """Attend through kvloom if the step has a kvloom cache, else as the module does."""
+    """Attend through kvloom if the step has a kvloom layer, else as the module does."""
     cache = kwargs.get("layer_past", kwargs.get("past_key_values"))
+    own_forward = getattr(module, _OWN)
     if not isinstance(cache, RoutedCache):
-        return getattr(module, _OWN)(*args, **kwargs)
-    layer = cache.layers[module.layer_idx]
+        return own_forward(*args, **kwargs)
+    layer = cache.layers[getattr(module, "layer_idx", getattr(module, "layer_id", None))]
+    if not isinstance(layer, RoutedLayer):
+        mask = kwargs["attention_mask"]._kvloom_stock_mask()
+        stored = layer.get_mask_sizes(mask.shape[-2])[0]
+        return own_forward(*args, **{**kwargs, "attention_mask": mask[..., -stored:]})
     dropout = _dropout(module) if module.training else 0.0
-    unknown = {"output_attentions": kwargs.get("output_attentions"), "dropout": dropout}
-    attention.check_arguments(layer, unknown)
+    attention.check_arguments(layer, {"dropout": dropout})
     return attend(module, layer, *args, **kwargs)
 
 

@@ -18,16 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    AttentionMaskInterface,
-    causal_mask_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
-from .compat import ADAPTERS, padding_mask
+from .compat import is_plainly_causal, padding_mask
 from .routed import RoutedLayer
 
 NAME = "kvloom"
@@ -86,6 +82,8 @@ def attention(
         stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
         if stock_mask is not None:
             attention_mask = stock_mask()
+        if kwargs.get("block_indices") is not None:
+            attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
@@ -99,6 +97,25 @@ def attention(
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
     out = layer.attend(StepInputs(queries, key, value))
     return out.transpose(1, 2).contiguous(), None
+
+
+def _block_mask(
+    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, arguments: dict[str, Any]
+) -> Tensor | None:
+    """Return the mask of a layer of MiniMax M3, which reads the blocks that an index selects.
+
+    The model makes it for these two implementations alone, and finds kvloom's in their place.
+    """
+    if stock_implementation(module.config) not in ("eager", "sdpa"):
+        return mask
+    position, tokens = arguments.get("position_ids"), key.shape[2]
+    if position is None:
+        position = torch.arange(tokens - query.shape[2], tokens, device=query.device)
+    position = position.expand(query.shape[0], -1)
+    blocks = arguments["block_indices"]
+    make = module.indexer.build_block_mask
+    made: Tensor = make(blocks, mask, tokens, query.dtype, query.device, position)
+    return made
 
 
 class PaddingMask(Tensor):
@@ -162,10 +179,8 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
-    plainly_causal = (
-        mask_function is causal_mask_function and local_size is None and allow_is_causal_skip
-    )
-    if not plainly_causal and config.model_type not in ADAPTERS:  # an adapter is plainly causal
+    plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
+    if not plainly_causal or local_size is not None:
         made = stock_mask()
         if isinstance(made, Tensor):
             made._kvloom_is_stock = True  # type: ignore[attr-defined]
@@ -209,14 +224,19 @@ def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:
                 f"for {argument:g}; call model.eval()"
             )
         if name == "output_attentions":
-            raise CacheMisuse(
-                f"{layer.cache.name}: kvloom computes no attention weights; leave out "
-                "output_attentions, or call kvloom.detach(model)"
-            )
+            raise no_weights(layer)
         raise CacheMisuse(
             f"{layer.cache.name}: the model's attention takes {name!r}, which kvloom does not "
             "compute; use transformers' own cache"
         )
+
+
+def no_weights(layer: RoutedLayer) -> CacheMisuse:
+    """Return the error of a call that asks for the weights of attention."""
+    return CacheMisuse(
+        f"{layer.cache.name}: kvloom computes no attention weights; leave out output_attentions, "
+        "or call kvloom.detach(model)"
+    )
 
 
 def _sink_logits(

@@ -1,10 +1,10 @@
 """Differences between models and between versions of transformers; no other module checks them.
 
 Decides whether a model can be supported, what its layers are, and which model types have an
-adapter: those whose attention bypasses transformers' attention interface. A built-in adapter is in
-`models/`, in a file named after its model type, and is imported when a model needs it; `adapters`
-installs it. An adapter also says what else its model type does in its own way. Written against
-transformers 5.10 to 5.23.
+adapter: those whose attention bypasses transformers' attention interface, or attends to other heads
+than it stores. `models.ADAPTED` lists the built-in adapters, which are imported when a model needs
+them; `adapters` installs them. An adapter also says what else its model type does in its own way.
+Written against transformers 5.10 to 5.23.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import inspect
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, cache_utils
+from transformers.masking_utils import causal_mask_function
 
 from ..errors import UnsupportedModel
 from ..positions.rope import Rope
@@ -33,10 +33,20 @@ UNEQUAL = object()
 _OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 """What older transformers (5.10) call the attributes of Gemma 4's layers of full attention."""
 
-# Models that use the attention interface but do not cache what they attend to.
+_SOUND = "each of its tokens is a row of input_ids for every codebook of sound"
+_DISTANCE = "its attention adds a learned bias for the distance of two tokens"
 _REFUSED = {
-    "jetmoe": "it repeats its keys before attention",
+    "cpmant": _DISTANCE,
+    "doge": "its attention adds a bias from a token's value, and hides the tokens of small biases",
+    "musicgen_decoder": _SOUND,
+    "musicgen_melody_decoder": _SOUND,
+    "openai-gpt": "it has no KV cache",
+    "prophetnet": _DISTANCE,
+    "reformer": "it caches hidden states and their hashes instead of keys and values",
+    "xlm": "its generate() computes all tokens again at every step, without a KV cache",
+    "xlnet": "it caches hidden states instead of keys and values",
 }
+"""Why no model of these types can be routed."""
 
 
 class Adapter(NamedTuple):
@@ -47,25 +57,34 @@ class Adapter(NamedTuple):
         attend: Replaces their forward.
         alibi: See `register`; so are the others.
         heads: None: as other models.
+        head_dim: None: as other models.
         rope: None: as other models.
+        windows: None: as other models.
+        problem: None: every model of the type can be routed.
     """
 
     attention: type
     attend: Callable[..., tuple]
     alibi: Callable[[Any], bool] | None = None
     heads: Callable[[Any], tuple[int, int]] | None = None
-    rope: Callable[[Any], Rope] | None = None
+    head_dim: Callable[[Any], int] | None = None
+    rope: Callable[[Any], Rope | None] | None = None
+    windows: Callable[[Any], list[int | None]] | None = None
+    problem: Callable[[PreTrainedModel], str | None] | None = None
 
 
 def _built_in(model_type: str) -> Adapter:
-    module = import_module(f".models.{model_type}", __package__)
-    optional = {name: getattr(module, name, None) for name in ("alibi", "heads", "rope")}
-    return Adapter(module.ATTENTION, module.attend, **optional)
+    file, attention = models.ADAPTED[model_type]
+    module = import_module(f".models.{file}", __package__)
+    folder = model_type.replace("-", "_")
+    modeling = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    optional = {name: getattr(module, name, None) for name in Adapter._fields[2:]}
+    return Adapter(getattr(modeling, attention), module.attend, **optional)
 
 
 ADAPTERS: Registry[Callable[[], Adapter]] = Registry(
     "model adapter",
-    {name: partial(_built_in, name) for _, name, _ in iter_modules(models.__path__)},
+    {model_type: partial(_built_in, model_type) for model_type in models.ADAPTED},
 )
 
 
@@ -75,7 +94,10 @@ def register(
     *,
     alibi: Callable[[Any], bool] | None = None,
     heads: Callable[[Any], tuple[int, int]] | None = None,
-    rope: Callable[[Any], Rope] | None = None,
+    head_dim: Callable[[Any], int] | None = None,
+    rope: Callable[[Any], Rope | None] | None = None,
+    windows: Callable[[Any], list[int | None]] | None = None,
+    problem: Callable[[PreTrainedModel], str | None] | None = None,
 ) -> Callable[[Any], Any]:
     """Register a function as the attention of a model type; a decorator.
 
@@ -89,8 +111,13 @@ def register(
             None: the config has a true `alibi`, or the model has none.
         heads: Called with the config; returns the query heads and the key/value heads of a layer.
             None: the config's `num_attention_heads` and `num_key_value_heads`.
-        rope: Called with the config; returns how the model rotates keys. None: kvloom finds it in
-            the model's modules.
+        head_dim: Called with the config; returns the size of a key/value head. None: the config's
+            `head_dim`, or its hidden size divided by the query heads.
+        rope: Called with the config; returns how the model rotates keys, or None if it does not.
+            None: kvloom finds it in the model's modules.
+        windows: Called with the config; returns each layer's sliding window, or None for a layer
+            that attends to all tokens. None: the layers that the config names.
+        problem: Called with the model; returns why it cannot be routed and a remedy, or None.
 
     Returns:
         The decorator, which returns the function.
@@ -100,7 +127,7 @@ def register(
     """
 
     def decorate(attend: Callable[..., tuple]) -> Callable[..., tuple]:
-        adapter = Adapter(attention, attend, alibi, heads, rope)
+        adapter = Adapter(attention, attend, alibi, heads, head_dim, rope, windows, problem)
         ADAPTERS.register(lambda: adapter, name=model_type)
         return attend
 
@@ -168,12 +195,17 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = f"its layers of full attention differ in {unequal}"
     elif _heads(config)[0] is None:
         reason = "it has no attention, and so no keys and values"
-    elif getattr(config, "kv_lora_rank", None):
+    elif _attribute(config, "kv_lora_rank") and FULL in dict(_new_stock_layers(config)):
         reason = "it caches latents instead of keys and values (MLA)"
     elif config.model_type in _REFUSED:
         reason = _REFUSED[config.model_type]
+    elif problem := _adapter_problem(model):
+        reason = problem
     elif not has_adapter(model) and not model._can_set_attn_implementation():
-        reason = "its attention does not go through transformers' attention interface"
+        reason = (
+            "its attention does not go through transformers' attention interface; register an "
+            "adapter of your own by kvloom.register_adapter"
+        )
     else:
         reason = shard.problem(model, *_heads(config))
     if reason:
@@ -183,10 +215,16 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
     return model
 
 
+def _adapter_problem(model: PreTrainedModel) -> str | None:
+    adapter = adapter_of(decoder_config(model))
+    return None if adapter is None or adapter.problem is None else adapter.problem(model)
+
+
 def _attribute(config: Any, name: str, number: int | None = None) -> Any:
     """Return an attribute of attention; None if the config has none.
 
-    number: of a layer; None: the layers of full attention, or `UNEQUAL` if these differ.
+    number: of a layer; None: the layers of full attention, or `UNEQUAL` if these differ; without
+    any, the first layer.
     """
     of_full = getattr(config, _OF_FULL.get(name, ""), None)
     is_full = of_full is not None and (number is None or config.layer_types[number] == FULL)
@@ -197,8 +235,9 @@ def _attribute(config: Any, name: str, number: int | None = None) -> Any:
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: layers differ
         if number is not None:
             return getattr(config.per_layer_config[number], name, None)
-        full = zip(config.per_layer_config, config.layer_types, strict=True)
-        values = {getattr(layer, name, None) for layer, kind in full if kind == FULL}
+        pairs = zip(config.per_layer_config, config.layer_types, strict=True)
+        layers = [layer for layer, kind in pairs if kind == FULL] or [config.per_layer_config[0]]
+        values = {getattr(layer, name, None) for layer in layers}
         return values.pop() if len(values) == 1 else UNEQUAL
 
 
@@ -264,6 +303,9 @@ def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
 
 def _head_dim(config: Any, number: int | None = None) -> int:
     """Return the size of a head; number: as for `_heads`."""
+    adapter = adapter_of(config)
+    if adapter is not None and adapter.head_dim is not None:
+        return adapter.head_dim(config)
     head_dim = _attribute(config, "head_dim", number)
     return head_dim or config.hidden_size // _heads(config, number)[0]
 
@@ -282,12 +324,26 @@ def is_recording_mode(generation_mode: Any) -> bool:
 
 def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the kind and a new cache layer that transformers itself would use for each layer."""
-    config = decoder_config(model)
+    return _new_stock_layers(decoder_config(model))
+
+
+def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:
     names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
-    layers = cache_utils.DynamicCache(config=config).layers
+    adapter = adapter_of(config)
+    if adapter is not None and adapter.windows is not None:
+        layers = [_new_layer(window) for window in adapter.windows(config)]
+    else:
+        layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
         return [(FULL, None)] * config.num_hidden_layers
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+
+
+def _new_layer(window: int | None) -> Any:
+    """Return a new cache layer of transformers for a sliding window; None: for all tokens."""
+    if window is None:
+        return cache_utils.DynamicLayer()
+    return cache_utils.DynamicSlidingWindowLayer(sliding_window=window)
 
 
 class StockLayer(NamedTuple):
@@ -330,6 +386,18 @@ def is_croppable(layer: Any) -> bool:
     """Return whether tokens can be taken back out of a cache layer of transformers."""
     stateful = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
     return bool(getattr(layer, "is_croppable", not stateful))
+
+
+def is_plainly_causal(config: Any, mask_function: Callable[..., Any], read_only_here: bool) -> bool:
+    """Return whether a token sees all earlier tokens that are not padding, and no others.
+
+    mask_function: as transformers makes masks from it. read_only_here: whether the model itself
+    reads no mask; an adapter reads it in the model's place.
+    """
+    if config.model_type == "falcon":  # transformers 5.10 adds a function that is always true
+        return True
+    is_causal = mask_function is causal_mask_function
+    return is_causal and (read_only_here or config.model_type in ADAPTERS)
 
 
 def padding_mask(mask: Tensor, tokens: int) -> Tensor:

@@ -60,8 +60,10 @@ class RoutedForward:
         if not isinstance(cache, RoutedCache):
             return self.forward(*args, **kwargs)
         check_mask(kwargs.get("attention_mask"))
+        _check_arguments(self.model, cache, kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
-        routed = attention.routed(self.model._kvloom.configs)
+        # with no layer of kvloom, the model's own attention runs as it is
+        routed = attention.routed(self.model._kvloom.configs if cache.routed else ())
         with token_ids(cache, args, kwargs), cache.step(), routed:
             out = self.forward(*args, **kwargs)
             if repeated is not None:
@@ -121,6 +123,19 @@ def check_mask(mask: Any) -> None:
     raise CacheMisuse(
         f"kvloom takes a 2-D padding mask [batch, tokens], got a mask {shape}; give a 2-D mask"
     )
+
+
+def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:
+    """Raise `CacheMisuse` for an argument whose effect kvloom does not compute in its layers."""
+    if not cache.routed:
+        return
+    if kwargs.get("encoder_hidden_states") is not None:
+        raise CacheMisuse(
+            "a kvloom cache holds no keys of an encoder, and this call has encoder_hidden_states; "
+            "pass use_cache=False, or an EncoderDecoderCache of transformers as past_key_values"
+        )
+    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        raise attention.no_weights(cache.routed[0])
 
 
 def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:

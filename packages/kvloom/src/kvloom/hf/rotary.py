@@ -38,17 +38,11 @@ def model_rope(model: PreTrainedModel) -> Rope | None:
     modules = [m for m in decoder.modules() if _inv_freq(m) is not None]
     if not modules:
         return None
-    kind = getattr(modules[0], "rope_type", "default")
-    kind = kind.get(compat.FULL) if isinstance(kind, dict) else kind
-    if kind in _CHANGING:
-        raise UnsupportedModel(
-            f"{type(model).__name__}: its rotary embedding ({kind}) changes with the length, so "
-            'keys cannot be moved to other positions; use positions="original"'
-        )
+    inv_freq = constant_inv_freq(modules[0])
     apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
     head_dim = compat.geometry(model).head_dim
     for interleaved in (False, True):
-        rope = Rope(_inv_freq(modules[0]).detach().float().clone(), interleaved)
+        rope = Rope(inv_freq, interleaved)
         if apply is not None and _agrees(rope, modules[0], apply, head_dim):
             return rope
     raise UnsupportedModel(
@@ -57,12 +51,29 @@ def model_rope(model: PreTrainedModel) -> Rope | None:
     )
 
 
+def constant_inv_freq(module: torch.nn.Module) -> Tensor:
+    """Return the frequencies of a rotary embedding, fp32 [dims / 2].
+
+    Raises `UnsupportedModel` if they change with the length.
+    """
+    kind = getattr(module, "rope_type", "default")
+    kind = kind.get(compat.FULL) if isinstance(kind, dict) else kind
+    if kind in _CHANGING:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: this rotary embedding ({kind}) changes with the length, so "
+            'keys cannot be moved to other positions; use positions="original"'
+        )
+    inv_freq: Tensor = _inv_freq(module).detach().float().clone()
+    return inv_freq
+
+
 def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
     """Return how tokens get other positions if the recipe renumbers them.
 
     Returns the rotary embedding of the model's keys (None: no key is re-rotated), and whether new
-    tokens need smaller learned positions after an eviction. Raises `UnsupportedModel`, or
-    `IncompatibleRecipe` where positions are learned and the layers would not agree on them.
+    tokens need smaller learned positions after an eviction. Raises `UnsupportedModel` for positions
+    that cannot be changed, or `IncompatibleRecipe` where they are learned and the layers would not
+    agree on them.
     """
     numbers = compat.geometry(model).numbers
     keeps = {recipe.for_layer(number, numbers).keep for number in numbers}
@@ -78,6 +89,12 @@ def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bo
                 'positions="renumbered" gives a token one learned position for all layers, so they '
                 'must hold equally many tokens; use layers="uniform" and one keep for all layers'
             ],
+        )
+    decoder = compat.decoder(model)
+    if learned and "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise UnsupportedModel(
+            f"{type(decoder).__name__} counts the positions of new tokens itself, so they cannot "
+            'get others; use positions="original"'
         )
     return rope, learned
 

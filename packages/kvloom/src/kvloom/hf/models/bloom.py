@@ -18,8 +18,6 @@ from ...positions.alibi import Alibi, positions
 from .. import adapters
 from ..routed import RoutedLayer
 
-ATTENTION = BloomAttention
-
 
 def alibi(config: BloomConfig) -> bool:
     """Return True: every BLOOM has ALiBi, and its config does not say so."""

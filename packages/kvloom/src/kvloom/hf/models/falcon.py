@@ -23,8 +23,6 @@ from ...positions.alibi import Alibi, positions
 from .. import adapters
 from ..routed import RoutedLayer
 
-ATTENTION = FalconAttention
-
 
 def heads(config: FalconConfig) -> tuple[int, int]:
     """Return the query heads and the key/value heads, which the config says by two flags."""

@@ -12,8 +12,6 @@ from ...positions.alibi import Alibi, positions
 from .. import adapters
 from ..routed import RoutedLayer
 
-ATTENTION = MptAttention
-
 
 def alibi(config: MptConfig) -> bool:
     """Return True: every MPT has ALiBi, and its config does not say so."""

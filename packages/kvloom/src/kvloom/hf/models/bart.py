@@ -1,0 +1,29 @@
+"""MVP, TrOCR, XGLM: decoders with the attention of BART; positions are added to embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .. import adapters
+from ..routed import RoutedLayer
+
+
+def problem(model: PreTrainedModel) -> str | None:
+    """Return why kvloom cannot route a model: MVP's prompts are keys that no cache stores."""
+    if not getattr(model.config, "use_prompt", False):
+        return None
+    return "each layer attends to a learned prompt too; load it with use_prompt=False"
+
+
+def attend(
+    module: Any, layer: RoutedLayer, hidden_states: Tensor, *, attention_mask: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    """`forward` of an attention module with a kvloom layer."""
+    q, k, v = (
+        project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    return module.out_proj(adapters.attend(layer, q, k, v, attention_mask, module.scaling)), None

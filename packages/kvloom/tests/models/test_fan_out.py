@@ -46,7 +46,7 @@ def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
 def test_every_model(name):
     model = zoo.build(name)
     forms = [KIVI, "snapkv:tokens=20,window=8", "streaming:tokens=24,positions=renumbered"]
-    if name in ("gpt2", "opt"):
+    if name in zoo.LEARNED:
         forms[-1] = "streaming:tokens=24"
     leader = kvloom.Cache(model, "full")
     followers = [Follower(kvloom.Cache(model, form)) for form in forms]

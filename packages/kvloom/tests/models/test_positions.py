@@ -19,10 +19,9 @@ from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
-LEARNED = ("gpt2", "opt", "gpt-neo", "xglm")
-MOVABLE = [n for n in zoo.CONFIGS if n not in (*LEARNED, "mistral-sliding")]
+MOVABLE = [n for n in zoo.CONFIGS if n not in (*zoo.LEARNED, "mistral-sliding")]
 # Of each way to know how a model rotates.
-QUICK = ("llama-gqa", "gemma2", "glm4", *(name for name in zoo.ADAPTED if name not in LEARNED))
+QUICK = ("llama-gqa", "gemma2", "glm4", *(name for name in zoo.ADAPTED if name not in zoo.LEARNED))
 TOKENS = 41
 BY_AGE = ("streaming:tokens=20,sinks=4,positions=renumbered",)
 BY_SCORE = (
@@ -92,7 +91,7 @@ def test_original_positions_are_another_answer():
     assert any(not torch.allclose(a[-1], b[-1], atol=1e-2) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@pytest.mark.parametrize("name", zoo.LEARNED)
 def test_learned_positions_of_new_tokens(name):
     model = one_layer(name)
     recipe = "streaming:tokens=20,sinks=4,positions=renumbered"

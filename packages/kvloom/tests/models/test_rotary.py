@@ -24,7 +24,7 @@ SCALED = {
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
 }
-NONE = ("gpt2", "opt", "mpt", "falcon-alibi", "bloom", "gpt-neo", "xglm")
+NONE = (*zoo.LEARNED, "mpt", "falcon-alibi", "bloom")
 
 
 @pytest.mark.parametrize("name", [n for n in zoo.CONFIGS if n not in (*NONE, "mistral-sliding")])

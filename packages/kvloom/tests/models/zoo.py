@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from transformers.models.roformer import modeling_roformer
 
 _COMMON = {
     "hidden_size": 64,
@@ -87,7 +88,7 @@ CONFIGS = {
     ),
     "gpt-neox-japanese": lambda: tf.GPTNeoXJapaneseConfig(
         **{k: v for k, v in _COMMON.items() if k != "intermediate_size"},
-        intermediate_multiple_size=2, rotary_pct=0.5,
+        intermediate_multiple_size=2,
     ),
     "jetmoe": lambda: tf.JetMoeConfig(
         **_OLD, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_key_value_heads=2,
@@ -103,16 +104,23 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
+if not hasattr(modeling_roformer, "create_causal_mask"):
+    del CONFIGS["roformer"]  # transformers 5.10: a token of a prompt sees later ones
+
 # With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers
 # and an adapter.
 OF_EACH_KIND = (
     "llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "gpt2", "gptj", "falcon-gqa", "bloom",
 )  # fmt: skip
 
+# Their positions are learned, or added to embeddings.
+LEARNED = ("gpt2", "opt", "gpt-neo", "xglm")
+
 # Their attention modules get another forward.
 ADAPTED = (
     "gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom", "codegen", "gpt-neo",
-    "gpt-neox-japanese", "jetmoe", "diffllama", "roformer", "xglm",
+    "gpt-neox-japanese", "jetmoe", "diffllama", "xglm",
+    *(name for name in CONFIGS if name == "roformer"),
 )  # fmt: skip
 
 

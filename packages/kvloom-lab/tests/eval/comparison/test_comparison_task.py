@@ -74,7 +74,7 @@ def test_sliding_layers_count_in_memory_and_not_in_bits(tokenizer):
         else:
             assert full.bits_per_value is None
             assert full.times_smaller == 1
-            assert "no layer of the model stores the keys and values of all tokens" in rtn.problem
+            assert "no layer of the model has plain full attention" in rtn.problem
         console = Console(width=100)
         with console.capture() as captured:
             console.print(comparison_table([full, rtn], work.environment(model, "m", task, 0)))

@@ -23,13 +23,18 @@ _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
 _SMALL_HEAD = 64
 _FEW = 0.15  # share of a prompt below which evicting costs much quality
+_INDEXED = "its attention reads the tokens that an index of its own selects"
+_POOLED = "it stores a window of tokens, and summaries of those before it"
 _MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
 _REASONS = {
     compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
     "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
     "LinearAttentionAndFullAttentionLayer": _MIXED,
     "LinearAttentionAndSlidingWindowAttentionLayer": _MIXED,
-    "DynamicIndexedLayer": "its attention reads the tokens that an index of its own selects",
+    "DynamicIndexedLayer": _INDEXED,
+    "MiniMaxM3VLSparseCacheLayer": _INDEXED,
+    "DeepseekV4HCACache": _POOLED,
+    "DeepseekV4CSACache": _POOLED,
     "DummyLayer": "it stores nothing: it has no keys and values, or those of an earlier layer",
 }
 """Why a layer of each kind is not compressed."""

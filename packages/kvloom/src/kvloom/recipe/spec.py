@@ -389,8 +389,8 @@ class Recipe:
         """Return everything in this recipe that does not fit the model, one sentence each."""
         if not geometry.layers and not self.exact:
             return [
-                "it would compress nothing, as no layer of the model stores the keys and values of "
-                'all tokens; use transformers\' own cache, or recipe "full"'
+                "it would compress nothing, as no layer of the model has plain full attention; use "
+                'transformers\' own cache, or recipe "full", whose report says what the layers have'
             ]
         if not self.layers:
             return self._problems(geometry, geometry.layers)

@@ -79,9 +79,19 @@ def test_an_attention_scale_that_is_off_by_a_thousandth_shows(monkeypatch):
     assert 1e-5 < record["difference"] < 1e-2
 
 
-def test_layers_that_stay_with_transformers_need_no_padding():
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("gpt_neo", "GPTNeoForCausalLM"),
+        ("minimax_m3_vl_text", "MiniMaxM3VLForCausalLM"),
+        ("zamba2", "Zamba2ForCausalLM"),
+    ],
+)
+def test_layers_that_stay_with_transformers_need_no_padding(pair):
     """They get the model's own mask, where kvloom's layers have none."""
-    model = comparison.build("zamba2", "Zamba2ForCausalLM", {})
+    if pair not in comparison.models():
+        pytest.skip("another transformers")
+    model = comparison.build(*pair, {})
     prompt = {"input_ids": torch.arange(10, 50)[None], "max_new_tokens": 4, "do_sample": False}
     with torch.no_grad():
         expected = model.generate(**prompt)

@@ -46,7 +46,7 @@ _REFUSED = {
     "xlm": "its generate() computes all tokens again at every step, without a KV cache",
     "xlnet": "it caches hidden states instead of keys and values",
 }
-"""Why no model of these types can be routed."""
+"""Why no layer of full attention of these types can be routed."""
 
 
 class Adapter(NamedTuple):
@@ -195,9 +195,9 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = f"its layers of full attention differ in {unequal}"
     elif _heads(config)[0] is None:
         reason = "it has no attention, and so no keys and values"
-    elif _attribute(config, "kv_lora_rank") and FULL in dict(_new_stock_layers(config)):
+    elif _attribute(config, "kv_lora_rank") and _has_full_layers(config):
         reason = "it caches latents instead of keys and values (MLA)"
-    elif config.model_type in _REFUSED:
+    elif config.model_type in _REFUSED and _has_full_layers(config):
         reason = _REFUSED[config.model_type]
     elif problem := _adapter_problem(model):
         reason = problem
@@ -337,6 +337,10 @@ def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:
     if not layers:  # a config without layer types: every layer attends to everything
         return [(FULL, None)] * config.num_hidden_layers
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+
+
+def _has_full_layers(config: Any) -> bool:
+    return any(kind == FULL for kind, _ in _new_stock_layers(config))
 
 
 def _new_layer(window: int | None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DiffLlamaConfig
+from transformers import DiffLlamaConfig, PreTrainedModel
 from transformers.models.diffllama.modeling_diffllama import (
     DiffLlamaAttention,
     DiffLlamaRotaryEmbedding,
@@ -21,6 +21,12 @@ from transformers.models.diffllama.modeling_diffllama import (
 from ...positions.rope import Rope
 from .. import adapters, rotary
 from ..routed import RoutedLayer
+
+
+def problem(model: PreTrainedModel) -> str | None:
+    """Return why kvloom cannot route a model: transformers 5.10 allows heads without a pair."""
+    odd = model.config.num_key_value_heads % 2
+    return "its key/value heads are odd in number, and so no pairs" if odd else None
 
 
 def heads(config: DiffLlamaConfig) -> tuple[int, int]:

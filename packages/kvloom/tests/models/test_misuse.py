@@ -129,10 +129,10 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
         (tf.JetMoeConfig(hidden_size=32, num_hidden_layers=1, num_key_value_heads=2,
                          kv_channels=16, intermediate_size=32, vocab_size=99),
          "JetMoeForCausalLM .* repeats its keys"),
-        (tf.DeepseekV3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        (tf.DeepseekV32Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
                              num_key_value_heads=2, intermediate_size=32, vocab_size=99,
                              moe_intermediate_size=16, n_routed_experts=8),
-         r"DeepseekV3ForCausalLM .*\(MLA\)"),
+         "DeepseekV32ForCausalLM .* its attention is sparse"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_by_name(config, says):

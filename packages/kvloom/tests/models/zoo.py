@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 _COMMON = {
     "hidden_size": 64,
@@ -80,11 +81,19 @@ CONFIGS = {
     "bloom": lambda: tf.BloomConfig(**_OLD, hidden_size=96, n_layer=3, n_head=6),
 }  # fmt: skip
 
-# With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers
-# and an adapter.
-OF_EACH_KIND = (
+if hasattr(DeepseekV3Attention, "expand_kv"):  # older transformers cache what it returns
+    CONFIGS["deepseek-v3"] = lambda: tf.DeepseekV3Config(
+        **_COMMON, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+
+# With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers,
+# latents and an adapter.
+OF_EACH_KIND = [
     "llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "gpt2", "gptj", "falcon-gqa", "bloom",
-)  # fmt: skip
+    *({"deepseek-v3"} & {*CONFIGS}),
+]  # fmt: skip
 
 # Their attention does not go through transformers' interface.
 ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")

@@ -93,12 +93,14 @@ class Queries(NamedTuple):
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet.
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: the
+    attention of the tokens of a first prompt [B, Hq, T, D], where the model computes it itself.
     """
 
     queries: Queries
     k: Tensor
     v: Tensor
+    attended: Tensor | None = None
 
     @property
     def tokens(self) -> int:

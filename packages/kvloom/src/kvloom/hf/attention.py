@@ -27,8 +27,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
+from . import latents
 from .compat import ADAPTERS, padding_mask
-from .routed import RoutedLayer
+from .routed import RoutedLayer, expanding_layer
 
 NAME = "kvloom"
 FIELD = "_attn_implementation_internal"
@@ -81,7 +82,7 @@ def attention(
 
     Raises `CacheMisuse` where a kvloom layer would have to drop the mask or an argument.
     """
-    layer = getattr(key, "_kvloom_layer", None)
+    layer = getattr(key, "_kvloom_layer", None) or expanding_layer(module)
     if layer is None:
         stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
         if stock_mask is not None:
@@ -94,10 +95,43 @@ def attention(
     if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
         raise _not_causal(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layer.latents is not None:
+        return _attend_to_latents(module, layer, query, key, value, attention_mask, scale, kwargs)
     queries = Queries(query, scale, visible, softcap)
     if sinks is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
     out = layer.attend(StepInputs(queries, key, value))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_to_latents(
+    module: torch.nn.Module,
+    layer: RoutedLayer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    arguments: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Attend as `attention` does, to the latents that the module has expanded to key and value.
+
+    A first prompt attends to these, as without kvloom; later steps attend to the latents.
+    """
+    assert layer.latents is not None
+    k, v = layer.latents
+    visible, attended = visible_tokens(layer, mask), None
+    if not layer.cache.seen:
+        stock_mask = getattr(mask, "_kvloom_stock_mask", None)
+        mask = mask if stock_mask is None else stock_mask()
+        attend = _stock_attention(module)
+        attended, _ = attend(module, query, key, value, mask, scaling=scale, **arguments)
+        attended = attended.transpose(1, 2)
+    needed = attended is None or layer.reads_queries
+    q = latents.absorb(module, query) if needed else query[:, :, :0]
+    out = layer.attend(StepInputs(Queries(q, scale, visible), k, v, attended))
+    if attended is None:
+        out = latents.expand(module, out)
     return out.transpose(1, 2).contiguous(), None
 
 

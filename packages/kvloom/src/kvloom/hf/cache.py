@@ -48,12 +48,13 @@ class Cache(RoutedCache):
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
-        metadata = load_layer_metadata(model, self.recipe)
-        rope, learned = rotary.renumbering(model, self.recipe)
+        fitted = self.recipe.fitted(self.geometry)
+        metadata = load_layer_metadata(model, fitted)
+        rope, learned = rotary.renumbering(model, fitted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(self.recipe, numbers, metadata, rope)
+        built = build_layers(fitted, numbers, metadata, rope)
         heads = self.geometry.kv_heads if shard.running() else None
         shared = compat.shared_layers(model)
         routed = {

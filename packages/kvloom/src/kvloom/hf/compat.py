@@ -24,7 +24,7 @@ from ..errors import UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.geometry import Geometry
 from ..registry import Registry
-from . import models, shard
+from . import latents, models, shard
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 UNEQUAL = object()
@@ -168,8 +168,8 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = f"its layers of full attention differ in {unequal}"
     elif _heads(config)[0] is None:
         reason = "it has no attention, and so no keys and values"
-    elif getattr(config, "kv_lora_rank", None):
-        reason = "it caches latents instead of keys and values (MLA)"
+    elif latent_problem := latents.problem(config, decoder(model)):
+        reason = latent_problem
     elif config.model_type in _REFUSED:
         reason = _REFUSED[config.model_type]
     elif not has_adapter(model) and not model._can_set_attn_implementation():
@@ -247,6 +247,7 @@ def geometry(model: PreTrainedModel) -> Geometry:
     return Geometry(
         len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
         has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
+        _value_dim(config), bool(latents.rank(config)),
     )  # fmt: skip
 
 
@@ -259,13 +260,22 @@ def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
     if adapter is not None and adapter.heads is not None:
         return adapter.heads(config)
     q_heads = _attribute(config, "num_attention_heads", number)
+    if latents.rank(config):
+        return q_heads, 1
     return q_heads, _attribute(config, "num_key_value_heads", number) or q_heads
 
 
 def _head_dim(config: Any, number: int | None = None) -> int:
-    """Return the size of a head; number: as for `_heads`."""
+    """Return the channels of a key; number: as for `_heads`."""
+    if latents.rank(config):
+        return config.qk_rope_head_dim
     head_dim = _attribute(config, "head_dim", number)
     return head_dim or config.hidden_size // _heads(config, number)[0]
+
+
+def _value_dim(config: Any) -> int | None:
+    """Return the channels of a value; None: as many as of a key."""
+    return latents.rank(config) or getattr(config, "v_head_dim", None)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -314,7 +324,8 @@ def stock_layers(model: PreTrainedModel) -> list[StockLayer]:
         nbytes = 0
         if kind in (FULL, SLIDING):
             kv_heads = _heads(config, number)[1]
-            nbytes = 2 * kv_heads // ranks * _head_dim(config, number) * itemsize
+            head_dim = _head_dim(config, number)
+            nbytes = kv_heads // ranks * (head_dim + (_value_dim(config) or head_dim)) * itemsize
         layers.append(StockLayer(kind, layer.sliding_window if kind == SLIDING else None, nbytes))
     return layers
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.latents import query_keys
 from ..cache.layer import LayerCache
 from ..cache.step import Queries, StepInputs
 from ..errors import UnsupportedModel
@@ -52,6 +53,8 @@ class ObservedLayer(RoutedLayer):
         self.layer, self.on_step = layer, on_step
         self.exact = Buffer()
 
+    reads_queries = True
+
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does.
 
@@ -59,7 +62,7 @@ class ObservedLayer(RoutedLayer):
         """
         if self.repeated is not None or not self.awaits_attention:
             return super().attend(step)
-        self.exact.append(step.k.detach())
+        self.exact.append(query_keys(step.queries.q, step.k, step.v).detach())
         keys = self.exact.view()
         q, scale, softcap = step.queries.q, step.queries.scale, step.queries.softcap
         bias = alibi_bias(step.queries, keys)

@@ -6,6 +6,7 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -42,6 +43,17 @@ def outside_inference_mode(method: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
+_expanding = threading.local()
+"""layer: whose latents the model of this thread expands before it attends."""
+
+
+def expanding_layer(module: torch.nn.Module) -> RoutedLayer | None:
+    """Return the layer whose latents a module has expanded; None if it attends to none."""
+    layer: RoutedLayer | None = getattr(_expanding, "layer", None)
+    waits = layer is not None and layer.awaits_attention and hasattr(module, "expand_kv")
+    return layer if waits else None
+
+
 class RoutedLayer(CacheLayerMixin):
     """A compressed layer: marks the key that `update` returns, so that attention finds it."""
 
@@ -60,6 +72,8 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
+        self.latents: tuple[Tensor, Tensor] | None = None  # positional parts and latents, until
+        # attention comes
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -79,10 +93,20 @@ class RoutedLayer(CacheLayerMixin):
                 f"this process should have {self.kv_heads}: the model was divided in another way "
                 'than by transformers; load it with tp_plan="auto"'
             )
+        self.awaits_attention = True
+        if self.cache.latent:
+            self.latents = value_states, key_states
+            _expanding.layer = self
+            return key_states, value_states
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]
-        self.awaits_attention = True
         return key, value_states
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the queries of a first prompt matter, although the model attends to it itself."""
+        recipe = self.cache.recipe
+        return recipe.reads_queries or self.cache.recording or bool(recipe.start)
 
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.
@@ -90,6 +114,7 @@ class RoutedLayer(CacheLayerMixin):
         Raises `CacheMisuse` if no layer shares these keys and values.
         """
         again, self.awaits_attention = not self.awaits_attention, False
+        self.latents = None
         if again and not self.shared:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update (differential attention, "
@@ -428,10 +453,7 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.like is None:
-        return 0
-    b, h, _, d = cache.like.shape
-    return 2 * b * h * d * cache.seen
+    return cache.token_numbers * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:

@@ -154,6 +154,11 @@ class _FanOutLayer(RoutedLayer):
         super().__init__(leader.cache, shared=leader.shared)
         self.followers, self.clock = followers, clock
 
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the leader or a follower reads the queries of the prompt."""
+        return super().reads_queries or any(layer.reads_queries for _, layer in self.followers)
+
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in the leader; store the prompt in the followers."""
         first = self.awaits_attention  # not of a layer that shares these keys and values

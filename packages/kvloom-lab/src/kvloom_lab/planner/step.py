@@ -35,11 +35,11 @@ class LayerKind:
         recall = recipe.recall
         if recall is None or kept <= recall.tokens:
             return nbytes, kept
-        index = recall.index.nbytes(recall.index.due(0, kept), geometry.head_dim,
+        index = recall.index.nbytes(recall.index.due(0, kept), geometry.query_dim,
                                     geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
         chosen = round((nbytes - index) * recall.tokens / kept)
         if recall.index.reads_keys:
-            chosen += (nbytes - index) // 2
+            chosen += (nbytes - index) // (1 if geometry.latent else 2)
         return index + chosen, recall.tokens
 
     def kept_tokens(self, tokens: int) -> int:
@@ -62,7 +62,7 @@ class CacheBytes:
     """The bytes of a recipe's cache on a model."""
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
-        numbers = model.geometry.numbers
+        recipe, numbers = recipe.fitted(model.geometry), model.geometry.numbers
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
         for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
             plain = recipe.for_layer(number, numbers)
@@ -185,7 +185,7 @@ class StepTime:
 def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) -> StepWork:
     """Return what a decode step does after `context` tokens in each of `batch` rows."""
     g, layers = model.geometry, []
-    per_token = 4 * g.q_heads * g.head_dim  # a product with keys, and one with values
+    per_token = 2 * g.q_heads * (g.query_dim + g.dims[1])  # products with keys and with values
     for kind in cache.kinds:
         nbytes, tokens = kind.read(context, g)
         layers.append(LayerWork(kind, kind.layers, batch * nbytes, batch * tokens * per_token))

@@ -118,7 +118,7 @@ def test_mxfp4_has_the_bytes_of_gpt_oss(layers, experts, gib):
     [
         (lambda: tf.T5Config(), "encoder-decoder"),
         (lambda: tf.Qwen3NextConfig(num_hidden_layers=4), "linear attention"),
-        (lambda: tf.DeepseekV3Config(num_hidden_layers=2), "MLA"),
+        (lambda: tf.DeepseekV32Config(num_hidden_layers=2), "attention is sparse"),
         (lambda: tf.MambaConfig(num_hidden_layers=2), "no attention"),
         (
             lambda: tf.LlamaConfig(quantization_config={"quant_method": "hqq"}),

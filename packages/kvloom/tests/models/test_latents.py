@@ -154,6 +154,22 @@ def test_generation_is_that_of_transformers(model, options):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "h2o:tokens=24", "snapkv:tokens=24,window=8", "streaming:tokens=24,sinks=4",
+        "kivi:group=16,residual=16", "near-lossless:group=16,residual=16,start=70", *READ,
+    ],
+)  # fmt: skip
+def test_drafts_change_no_token(model, recipe):
+    batch = zoo.batch(1, 60, (0,))
+    options = {"max_new_tokens": 16, "do_sample": False}
+    want = model.generate(**batch, **options, past_key_values=kvloom.Cache(model, recipe))
+    options["assistant_model"] = zoo.build("llama-gqa")
+    got = model.generate(**batch, **options, past_key_values=kvloom.Cache(model, recipe))
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("recipe", ["near-lossless:group=16,residual=16", "h2o:tokens=24", *READ])
 def test_a_saved_cache_continues(model, recipe, tmp_path):
     cache = filled(model, recipe)

@@ -24,7 +24,7 @@ from .layer_state import LayerState
 from .reading import step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
-from .step import Queries, StepInputs
+from .step import StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
@@ -56,15 +56,16 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
     step = checked(state, inputs)
     stored = _append(state, step)
-    if step.attended is not None:
+    expansion = step.expansion
+    if expansion is not None and expansion.attended is not None and not state.seen:
         state.read = step.tokens
-        return step.attended, OpenStep(step, stored, [])
+        return expansion.attended, OpenStep(step, stored, [])
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     if state.metadata.latent:
-        out, products = _attend_to_latents(queries, regions, state.plan), None
+        out, products = _attend_to_latents(step, regions, state.plan), None
     else:
         out, products = attend_to(
             queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
@@ -122,7 +123,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     regions = step_regions(state, step, stored=False)
     queries = step.queries
     if state.metadata.latent:
-        out = _attend_to_latents(queries, regions)
+        out = _attend_to_latents(step, regions)
     else:
         out, _ = attend_to(
             queries.q, joined(regions), queries.scale, queries.softcap,
@@ -134,11 +135,13 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
 
 
 def _attend_to_latents(
-    queries: Queries, regions: list[Region], plan: OpPlan[..., AttentionState] | None = None
+    step: StepInputs, regions: list[Region], plan: OpPlan[..., AttentionState] | None = None
 ) -> Tensor:
-    """Attend absorbed queries to a latent layer: [B, Hq, T, r]. plan: of one query."""
-    q, regions = latents.absorbed(queries.q, regions, queries.scale)
-    return attend_to(q, regions, queries.scale, None, plan=plan if q.shape[2] == 1 else None)[0]
+    """Attend absorbed queries to a latent layer; plan: of one query."""
+    scale = step.queries.scale
+    q, regions = latents.absorbed(step.queries.q, regions, scale)
+    out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None)
+    return out if step.expansion is None else step.expansion.output(out)
 
 
 def _append(state: LayerState, step: StepInputs) -> bool:

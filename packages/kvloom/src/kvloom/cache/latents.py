@@ -16,10 +16,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..kernels.attend.reference import UNPACK
 from ..kernels.attend.regions import Region, Slots
 from ..kernels.select.reference import gather
-
-_UNPACK = 8192  # tokens of a region that are unpacked at once
 
 
 def joined(k: Tensor, v: Tensor) -> Tensor:
@@ -67,9 +66,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _joined_regions(region: Region) -> Iterator[Region]:
-    """Yield exact regions of `_UNPACK` tokens with joined keys; the last has the step's own."""
+    """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
     n, own, visible = region.keys.tokens, region.own, region.visible
-    cuts = [0, *range(_UNPACK, n - own, _UNPACK), n]
+    cuts = [0, *range(UNPACK, n - own, UNPACK), n]
     for lo, hi in pairwise(cuts):
         k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
         see = None if visible is None else visible[..., lo:hi]

@@ -90,17 +90,34 @@ class Queries(NamedTuple):
         return self._replace(q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None)
 
 
+class Expansion(NamedTuple):
+    """How a model attends to latents (see `latents`).
+
+    output: returns the output of the heads [B, Hq, T, D] of attention to latents, [B, Hq, T, r].
+    attended: that of a first prompt, where the model has computed it from its expanded tokens.
+    """
+
+    output: Callable[[Tensor], Tensor]
+    attended: Tensor | None = None
+
+    def slice(self, begin: int, end: int) -> Expansion:
+        """Return that of tokens begin to end; later tokens may attend to fewer than the model."""
+        if self.attended is None or begin:
+            return Expansion(self.output)
+        return Expansion(self.output, self.attended[:, :, :end])
+
+
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: the
-    attention of the tokens of a first prompt [B, Hq, T, D], where the model computes it itself.
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. expansion: of a
+    layer of latents.
     """
 
     queries: Queries
     k: Tensor
     v: Tensor
-    attended: Tensor | None = None
+    expansion: Expansion | None = None
 
     @property
     def tokens(self) -> int:
@@ -110,7 +127,10 @@ class StepInputs(NamedTuple):
     def slice(self, begin: int, end: int) -> StepInputs:
         """Return the tokens begin to end, which see the tokens up to them."""
         k, v = self.k[:, :, begin:end], self.v[:, :, begin:end]
-        return StepInputs(self.queries.slice(begin, end), k, v)
+        expansion = self.expansion
+        if expansion is not None:
+            expansion = expansion.slice(begin, end)
+        return StepInputs(self.queries.slice(begin, end), k, v, expansion)
 
     def one_by_one(self) -> Iterator[StepInputs]:
         """Yield each token as a step of its own."""
@@ -118,7 +138,10 @@ class StepInputs(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
         """Apply fn to the tensors, along the batch dimension."""
-        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v))
+        expansion = self.expansion
+        if expansion is not None and expansion.attended is not None:
+            expansion = expansion._replace(attended=fn(expansion.attended))
+        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v), expansion)
 
 
 class Uncommitted(Stateful):

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.step import Queries, StepInputs
+from ..cache.step import Expansion, Queries, StepInputs
 from ..errors import CacheMisuse
 from . import latents
 from .compat import ADAPTERS, padding_mask
@@ -129,9 +129,8 @@ def _attend_to_latents(
         attended = attended.transpose(1, 2)
     needed = attended is None or layer.reads_queries
     q = latents.absorb(module, query) if needed else query[:, :, :0]
-    out = layer.attend(StepInputs(Queries(q, scale, visible), k, v, attended))
-    if attended is None:
-        out = latents.expand(module, out)
+    expansion = Expansion(partial(latents.expand, module), attended)
+    out = layer.attend(StepInputs(Queries(q, scale, visible), k, v, expansion))
     return out.transpose(1, 2).contiguous(), None
 
 

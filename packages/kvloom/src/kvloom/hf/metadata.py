@@ -141,11 +141,13 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
 def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
     store, geometry = recipe.store, compat.geometry(model)
-    of_geometry = geometry.first_head, geometry.value_dim, geometry.latent
+    shape: dict[str, Any] = {
+        "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
+    }  # fmt: skip
     scorer = None if recipe.keep is None else recipe.keep.scorer
     rotates = scorer is not None and scorer.rotates
     if not store.calibrated and not store.pre_rope and not rotates:
-        return LayerMetadata(None, None, None, *of_geometry)
+        return LayerMetadata(**shape)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
 
@@ -160,7 +162,7 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
-        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, *of_geometry)
+        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, **shape)
 
     metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, rotates), read)
     return metadata

@@ -46,14 +46,14 @@ class ObservedStep(NamedTuple):
 class ObservedLayer(RoutedLayer):
     """A `RoutedLayer` that shows every step to `on_step` before it attends."""
 
+    reads_queries = True
+
     def __init__(
         self, routed: RoutedLayer, layer: int, on_step: Callable[[ObservedStep], None]
     ) -> None:
         super().__init__(routed.cache, shared=routed.shared)
         self.layer, self.on_step = layer, on_step
         self.exact = Buffer()
-
-    reads_queries = True
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does.

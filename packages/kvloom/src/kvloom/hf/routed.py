@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -44,13 +45,14 @@ def outside_inference_mode(method: _F) -> _F:
 
 
 _expanding = threading.local()
-"""layer: whose latents the model of this thread expands before it attends."""
+"""layer: a weak reference to the one whose latents the model of this thread is expanding."""
 
 
 def expanding_layer(module: torch.nn.Module) -> RoutedLayer | None:
     """Return the layer whose latents a module has expanded; None if it attends to none."""
-    layer: RoutedLayer | None = getattr(_expanding, "layer", None)
-    waits = layer is not None and layer.awaits_attention and hasattr(module, "expand_kv")
+    reference = getattr(_expanding, "layer", None)
+    layer: RoutedLayer | None = None if reference is None else reference()
+    waits = layer is not None and layer.latents is not None and hasattr(module, "expand_kv")
     return layer if waits else None
 
 
@@ -72,8 +74,8 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
-        self.latents: tuple[Tensor, Tensor] | None = None  # positional parts and latents, until
-        # attention comes
+        self.latents: tuple[Tensor, Tensor] | None = None
+        """The step's positional parts and latents, until attention comes."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -96,7 +98,7 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = True
         if self.cache.latent:
             self.latents = value_states, key_states
-            _expanding.layer = self
+            _expanding.layer = weakref.ref(self)
             return key_states, value_states
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     step = checked(state, inputs)
     stored = _append(state, step)
     expansion = step.expansion
-    if expansion is not None and expansion.attended is not None and not state.seen:
+    if expansion is not None and expansion.attended is not None:
         state.read = step.tokens
         return expansion.attended, OpenStep(step, stored, [])
     regions = step_regions(state, step, stored)

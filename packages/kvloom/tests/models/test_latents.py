@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import pytest
 import torch
 import transformers as tf
@@ -227,9 +228,13 @@ def test_recipes_that_latents_lack_are_refused_by_name(model, recipe, says):
         kvloom.Cache(model, recipe)
 
 
-def test_weights_that_cannot_be_absorbed_are_refused_by_name():
+@pytest.mark.parametrize("how", ["wrapped", "offloaded"])
+def test_weights_that_cannot_be_absorbed_are_refused_by_name(how):
     model = zoo.build("deepseek-v3")
     module = model.model.layers[0].self_attn
-    module.kv_b_proj = nn.Sequential(module.kv_b_proj)
-    with pytest.raises(UnsupportedModel, match="keep kv_b_proj unquantized"):
+    if how == "wrapped":
+        module.kv_b_proj = nn.Sequential(module.kv_b_proj)
+    else:
+        accelerate.cpu_offload(model, torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match="keep kv_b_proj unquantized and in memory"):
         kvloom.Cache(model, "full")

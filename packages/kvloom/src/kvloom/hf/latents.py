@@ -23,7 +23,7 @@ def problem(config: Any, decoder: nn.Module) -> str | None:
     """Return why kvloom cannot store the latents of a decoder; None if it can, or has none."""
     if not rank(config):
         return None
-    modules = [m for m in decoder.modules() if hasattr(m, "expand_kv")]
+    modules: list[Any] = [m for m in decoder.modules() if hasattr(m, "expand_kv")]
     if getattr(config, "index_topk", None):
         return (
             "its attention is sparse: an indexer chooses the tokens of a step by keys of its own "
@@ -34,12 +34,19 @@ def problem(config: Any, decoder: nn.Module) -> str | None:
             "it has latents (MLA), which this version of transformers caches expanded; use "
             "transformers 5.23"
         )
-    if any(type(m.kv_b_proj) is not nn.Linear or m.kv_b_proj.bias is not None for m in modules):
+    if not all(_absorbable(m.kv_b_proj) for m in modules):
         return (
-            "its attention expands latents by more than a weight (an adapter, or quantized "
-            "weights); merge the adapter, or keep kv_b_proj unquantized"
+            "kvloom reads the weight that expands its latents, and finds more than a weight (an "
+            "adapter, quantized or offloaded weights); merge the adapter, and keep kv_b_proj "
+            "unquantized and in memory"
         )
     return None
+
+
+def _absorbable(linear: nn.Module) -> bool:
+    """Return whether a module is a product with its weight, which is in memory."""
+    offloaded = getattr(getattr(linear, "_hf_hook", None), "offload", False)  # by accelerate
+    return type(linear) is nn.Linear and linear.bias is None and not offloaded
 
 
 def absorb(module: Any, query: Tensor) -> Tensor:

@@ -184,12 +184,12 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.awaits_attention = False
+        self.awaits_attention, self.latents = False, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self.awaits_attention = False
+        self.awaits_attention, self.latents = False, None
 
     @outside_inference_mode
     def reorder_cache(self, beam_idx: Tensor) -> None:

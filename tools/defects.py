@@ -248,8 +248,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/step.py",
-        "if self.attended is None or begin:",
-        "if self.attended is None:",
+        "None if self.attended is None or begin else",
+        "None if self.attended is None else",
         "the first draft over latents attends as the prompt's first tokens did",
         "packages/kvloom/tests/models/test_latents.py",
     ),

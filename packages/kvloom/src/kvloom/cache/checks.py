@@ -16,11 +16,17 @@ from .step import StepInputs
 
 def checked(state: LayerState, step: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
-    queries, k, v, _ = step
+    queries, k, v, *_ = step
     traits = k.shape, v.shape, k.dtype, v.dtype, k.device
     if traits != state.traits:
         check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
         state.traits = traits
+    if not queries.causal and state.recipe.reads_queries:
+        raise CacheMisuse(
+            f"{state.name}: recipe {state.recipe.name!r} scores the prompt causally, and tokens of "
+            "this one see later ones (an image, a bidirectional prefix); use a recipe without "
+            'scores of the prompt, such as "near-lossless" or "quest"'
+        )
     if state.outliers is not None and queries.ids is None and state.needs_ids:
         raise CacheMisuse(
             f"{state.name}: the rule for outliers reads token ids; run the layer by its model"

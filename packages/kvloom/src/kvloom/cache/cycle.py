@@ -56,10 +56,9 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
     step = checked(state, inputs)
     stored = _append(state, step)
-    expansion = step.expansion
-    if expansion is not None and expansion.attended is not None:
+    if step.attended is not None:
         state.read = step.tokens
-        return expansion.attended, OpenStep(step, stored, [])
+        return step.attended, OpenStep(step, stored, [])
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
@@ -84,6 +83,8 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     inputs: the keys and values of the open step; queries: as many, or the newest of them.
     """
     step = checked(state, inputs)
+    if step.attended is not None:
+        return step.attended
     queries = step.queries
     out, _ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
@@ -94,7 +95,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
 
 def finish(state: LayerState, open_step: OpenStep) -> None:
     """Count the tokens of an open step, then score, evict, pack and index what is due."""
-    (queries, k, v, _), stored, regions = open_step
+    (queries, k, v, *_), stored, regions = open_step
     state.seen += k.shape[2]
     commit(state, queries, None if stored else (k.detach(), v.detach()), regions)
 
@@ -141,7 +142,7 @@ def _attend_to_latents(
     scale = step.queries.scale
     q, regions = latents.absorbed(step.queries.q, regions, scale)
     out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None)
-    return out if step.expansion is None else step.expansion.output(out)
+    return out if step.expand is None else step.expand(out)
 
 
 def _append(state: LayerState, step: StepInputs) -> bool:
@@ -150,7 +151,7 @@ def _append(state: LayerState, step: StepInputs) -> bool:
     Returns whether they were stored. Attention reads a long step's tokens as they are given.
     Raises `NotFinite`.
     """
-    _, k, v, _ = step
+    k, v = step.k, step.v
     t, storage = k.shape[2], state.storage
     if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
         assert isinstance(state.evictor, StepEvictor)

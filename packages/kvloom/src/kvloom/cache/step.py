@@ -24,7 +24,8 @@ class Queries(NamedTuple):
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
     products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
-    of attention sinks, where the model has them; scores leave them out.
+    of attention sinks, where the model has them; scores leave them out. causal: False where tokens
+    see each other by a mask of the model, as those of an image do.
     """
 
     q: Tensor
@@ -35,6 +36,7 @@ class Queries(NamedTuple):
     ids: Tensor | None = None
     products: Tensor | None = None
     sink_logits: Tensor | None = None
+    causal: bool = True
 
     @property
     def tokens(self) -> int:
@@ -90,34 +92,20 @@ class Queries(NamedTuple):
         return self._replace(q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None)
 
 
-class Expansion(NamedTuple):
-    """How a model attends to latents (see `latents`).
-
-    output: returns the output of the heads [B, Hq, T, D] of attention to latents, [B, Hq, T, r].
-    attended: that of a first prompt, where the model has computed it from its expanded tokens.
-    """
-
-    output: Callable[[Tensor], Tensor]
-    attended: Tensor | None = None
-
-    def slice(self, begin: int, end: int) -> Expansion:
-        """Return that of tokens begin to end; later tokens may attend to fewer than the model."""
-        if self.attended is None or begin:
-            return Expansion(self.output)
-        return Expansion(self.output, self.attended[:, :, :end])
-
-
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. expansion: of a
-    layer of latents.
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: the
+    attention of a first prompt [B, Hq, T, D], where the model computes it itself: over latents, and
+    by a mask that is not causal. expand: of a layer of latents, returns the output of the heads
+    [B, Hq, T, D] for attention to latents, [B, Hq, T, r].
     """
 
     queries: Queries
     k: Tensor
     v: Tensor
-    expansion: Expansion | None = None
+    attended: Tensor | None = None
+    expand: Callable[[Tensor], Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -127,10 +115,9 @@ class StepInputs(NamedTuple):
     def slice(self, begin: int, end: int) -> StepInputs:
         """Return the tokens begin to end, which see the tokens up to them."""
         k, v = self.k[:, :, begin:end], self.v[:, :, begin:end]
-        expansion = self.expansion
-        if expansion is not None:
-            expansion = expansion.slice(begin, end)
-        return StepInputs(self.queries.slice(begin, end), k, v, expansion)
+        # later tokens of a prompt may see fewer tokens than the model did
+        attended = None if self.attended is None or begin else self.attended[:, :, :end]
+        return StepInputs(self.queries.slice(begin, end), k, v, attended, self.expand)
 
     def one_by_one(self) -> Iterator[StepInputs]:
         """Yield each token as a step of its own."""
@@ -138,10 +125,8 @@ class StepInputs(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
         """Apply fn to the tensors, along the batch dimension."""
-        expansion = self.expansion
-        if expansion is not None and expansion.attended is not None:
-            expansion = expansion._replace(attended=fn(expansion.attended))
-        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v), expansion)
+        attended = None if self.attended is None else fn(self.attended)
+        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v), attended, self.expand)
 
 
 class Uncommitted(Stateful):

@@ -46,7 +46,7 @@ def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
 
     index: logical indices, int64 [1, Hk or 1, N]; None: 0 to N.
     """
-    queries, k, v, _ = step
+    queries, k, v, *_ = step
     bias = alibi_bias(queries, k, index)
     region = Region.exact(k, v, own=queries.tokens, bias=bias)
     out, _ = attend_to(
@@ -66,7 +66,7 @@ class RecordingLayer(RoutedLayer):
         """Attend causally. Prompts with padding are not supported."""
         if self.arrived():
             return attend_causally(step)
-        queries, k, v, _ = step
+        queries, k, v, *_ = step
         check_shapes(self.cache.name, None, k, v, v.shape[3])
         check_range(self.cache.name, self.cache.largest, k, v)
         bias = alibi_bias(queries, k)

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..cache.step import Expansion, Queries, StepInputs
+from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
 from . import latents
 from .compat import ADAPTERS, padding_mask
@@ -89,49 +89,52 @@ def attention(
             attention_mask = stock_mask()
         attend = _stock_attention(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
-    check_arguments(layer, kwargs)
+    attended, first = None, not layer.cache.seen
+    causal = not hasattr(attention_mask, "_kvloom_is_stock")
     visible = visible_tokens(layer, attention_mask)
     if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
         raise _not_causal(layer)
+    arguments = {name: x for name, x in kwargs.items() if name not in ("softcap", "s_aux")}
+    check_arguments(layer, arguments)
+    if first and (layer.latents is not None or not causal):
+        attended = _by_model(module, query, key, value, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if layer.latents is not None:
-        return _attend_to_latents(module, layer, query, key, value, attention_mask, scale, kwargs)
-    queries = Queries(query, scale, visible, softcap)
-    if sinks is not None:
+    queries = Queries(query, scale, visible, kwargs.get("softcap"), causal=causal)
+    if (sinks := kwargs.get("s_aux")) is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
-    out = layer.attend(StepInputs(queries, key, value))
+    step = StepInputs(queries, key, value, attended)
+    out = layer.attend(step if layer.latents is None else _to_latents(module, layer, step))
     return out.transpose(1, 2).contiguous(), None
 
 
-def _attend_to_latents(
+def _by_model(
     module: torch.nn.Module,
-    layer: RoutedLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    scale: float,
+    scaling: float | None,
     arguments: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """Attend as `attention` does, to the latents that the module has expanded to key and value.
+) -> Tensor:
+    """Return the attention of a first prompt [B, Hq, T, D] as the model computes it."""
+    stock_mask = getattr(mask, "_kvloom_stock_mask", None)
+    mask = mask if stock_mask is None else stock_mask()
+    attend = _stock_attention(module)
+    out: Tensor = attend(module, query, key, value, mask, scaling=scaling, **arguments)[0]
+    return out.transpose(1, 2)
 
-    A first prompt attends to these, as without kvloom; later steps attend to the latents.
+
+def _to_latents(module: torch.nn.Module, layer: RoutedLayer, step: StepInputs) -> StepInputs:
+    """Return a step to the latents that the module has expanded to the keys and values of `step`.
+
+    Its queries are absorbed where something reads them.
     """
     assert layer.latents is not None
     k, v = layer.latents
-    visible, attended = visible_tokens(layer, mask), None
-    if not layer.cache.seen:
-        stock_mask = getattr(mask, "_kvloom_stock_mask", None)
-        mask = mask if stock_mask is None else stock_mask()
-        attend = _stock_attention(module)
-        attended, _ = attend(module, query, key, value, mask, scaling=scale, **arguments)
-        attended = attended.transpose(1, 2)
-    needed = attended is None or layer.reads_queries
-    q = latents.absorb(module, query) if needed else query[:, :, :0]
-    expansion = Expansion(partial(latents.expand, module), attended)
-    out = layer.attend(StepInputs(Queries(q, scale, visible), k, v, expansion))
-    return out.transpose(1, 2).contiguous(), None
+    q, needed = step.queries.q, step.attended is None or layer.reads_queries
+    q = latents.absorb(module, q) if needed else q[:, :, :0]
+    queries = step.queries._replace(q=q)
+    return StepInputs(queries, k, v, step.attended, partial(latents.expand, module))
 
 
 class PaddingMask(Tensor):
@@ -195,21 +198,34 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
+    padding, visible = torch.empty(0, 0, dtype=torch.bool), None
+    if attention_mask is not None and not attention_mask.all():
+        padding = padding_mask(attention_mask, kv_length)
+        visible = padding[:, None]
     plainly_causal = (
         mask_function is causal_mask_function and local_size is None and allow_is_causal_skip
     )
     if not plainly_causal and config.model_type not in ADAPTERS:  # an adapter is plainly causal
         made = stock_mask()
-        if isinstance(made, Tensor):
-            made._kvloom_is_stock = True  # type: ignore[attr-defined]
-        return made
-    padding, visible = torch.empty(0, 0, dtype=torch.bool), None
-    if attention_mask is not None and not attention_mask.all():
-        padding = padding_mask(attention_mask, kv_length)
-        visible = padding[:, None]
+        if not isinstance(made, Tensor):
+            return made
+        if local_size is not None or not _hides_padding_alone(made, padding):
+            made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
+            return made
     result = padding.as_subclass(PaddingMask)
     result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
     return result
+
+
+def _hides_padding_alone(mask: Tensor, padding: Tensor) -> bool:
+    """Return whether a mask [B, 1, T, N] is of one query that sees all tokens but padding.
+
+    padding: bool [B, N], False for padding; [0, 0] if there is none.
+    """
+    if mask.shape[1:3] != (1, 1):
+        return False
+    seen = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
+    return bool((seen == padding).all() if padding.numel() else seen.all())
 
 
 def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
@@ -222,7 +238,10 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
     if hasattr(mask, "_kvloom_is_stock"):
-        raise _not_causal(layer)
+        if layer.cache.seen:
+            raise _not_causal(layer)
+        found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
+        return found
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"

@@ -172,7 +172,7 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = latent_problem
     elif config.model_type in _REFUSED:
         reason = _REFUSED[config.model_type]
-    elif not has_adapter(model) and not model._can_set_attn_implementation():
+    elif not has_adapter(model) and not decoder(model)._can_set_attn_implementation():
         reason = "its attention does not go through transformers' attention interface"
     else:
         reason = shard.problem(model, *_heads(config))

@@ -77,7 +77,7 @@ class RecordingLayer(RoutedLayer):
 def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
     """Run the model on contexts ids [B, T] and call the observer once a layer."""
     cache = Cache(model, Recipe())
-    for number in cache.geometry.numbers:
-        cache.layers[number] = RecordingLayer(cache.layers[number], number, observer)
+    for number, layer in zip(cache.geometry.numbers, cache.routed, strict=True):
+        cache.replace(number, RecordingLayer(layer, number, observer))
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

@@ -88,6 +88,32 @@ if hasattr(DeepseekV3Attention, "expand_kv"):  # older transformers cache what i
         topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
     )  # fmt: skip
 
+_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+HYBRIDS = {
+    "qwen3-next": lambda: tf.Qwen3NextConfig(
+        **_GQA, **_MOE, shared_expert_intermediate_size=32, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+    ),
+    "jamba": lambda: tf.JambaConfig(
+        **{**_GQA, "num_hidden_layers": 4}, mamba_d_state=16, mamba_dt_rank=4,
+        use_mamba_kernels=False, num_experts=4, attn_layer_period=2, attn_layer_offset=1,
+    ),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **_GQA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
+        mamba_chunk_size=8,
+    ),
+    "lfm2": lambda: tf.Lfm2Config(
+        **_COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"]
+    ),
+    "minimax": lambda: tf.MiniMaxConfig(
+        **_GQA, num_local_experts=4, num_experts_per_tok=2, block_size=16,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+"""Models of which some layers carry states: linear attention with experts, Mamba without RoPE, a
+state beside attention in each layer, convolutions alone, and a model with a cache of its own."""
+
 # With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers,
 # latents and an adapter.
 OF_EACH_KIND = [
@@ -102,7 +128,7 @@ ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     """A model in eval mode, fp32, with weights large enough for attention to matter."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | HYBRIDS)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions

@@ -1,7 +1,7 @@
 """Bytes of a recipe's cache, and what a decode step reads and computes.
 
-`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores in layers with a sliding window.
-It evaluates each kind of layer once, because inverse questions try many contexts.
+`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores: sliding windows and states. It
+evaluates each kind of layer once, because inverse questions try many contexts.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class CacheBytes:
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)
+        self.states = Counter(model.states)
+        self.state_nbytes = sum(model.states)
         self.exact = model.geometry.layer_token_nbytes()
 
     @property
@@ -89,7 +91,7 @@ class CacheBytes:
             layers * min(tokens, window.tokens) * window.token_nbytes
             for window, layers in self.windows.items()
         )
-        return batch * (ours + sliding)
+        return batch * (ours + sliding + self.state_nbytes)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
@@ -101,7 +103,7 @@ class CacheBytes:
         for kind in self.kinds:
             nbytes = kind.nbytes(tokens, self.geometry)
             total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
-        return batch * total
+        return batch * (total + self.state_nbytes)
 
 
 def _unequal(recipe: Recipe) -> bool:
@@ -115,8 +117,8 @@ def _unequal(recipe: Recipe) -> bool:
 class LayerWork:
     """What a decode step does in one kind of layers.
 
-    kind: None for layers with a sliding window, which transformers caches. nbytes: read by one
-    layer, whole batch. flops: of one layer's attention, whole batch.
+    kind: None for sliding windows and states, which transformers stores. nbytes: read by one layer,
+    whole batch; states are also written. flops: of one layer's attention, whole batch.
     """
 
     kind: LayerKind | None
@@ -193,6 +195,8 @@ def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) ->
         tokens = min(context, window.tokens)
         nbytes = batch * tokens * window.token_nbytes
         layers.append(LayerWork(None, count, nbytes, batch * tokens * per_token))
+    for nbytes, count in cache.states.items():
+        layers.append(LayerWork(None, count, 2 * batch * nbytes, 0))
     weights = model.weights
     return StepWork(
         g,

@@ -13,6 +13,7 @@ from .self_check import (
     sample_batch,
 )
 from .shared_pass import Follower, Together, can_step_together, prefill_together
+from .states import state_nbytes
 
 __all__ = [
     "CALIBRATION_FILE",
@@ -34,6 +35,7 @@ __all__ = [
     "rounding_tolerance",
     "routed_trial",
     "sample_batch",
+    "state_nbytes",
     "stock_layers",
     "supported_model",
 ]

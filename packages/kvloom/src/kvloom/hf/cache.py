@@ -57,11 +57,9 @@ class Cache(RoutedCache):
         built = build_layers(fitted, numbers, metadata, rope)
         heads = self.geometry.kv_heads if shard.running() else None
         shared = compat.shared_layers(model)
-        routed = {
-            i: RoutedLayer(x, heads, i in shared) for i, x in zip(numbers, built, strict=True)
-        }
-        layers = [routed.get(i, layer) for i, (_, layer) in enumerate(stock)]
-        super().__init__(layers, compat.fingerprint(model))
+        super().__init__([layer for _, layer in stock], compat.fingerprint(model))
+        for i, compressed in zip(numbers, built, strict=True):
+            self.replace(i, RoutedLayer(compressed, heads, i in shared))
         self.learned_positions = learned
         route(model)
 

@@ -36,7 +36,19 @@ _OF_FULL = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_ke
 # Models that use the attention interface but do not cache what they attend to.
 _REFUSED = {
     "jetmoe": "it repeats its keys before attention",
+    "recurrent_gemma": (
+        "it keeps its recurrent states in its modules, where a cache cannot restore, copy or "
+        "reorder them"
+    ),
 }
+_BIASED = ("inkling_text", "inkling2_text")
+"""Models whose layers with keys, values and states add learned position biases in attention."""
+
+_OWN_CACHES = ("minimax",)
+"""Models that refuse caches of other classes than their own where `use_cache` is true."""
+
+_WITHOUT_STATE = ("mlp", "moe")
+"""Kinds of layers without attention that transformers 5.10 gives a cache layer nevertheless."""
 
 
 class Adapter(NamedTuple):
@@ -285,6 +297,11 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     return tuple(getattr(config, name, None) for name in names)
 
 
+def refuses_caches(model: PreTrainedModel) -> bool:
+    """Return whether a model takes a cache of another class with use_cache=False only."""
+    return decoder_config(model).model_type in _OWN_CACHES
+
+
 def is_recording_mode(generation_mode: Any) -> bool:
     """Return whether generation may crop tokens (assisted decoding, prompt lookup)."""
     return "assisted" in str(getattr(generation_mode, "value", generation_mode)).lower()
@@ -294,9 +311,15 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the kind and a new cache layer that transformers itself would use for each layer."""
     config = decoder_config(model)
     names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
+    if config.model_type not in _BIASED:
+        names["LinearAttentionAndFullAttentionLayer"] = FULL
     layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
         return [(FULL, None)] * config.num_hidden_layers
+    if not hasattr(cache_utils, "DummyLayer"):
+        kinds = getattr(config, "layer_types", None) or []
+        for i in (i for i, kind in enumerate(kinds) if kind in _WITHOUT_STATE):
+            layers[i] = cache_utils.LinearAttentionLayer()  # which stays empty
     return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
 
 
@@ -335,12 +358,6 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     config = decoder_config(model)
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return set(layer_types or (kind for kind, _ in new_stock_layers(model)))
-
-
-def is_croppable(layer: Any) -> bool:
-    """Return whether tokens can be taken back out of a cache layer of transformers."""
-    stateful = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
-    return bool(getattr(layer, "is_croppable", not stateful))
 
 
 def padding_mask(mask: Tensor, tokens: int) -> Tensor:

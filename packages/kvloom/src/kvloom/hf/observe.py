@@ -18,7 +18,7 @@ from ..cache.step import Queries, StepInputs
 from ..errors import UnsupportedModel
 from ..kernels import ops
 from ..store.buffer import Buffer
-from .routed import RoutedCache, RoutedLayer
+from .routed import RoutedCache, RoutedLayer, compressed_part
 
 
 class ObservedStep(NamedTuple):
@@ -98,6 +98,7 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
-    for layer, routed in enumerate(cache.routed):
+    numbers = [i for i, x in enumerate(cache.layers) if compressed_part(x) is not None]
+    for layer, (number, routed) in enumerate(zip(numbers, cache.routed, strict=True)):
         routed.cache.observe()
-        cache.layers[cache.layers.index(routed)] = ObservedLayer(routed, layer, on_step)
+        cache.replace(number, ObservedLayer(routed, layer, on_step))

@@ -26,7 +26,7 @@ from ..recipe.geometry import Geometry
 from ..registry import Registry
 from . import latents, models, shard
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CROSS = "full_attention", "sliding_attention", "cross_attention"
 UNEQUAL = object()
 """In place of an attribute in which layers differ."""
 
@@ -320,15 +320,19 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
         kinds = getattr(config, "layer_types", None) or []
         for i in (i for i, kind in enumerate(kinds) if kind in _WITHOUT_STATE):
             layers[i] = cache_utils.LinearAttentionLayer()  # which stays empty
-    return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+    stock = [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+    for i in getattr(config, "cross_attention_layers", None) or ():  # to the tokens of images
+        stock[i][1].is_croppable = False
+        stock[i] = CROSS, stock[i][1]
+    return stock
 
 
 class StockLayer(NamedTuple):
     """What transformers itself stores in a layer.
 
     Attributes:
-        kind: "full_attention", "sliding_attention", or the name of the class that transformers
-            picks.
+        kind: "full_attention", "sliding_attention", "cross_attention", or the name of the class
+            that transformers picks.
         window: The tokens of sliding attention, which it stores at most; None for other layers.
         token_nbytes: Bytes of one token's keys and values, batch 1; 0 for other kinds.
     """

@@ -47,8 +47,8 @@ def check_crop(layer: Any, tokens: int, seen: int) -> None:
     kind = type(layer).__name__
     if not is_croppable(layer):
         raise CacheMisuse(
-            f"crop cannot take tokens back out of the recurrent state of a {kind}; keep a "
-            "copy.deepcopy of the cache instead"
+            f"crop cannot take tokens back out of a {kind} with a recurrent state or an image; "
+            "keep a copy.deepcopy of the cache instead"
         )
     recorded = _recorded(layer, seen)
     if tokens > recorded:

@@ -46,9 +46,10 @@ def check_crop(layer: Any, tokens: int, seen: int) -> None:
     """Raise `CacheMisuse` if a layer that has seen `seen` tokens cannot remove the newest ones."""
     kind = type(layer).__name__
     if not is_croppable(layer):
+        what = "recurrent state" if has_states(layer) else "image"
         raise CacheMisuse(
-            f"crop cannot take tokens back out of a {kind} with a recurrent state or an image; "
-            "keep a copy.deepcopy of the cache instead"
+            f"crop cannot take tokens back out of the {what} of a {kind}; keep a copy.deepcopy of "
+            "the cache instead"
         )
     recorded = _recorded(layer, seen)
     if tokens > recorded:

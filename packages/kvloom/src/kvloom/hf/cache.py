@@ -49,11 +49,11 @@ class Cache(RoutedCache):
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         metadata = load_layer_metadata(model, self.recipe)
-        rope, learned = rotary.renumbering(model, self.recipe)
+        ropes, learned = rotary.renumbering(model, self.recipe)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(self.recipe, numbers, metadata, rope)
+        built = build_layers(self.recipe, numbers, metadata, ropes)
         heads = self.geometry.kv_heads if shard.running() else None
         shared = compat.shared_layers(model)
         super().__init__([layer for _, layer in stock], compat.fingerprint(model))

@@ -114,6 +114,18 @@ HYBRIDS = {
 """Models of which some layers carry states: linear attention with experts, Mamba without RoPE, a
 state beside attention in each layer, convolutions alone, and a model with a cache of its own."""
 
+WITHOUT_ROPE = {
+    "smollm3": lambda: tf.SmolLM3Config(**_GQA, no_rope_layers=[1, 0, 1]),
+    "cohere2": lambda: tf.Cohere2Config(
+        **_GQA, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+    ),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **_GQA, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=24,
+        no_rope_layers=[1, 1, 0], layer_types=["chunked_attention"] * 2 + ["full_attention"],
+    ),
+}  # fmt: skip
+"""Models that rotate no keys in some or all layers of full attention."""
+
 # With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers,
 # latents and an adapter.
 OF_EACH_KIND = [
@@ -128,7 +140,7 @@ ADAPTED = ("gptj", "mpt", "falcon-mqa", "falcon-gqa", "falcon-alibi", "bloom")
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     """A model in eval mode, fp32, with weights large enough for attention to matter."""
     torch.manual_seed(seed)
-    config = (CONFIGS | HYBRIDS)[name]()
+    config = (CONFIGS | HYBRIDS | WITHOUT_ROPE)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions

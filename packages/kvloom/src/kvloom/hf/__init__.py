@@ -3,7 +3,7 @@
 from .compat import geometry, has_adapter, read_tokens, stock_layers, supported_model
 from .metadata import CALIBRATION_FILE, identity, load_layer_metadata
 from .observe import ObservedStep, observe_steps
-from .rotary import model_rope
+from .rotary import layer_ropes
 from .routing import attachment_restored
 from .self_check import (
     generate_sample,
@@ -26,9 +26,9 @@ __all__ = [
     "geometry",
     "has_adapter",
     "identity",
+    "layer_ropes",
     "load_layer_metadata",
     "logits_difference",
-    "model_rope",
     "observe_steps",
     "prefill_together",
     "read_tokens",

@@ -50,11 +50,11 @@ class Cache(RoutedCache):
         self.recipe.check(self.geometry)
         fitted = self.recipe.fitted(self.geometry)
         metadata = load_layer_metadata(model, fitted)
-        rope, learned = rotary.renumbering(model, fitted)
+        ropes, learned = rotary.renumbering(model, fitted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(fitted, numbers, metadata, rope)
+        built = build_layers(fitted, numbers, metadata, ropes)
         heads = self.geometry.kv_heads if shard.running() else None
         shared = compat.shared_layers(model)
         super().__init__([layer for _, layer in stock], compat.fingerprint(model))

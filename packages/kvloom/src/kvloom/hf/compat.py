@@ -315,7 +315,7 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
         names["LinearAttentionAndFullAttentionLayer"] = FULL
     layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
-        return [(FULL, None)] * config.num_hidden_layers
+        return [(FULL, cache_utils.DynamicLayer()) for _ in range(config.num_hidden_layers)]
     if not hasattr(cache_utils, "DummyLayer"):
         kinds = getattr(config, "layer_types", None) or []
         for i in (i for i, kind in enumerate(kinds) if kind in _WITHOUT_STATE):

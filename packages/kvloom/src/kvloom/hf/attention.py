@@ -209,7 +209,8 @@ def mask(
         made = stock_mask()
         if not isinstance(made, Tensor):
             return made
-        if local_size is not None or not _hides_padding_alone(made, padding):
+        model_reads = local_size is not None or mask_function is causal_mask_function
+        if model_reads or not _hides_padding_alone(made, padding):
             made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
             return made
     result = padding.as_subclass(PaddingMask)

@@ -37,7 +37,7 @@ import kvloom_lab
 import record
 from held import check
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.hf import geometry, model_rope
+from kvloom.hf import geometry, layer_ropes
 from kvloom.keep import SCORERS, Budget, Keep
 from kvloom.kernels import dispatch
 from kvloom.recall import INDEXES, Clusters, Recall, Tier
@@ -178,7 +178,7 @@ def run(model: Any, ids: torch.Tensor, recipe: Recipe, padded: bool = False) -> 
         ids, mask = ids.repeat(2, 1), mask.repeat(2, 1)
         mask[1, : PROMPT // 5] = 0
     cache, plain = kvloom.Cache(model, recipe), kvloom.Cache(model, recipe)
-    checked = check(cache, model_rope(model))
+    checked = check(cache, layer_ropes(model)[0])
     at, wrong = 0, checked.wrong
     before = dispatch.ran.copy()
     with torch.no_grad():

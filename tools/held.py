@@ -81,7 +81,7 @@ class CheckedLayer(RoutedLayer):
 
     def attend(self, given: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does, and check the output."""
-        queries, k, v = given
+        queries, k, v, *_ = given
         assert queries.alibi is None, "a model with ALiBi is not checked"
         assert queries.softcap is None, "a model with softcap is not checked"
         q, mask = queries.q, None if queries.visible is None else queries.visible[:, 0]

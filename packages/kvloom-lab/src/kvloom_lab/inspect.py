@@ -260,7 +260,8 @@ def trace_recipe(
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, resolved)
         read, layers = _run(model, cache, ids, new_tokens, progress or (lambda what, units: None))
-    store = resolved.store
+    g = cache.geometry
+    store = resolved.fitted(g).store
     return {
         "kvloom": __version__,
         "recipe": resolved.name,
@@ -270,8 +271,8 @@ def trace_recipe(
         "text_tokens": text_tokens,
         "steps": len(read) - len(ids),
         "formats": {
-            "keys": _format_text(store.keys, cache),
-            "values": _format_text(store.values, cache),
+            "keys": _format_text(store.keys, g.dtype, g.dims[0]),
+            "values": _format_text(store.values, g.dtype, g.dims[1]),
         },
         "views": _views(resolved),
         "stock_layers": sorted({*range(len(cache.layers))} - {*cache.geometry.numbers}),
@@ -311,10 +312,9 @@ def _views(recipe: Recipe) -> list[str]:
     return views if recipe.store.exact else [*views, "format"]
 
 
-def _format_text(fmt: Format | None, cache: Cache) -> str:
+def _format_text(fmt: Format | None, dtype: torch.dtype, head_dim: int) -> str:
     if fmt is None:
-        return f"exact, {str(cache.geometry.dtype).removeprefix('torch.')}"
-    head_dim = cache.geometry.head_dim
+        return f"exact, {str(dtype).removeprefix('torch.')}"
     bits = fmt.bits_a_value(head_dim)
     if not isinstance(fmt, Packed):
         return f"{fmt.kind} ({bits:g} bits a value)"

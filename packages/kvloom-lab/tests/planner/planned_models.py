@@ -19,6 +19,17 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention", "full_attention"],
     ),
     "mistral-sliding": lambda: tf.MistralConfig(**_GQA, sliding_window=24),
+    "jamba": lambda: tf.JambaConfig(
+        **{**_GQA, "num_hidden_layers": 4}, mamba_dt_rank=4, num_experts=2, attn_layer_period=2,
+        attn_layer_offset=1, use_mamba_kernels=False,
+    ),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **_GQA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16
+    ),
+    "lfm2": lambda: tf.Lfm2Config(
+        **{k: v for k, v in _GQA.items() if k != "head_dim"},
+        layer_types=["conv", "full_attention", "conv"],
+    ),
     "falcon-mqa": lambda: tf.FalconConfig(
         **_OLD, num_hidden_layers=3, num_attention_heads=4, multi_query=True
     ),

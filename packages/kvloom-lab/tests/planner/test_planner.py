@@ -26,7 +26,7 @@ RECIPE_SPECS = (
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_real_cache_has_the_planned_bytes(name):
-    """In layers that kvloom caches, after a prompt; in sliding layers, after one more token."""
+    """In layers that kvloom caches, after a prompt; in others, after one more token."""
     model, found = built(name), facts(name)
     fitting = [spec for spec in RECIPE_SPECS if fits(resolve(spec), spec, found.geometry)]
     assert len(fitting) >= (6 if found.geometry.layers else 1)
@@ -41,9 +41,10 @@ def test_a_real_cache_has_the_planned_bytes(name):
             ours = sum(layer.nbytes for layer in probe.layers(cache))
             assert ours == recipe.nbytes(TOKENS, found.geometry, 2), spec
             model(ids[:, :1], past_key_values=cache, use_cache=True)
-            sliding = cache.nbytes - sum(layer.nbytes for layer in probe.layers(cache))
-        assert ours + sliding == planned.nbytes(TOKENS, 2), spec
-        assert bool(sliding) == bool(found.windows), spec
+            others = cache.nbytes - sum(layer.nbytes for layer in probe.layers(cache))
+        assert ours + others == planned.nbytes(TOKENS, 2), spec
+        assert bool(others) == bool(found.windows or found.states), spec
+        assert cache.state_nbytes == 2 * sum(found.states), spec
 
 
 def fits(recipe, spec, geometry):

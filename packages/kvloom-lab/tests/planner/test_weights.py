@@ -117,8 +117,7 @@ def test_mxfp4_has_the_bytes_of_gpt_oss(layers, experts, gib):
     ("config", "says"),
     [
         (lambda: tf.T5Config(), "encoder-decoder"),
-        (lambda: tf.Qwen3NextConfig(num_hidden_layers=4), "linear attention"),
-        (lambda: tf.DeepseekV3Config(num_hidden_layers=2), "MLA"),
+        (lambda: tf.DeepseekV32Config(num_hidden_layers=2), "attention is sparse"),
         (lambda: tf.MambaConfig(num_hidden_layers=2), "no attention"),
         (
             lambda: tf.LlamaConfig(quantization_config={"quant_method": "hqq"}),
@@ -141,6 +140,12 @@ def test_mxfp4_has_the_bytes_of_gpt_oss(layers, experts, gib):
 def test_what_cannot_be_counted_is_refused_by_name(config, says):
     with pytest.raises(UnsupportedModel, match=says):
         read_model(config())
+
+
+def test_states_that_cannot_be_counted_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("kvloom_lab.planner.model.state_nbytes", lambda model: None)
+    with pytest.raises(UnsupportedModel, match=r"what layers \[0, 2\] store \(LinearAttention"):
+        read_model(CONFIGS["lfm2"]())
 
 
 def test_a_config_without_a_dtype_is_warned_of():

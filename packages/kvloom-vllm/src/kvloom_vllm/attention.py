@@ -31,14 +31,15 @@ class PagedAttention:
         layout = pages.layout
         self.page, self.head_dim = layout.tokens, layout.head_dim
         self.sinks = layout.plan.sinks
-        self.exact_first = pages.sinks.unbind(1) if self.sinks else None
+        self.exact_first = (pages.sinks[:, 0], pages.sinks[:, 1]) if self.sinks else None
         self.nothing = tail.new_empty(1, layout.heads, 0, layout.head_dim)
         self.plan = OpPlan(ops.attend)
         tails = tail.split(layout.head_dim, dim=-1)
-        self.views = [
+        keys, values = (
             KVView(pages.whole(side), x, layer_encoding and layer_encoding.encoding)
             for side, (x, layer_encoding) in enumerate(zip(tails, layout.encodings, strict=True))
-        ]
+        )
+        self.views = keys, values
 
     # --- one token each
 
@@ -50,13 +51,14 @@ class PagedAttention:
         queries = q.unsqueeze(2)
         new = k.unsqueeze(2), v.unsqueeze(2)
         where = Paged(table, self.exact_first, new)
-        regions = [Region(*self.views, where)]
+        keys, values = self.views
+        regions = [Region(keys, values, where)]
         attend = self.plan.bind(queries, regions)
         if attend is None or step.fills:  # a row may read what another one packs
             self.tail[table.tails, :, step.inside] = torch.cat([k, v], dim=-1)
         if step.fills:
-            tails = self.tail[table.tails[step.full]]
-            self.pages.write(step.filled, *tails.chunk(2, dim=-1), step.filled_numbers)
+            full_k, full_v = self.tail[table.tails[step.full]].chunk(2, dim=-1)
+            self.pages.write(step.filled, full_k, full_v, step.filled_numbers)
         if attend is None:
             return self._one_by_one(step, table.tails, queries)
         return attend(queries, regions, self.scale).out[:, :, 0]
@@ -84,15 +86,16 @@ class PagedAttention:
         self, q: Tensor, blocks: Tensor, numbers: Tensor, visible: Tensor | None
     ) -> AttentionState:
         """Attend one row q [n, Hq, 1, D] to each of the pages int64 [n], with their numbers."""
+        keys, values = (self._view(side, blocks, numbers) for side in (0, 1))
+        return ops.attend(q, [Region(keys, values, visible=visible)], self.scale)
+
+    def _view(self, side: int, blocks: Tensor, numbers: Tensor) -> KVView:
+        """Return keys (0) or values (1) of the pages int64 [n], with their numbers."""
+        stored = self.pages.gathered(side, blocks, numbers)
+        if not isinstance(stored, PackedView):
+            return KVView(None, stored)
         none = self.nothing.expand(len(blocks), -1, -1, -1)
-        views = []
-        for side in (0, 1):
-            stored = self.pages.gathered(side, blocks, numbers)
-            if isinstance(stored, PackedView):
-                views.append(KVView(stored, none, stored.layer_encoding.encoding))
-            else:
-                views.append(KVView(None, stored))
-        return ops.attend(q, [Region(*views, visible=visible)], self.scale)
+        return KVView(stored, none, stored.layer_encoding.encoding)
 
     def _sinks(self, q: Tensor, blocks: Tensor) -> AttentionState:
         """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""
@@ -114,12 +117,12 @@ class PagedAttention:
             k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
         full, begin = k.shape[2] // self.page, row.start // self.page
         if full:
-            whole = (
+            whole_k, whole_v = (
                 x[0, :, : full * self.page].unflatten(1, (full, self.page)).transpose(0, 1)
                 for x in (k, v)
             )
             numbers = torch.arange(begin, begin + full)
-            self.pages.write(row.blocks[numbers], *whole, numbers)
+            self.pages.write(row.blocks[numbers], whole_k, whole_v, numbers)
         return k, v
 
     def keep(self, row: Row, block: Tensor, k: Tensor, v: Tensor) -> None:
@@ -144,14 +147,16 @@ class PagedAttention:
             states.append(self._sinks(queries, pages[:1]))
         at_once = max(1, UNPACKED // self.page)
         for i in range(0, len(pages), at_once):
-            parts, these = [], pages[i : i + at_once]
-            for side in (0, 1):
-                stored = self.pages.gathered(side, these, torch.arange(i, i + len(these)))
-                x = stored.tensor() if isinstance(stored, PackedView) else stored
-                x = x.transpose(0, 1).flatten(1, 2)[None]
-                parts.append(x[:, :, self.sinks if i == 0 else 0 :])
-            states.append(_past(queries, *parts, self.scale))
+            these = pages[i : i + at_once]
+            k, v = (self._unpacked(side, these, i) for side in (0, 1))
+            states.append(_past(queries, k, v, self.scale))
         return merge(states).out[0].transpose(0, 1).to(q.dtype)
+
+    def _unpacked(self, side: int, pages: Tensor, first: int) -> Tensor:
+        """Return keys (0) or values (1) of pages `first` and on, but no sinks: [1, H, N, D]."""
+        stored = self.pages.gathered(side, pages, torch.arange(first, first + len(pages)))
+        x = stored.tensor() if isinstance(stored, PackedView) else stored
+        return x.transpose(0, 1).flatten(1, 2)[None, :, 0 if first else self.sinks :]
 
 
 def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
@@ -167,8 +172,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
     tokens, before = q.shape[2], k.shape[2] - q.shape[2]
     groups = q.shape[1] // k.shape[1]
-    new = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
-    out, lse = _flash(q, *new, scale, True)
+    new_k, new_v = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
+    out, lse = _flash(q, new_k, new_v, scale, True)
     own = AttentionState(out.float(), lse.reshape(1, q.shape[1], tokens))
     if not before:
         return own

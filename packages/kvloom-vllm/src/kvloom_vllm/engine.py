@@ -108,7 +108,8 @@ class Engine:
         if store.calibrated:
             calibrated = self._calibrated(recipe).encodings(recipe, number)
         rope = rotary.rope(recipe) if store.pre_rope else None
-        return LayerPlan(store.keys, store.values, sinks, calibrated, rope)
+        packed = store.quantized
+        return LayerPlan(packed.get("keys"), packed.get("values"), sinks, calibrated, rope)
 
     def _calibrated(self, recipe: Recipe) -> Calibrated:
         """Return the calibration that a layer's plain recipe names, read once."""

@@ -181,8 +181,11 @@ class Pages:
         """Return a view of packed pages; begin: int64 [n or 1, 1, 1], of their first tokens."""
         layout, layer_encoding = self.layout, self.layout.encodings[side]
         assert layer_encoding is not None
-        rope = (layout.plan.rope, begin) if layer_encoding.encoding.pre_rope else (None, None)
-        return PackedView(*tensors, layer_encoding, 0, layout.tokens, layout.dtype, *rope)
+        codes, scale, zero = tensors
+        view = PackedView(codes, scale, zero, layer_encoding, 0, layout.tokens, layout.dtype)
+        if not layer_encoding.encoding.pre_rope:
+            return view
+        return view._replace(rope=layout.plan.rope, positions=begin)
 
     def _back(self, numbers: Tensor) -> RopeAngles:
         """Return the angles by which keys of pages rotate back to position 0."""

@@ -8,6 +8,7 @@ recipe's own schedule (KIVI's queue of exact values, SKVQ's window) gives way to
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from kvloom import LayerOverride, Protect, Recipe, Store
 from kvloom.recipe import resolve
@@ -46,7 +47,10 @@ def _override(override: LayerOverride, page: int) -> LayerOverride:
 
 
 def _store(store: Store, page: int, name: str) -> Store:
-    return replace(store, **{side: _format(fmt, page, name) for side, fmt in store.sides.items()})
+    formats: dict[str, Any] = {
+        side: _format(fmt, page, name) for side, fmt in store.quantized.items()
+    }
+    return replace(store, **formats)
 
 
 def _format(fmt: Packed, page: int, name: str) -> Packed:

@@ -16,7 +16,7 @@ import probe
 import tiny
 from beams import assert_rows_follow_beams
 from kvloom.errors import RecipeError
-from kvloom.hf import geometry, model_rope, stock_layers
+from kvloom.hf import geometry, layer_ropes, stock_layers
 from kvloom.keep import SCORERS, Budget, Keep, Scorer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference
@@ -399,13 +399,13 @@ def test_an_adapter_describes_its_model():
         found = geometry(model)
         assert (found.alibi, found.q_heads, found.kv_heads) == (True, 4, 2)
         assert stock_layers(model)[0].token_nbytes == 2 * 2 * 16 * 4
-        assert model_rope(model) is None
+        assert layer_ropes(model) == (None,) * found.layers
     with installed():
         kvloom.register_adapter(
             "my-model", type(model), rope=lambda config: rope, head_dim=lambda config: 8,
             windows=lambda config: [None, 24, None],
         )(print)  # fmt: skip
-        assert model_rope(model) is rope
+        assert set(layer_ropes(model)) == {rope}
         found = geometry(model)
         assert (found.alibi, found.head_dim, found.numbers) == (False, 8, (0, 2))
         assert stock_layers(model)[1] == ("sliding_attention", 24, 2 * 4 * 8 * 4)

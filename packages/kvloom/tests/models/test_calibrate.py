@@ -63,7 +63,7 @@ def test_ranges_are_those_of_the_keys_and_values(llama):
     found, cache = Calibration.load(path), kvloom.Cache(model, "full")
     with torch.inference_mode():
         model(input_ids=ids(), past_key_values=cache)
-    rope, at = rotary.model_rope(model), torch.arange(64).view(1, 1, -1)
+    rope, at = rotary.layer_ropes(model)[0], torch.arange(64).view(1, 1, -1)
     for number, layer in enumerate(probe.layers(cache)):
         body = probe.tokens(layer)
         k, v = body.keys.tail.view(), body.values.tail.view()

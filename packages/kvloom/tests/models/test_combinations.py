@@ -135,7 +135,7 @@ def run(model, recipe: Recipe, padded: bool = False, spoil=None):
     mask = torch.ones_like(ids)
     mask[1, : 40 if padded else 0] = 0
     cache, at = kvloom.Cache(model, recipe), 0
-    found = check(cache, rotary.model_rope(model))
+    found = check(cache, rotary.layer_ropes(model)[0])
     with torch.no_grad():
         for t in (PROMPT, *STEPS):
             some = {"input_ids": ids[:, at : at + t]} | (

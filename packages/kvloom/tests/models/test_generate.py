@@ -145,11 +145,11 @@ def test_a_plain_turn_after_an_assisted_one_packs_again():
         ids[:, :50], max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3,
         past_key_values=cache, attention_mask=torch.ones(1, 50, dtype=torch.long),
     )  # fmt: skip
-    assert all(layer.record_past for layer in cache.routed)
+    assert all(layer.cache.recording for layer in cache.routed)
     longer = torch.cat([turn, ids[:, 50:]], dim=1)
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
     model.generate(longer, **options, past_key_values=cache, attention_mask=torch.ones_like(longer))
-    assert not any(layer.record_past for layer in cache.routed)
+    assert not any(layer.cache.recording for layer in cache.routed)
     assert cache.nbytes < 0.7 * cache.full_nbytes
 
 

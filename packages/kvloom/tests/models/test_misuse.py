@@ -140,10 +140,6 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
         (tf.MvpConfig(d_model=32, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2,
                       vocab_size=99, use_prompt=True, is_encoder_decoder=False),
          "MvpForCausalLM .* use_prompt=False"),
-        (tf.DeepseekV3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-                             num_key_value_heads=2, intermediate_size=32, vocab_size=99,
-                             moe_intermediate_size=16, n_routed_experts=8),
-         r"DeepseekV3ForCausalLM .*\(MLA\)"),
     ],
 )  # fmt: skip
 def test_unsupported_models_are_refused_by_name(config, says):

@@ -16,6 +16,7 @@ import kvloom
 import probe
 from backends import by_reference
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
+from kvloom.hf import layer_ropes
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
@@ -36,6 +37,11 @@ def one_layer(name):
     full = {"layer_types": ["full_attention"]} if name.startswith("gemma") else {}
     full |= {"num_kv_shared_layers": 0} if name == "gemma4-shared" else {}
     return zoo.build(name, num_hidden_layers=1, **full)
+
+
+def one_layer_without_rope(name):
+    changes = {} if name == "smollm3" else {"layer_types": ["full_attention"]}
+    return zoo.build(name, num_hidden_layers=1, no_rope_layers=[0], **changes)
 
 
 def kept(cache) -> list[int]:
@@ -70,6 +76,38 @@ def test_tokens_kept_by_age(name, recipe):
         assert len(before) == 20
         want = logits(model, torch.cat([ids[:, before], ids[:, at : at + t]], dim=1))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@by_reference
+@pytest.mark.parametrize("name", zoo.WITHOUT_ROPE)
+def test_tokens_of_a_layer_without_rope_are_not_moved(name):
+    model = one_layer_without_rope(name)
+    for ids, at, t, before, got in steps(model, BY_AGE[0]):
+        want = logits(model, torch.cat([ids[:, before], ids[:, at : at + t]], dim=1))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@by_reference
+@torch.no_grad()
+def test_each_layer_moves_its_own_keys():
+    """A step of plain transformers whose past is cut, and moved in the layers with RoPE alone."""
+    model, ids = zoo.build("smollm3"), zoo.batch(1, TOKENS + 1, (0,))["input_ids"]
+    cache, past = kvloom.Cache(model, BY_AGE[0]), DynamicCache(config=model.config)
+    logits(model, ids[:, :TOKENS], past_key_values=cache)
+    got = logits(model, ids[:, TOKENS:], past_key_values=cache)
+    plain = zoo.build("smollm3")
+    logits(plain, ids[:, :TOKENS], past_key_values=past)
+    before = [*range(4), *range(TOKENS - 16, TOKENS)]
+    for layer, rope in zip(past.layers, layer_ropes(plain), strict=True):
+        layer.keys, layer.values = layer.keys[:, :, before], layer.values[:, :, before]
+        if rope is not None:
+            index = torch.tensor(before).view(1, 1, -1)
+            layer.keys = rope.rotate(layer.keys, torch.arange(TOKENS - 20, TOKENS) - index)
+    places = torch.full((1, 1), TOKENS)
+    mask = torch.ones(1, 21, dtype=torch.long)
+    more = {"position_ids": places, "attention_mask": mask}
+    want = logits(plain, ids[:, TOKENS:], past_key_values=past, **more)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("recipe", BY_SCORE)
@@ -176,9 +214,11 @@ def test_an_unknown_rotary_embedding_is_refused_before_anything_changes(monkeypa
 
 
 @by_reference
-def test_positions_that_the_model_counts_itself_are_refused():
+def test_positions_that_the_model_counts_itself_cannot_be_renumbered():
     model = tf.BartForCausalLM(tf.BartConfig(d_model=32, vocab_size=99, decoder_layers=1))
     recipe = "h2o:tokens=20,positions=renumbered"
-    with pytest.raises(UnsupportedModel, match="BartDecoder counts the positions"):
+    with pytest.raises(
+        UnsupportedModel, match="its forward takes no position_ids"
+    ):
         kvloom.attach(model, recipe)
     assert not hasattr(model, "_kvloom")

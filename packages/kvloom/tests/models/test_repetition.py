@@ -159,13 +159,13 @@ def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch, recording):
     model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
     cache = kvloom.Cache(model, KVZIP.replace("tokens=24", "tokens=70"))
     for layer in cache.routed:
-        layer.record_past = recording
+        layer.cache.recording = recording
     with torch.no_grad():
         model(**IDS, past_key_values=cache)
     cache.crop(0)
     assert len(calls) == 1
     for layer in cache.routed:
-        layer.record_past = False
+        layer.cache.recording = False
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     with torch.no_grad():
         model(torch.full((3, 1), 9), attention_mask=mask, past_key_values=cache)

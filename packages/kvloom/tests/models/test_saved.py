@@ -296,7 +296,7 @@ def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "prefix.kv"
     for layer in cache.routed:
-        layer.record_past = True
+        layer.cache.recording = True
     step(model, cache, 70, 73)
     with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be removed; call crop"):
         cache.save(path)

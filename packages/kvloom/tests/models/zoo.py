@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers as tf
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 from transformers.models.roformer import modeling_roformer
 
 _COMMON = {
@@ -107,11 +108,57 @@ CONFIGS = {
 if not hasattr(modeling_roformer, "create_causal_mask"):
     del CONFIGS["roformer"]  # transformers 5.10: a token of a prompt sees later ones
 
-# With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers
-# and an adapter.
-OF_EACH_KIND = (
+if hasattr(DeepseekV3Attention, "expand_kv"):  # older transformers cache what it returns
+    CONFIGS["deepseek-v3"] = lambda: tf.DeepseekV3Config(
+        **_COMMON, num_key_value_heads=4, kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16,
+        qk_rope_head_dim=16, v_head_dim=24, first_k_dense_replace=2, n_routed_experts=4, n_group=1,
+        topk_group=1, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+
+_MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+HYBRIDS = {
+    "qwen3-next": lambda: tf.Qwen3NextConfig(
+        **_GQA, **_MOE, shared_expert_intermediate_size=32, linear_num_value_heads=4,
+        linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+    ),
+    "jamba": lambda: tf.JambaConfig(
+        **{**_GQA, "num_hidden_layers": 4}, mamba_d_state=16, mamba_dt_rank=4,
+        use_mamba_kernels=False, num_experts=4, attn_layer_period=2, attn_layer_offset=1,
+    ),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **_GQA, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16,
+        mamba_chunk_size=8,
+    ),
+    "lfm2": lambda: tf.Lfm2Config(
+        **_COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"]
+    ),
+    "minimax": lambda: tf.MiniMaxConfig(
+        **_GQA, num_local_experts=4, num_experts_per_tok=2, block_size=16,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+    ),
+}  # fmt: skip
+"""Models of which some layers carry states: linear attention with experts, Mamba without RoPE, a
+state beside attention in each layer, convolutions alone, and a model with a cache of its own."""
+
+WITHOUT_ROPE = {
+    "smollm3": lambda: tf.SmolLM3Config(**_GQA, no_rope_layers=[1, 0, 1]),
+    "cohere2": lambda: tf.Cohere2Config(
+        **_GQA, sliding_window=24, layer_types=["sliding_attention"] * 2 + ["full_attention"]
+    ),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **_GQA, intermediate_size_mlp=96, num_local_experts=2, attention_chunk_size=24,
+        no_rope_layers=[1, 1, 0], layer_types=["chunked_attention"] * 2 + ["full_attention"],
+    ),
+}  # fmt: skip
+"""Models that rotate no keys in some or all layers of full attention."""
+
+# With and without RoPE, sliding layers, grouped heads, attention sinks, shared and unequal layers,
+# latents and an adapter.
+OF_EACH_KIND = [
     "llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "gpt2", "gptj", "falcon-gqa", "bloom",
-)  # fmt: skip
+    *({"deepseek-v3"} & {*CONFIGS}),
+]  # fmt: skip
 
 # Their positions are learned, or added to embeddings.
 LEARNED = ("gpt2", "opt", "gpt-neo", "xglm")
@@ -127,7 +174,7 @@ ADAPTED = (
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     """A model in eval mode, fp32, with weights large enough for attention to matter."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]()
+    config = (CONFIGS | HYBRIDS | WITHOUT_ROPE)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
     # eager is plain for every model: sdpa drops Gemma 2's softcap in some versions

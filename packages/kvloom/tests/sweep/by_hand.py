@@ -145,7 +145,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "instructblipvideo": {"video_token_index": 198, "num_query_tokens": 4},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "kosmos-2": {"latent_query_num": 4},
-    "lfm2": {"full_attn_idxs": [1], "num_hidden_layers": 3, "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3,
+        "block_auto_adjust_ff_dim": False,
+    },
     "lfm2_moe": {"layer_types": ["conv", FULL, "conv"], "num_hidden_layers": 3},
     "llama4_vision_model": {"intermediate_size": 256},
     "llava_next": PINPOINTS,

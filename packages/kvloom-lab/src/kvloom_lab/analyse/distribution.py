@@ -25,8 +25,8 @@ from kvloom.errors import UnsupportedModel
 from kvloom.hf import (
     attachment_restored,
     geometry,
+    layer_ropes,
     load_layer_metadata,
-    model_rope,
     supported_model,
 )
 from kvloom.recipe import Recipe
@@ -108,14 +108,15 @@ def measure(
             )
         metadata = dict(zip(available, load_layer_metadata(model, recipe), strict=True))
         try:
-            rope = model_rope(model)
+            ropes = dict(zip(available, layer_ropes(model), strict=True))
         except UnsupportedModel:
-            rope = None
+            ropes = {}
 
         def add(number: int, inputs: AttentionInputs) -> None:
             if number not in chosen:
                 return
             tensors = {"keys": inputs.k, "values": inputs.v}
+            rope = ropes.get(number)
             if rope is not None:
                 undo = -torch.arange(inputs.k.shape[2], device=inputs.k.device).view(1, 1, -1)
                 tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)

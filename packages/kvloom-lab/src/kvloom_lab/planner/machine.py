@@ -269,6 +269,12 @@ def complete(
             "hardware 'this' measures processors, and models run on this machine's GPU; use a "
             f"preset ({', '.join(PRESETS)}) or a hardware file"
         )
+    if g.latent or len({*g.dims}) > 1:
+        raise InputError(
+            "hardware 'this' measures layers whose keys and values have equally many channels, and "
+            f"this model has {g.dims[0]} and {g.dims[1]}; use a preset ({', '.join(PRESETS)}) or a "
+            "hardware file"
+        )
     with torch.no_grad():
         if machine is None:
             on_step("reading memory", 0)

@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from kvloom.errors import InputError, UnsupportedModel
-from kvloom.hf import geometry, has_adapter, stock_layers, supported_model
+from kvloom.hf import geometry, has_adapter, state_nbytes, stock_layers, supported_model
 from kvloom.recipe import Geometry
 
 from ..models import REFERENCE, WEIGHTS, located, max_positions
@@ -85,6 +85,8 @@ class _Live(TorchDispatchMode):
         self.now = self.most = 0
 
     def __torch_dispatch__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fn is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return True  # as for a mask without padding
         out = fn(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
@@ -115,16 +117,18 @@ class Window(NamedTuple):
 class ModelFacts:
     """What a model needs in addition to its cache.
 
-    geometry: the layers that kvloom caches. windows: of each layer with a sliding window. working:
-    bytes of activations per token of a prompt, at the widest place of a forward pass; None where
-    they cannot be traced. layers: all decoder layers.
-    dtype_stated: whether the config states the dtype of the weights; if not, float32 is counted.
+    geometry: the layers that kvloom caches. windows: of each layer with a sliding window. states:
+    bytes of the states of each layer with some, such as linear attention, batch 1. working: bytes
+    of activations per token of a prompt, at the widest place of a forward pass; None where they
+    cannot be traced. layers: all decoder layers. dtype_stated: whether the config states the dtype
+    of the weights; if not, float32 is counted.
     """
 
     name: str
     architecture: str
     geometry: Geometry
     windows: tuple[Window, ...]
+    states: tuple[int, ...]
     weights: Weights
     working: int | None
     layers: int
@@ -145,7 +149,8 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     meta_model = _build(config, name)
     stock = stock_layers(supported_model(meta_model))
-    _refuse_other_layers(meta_model, [layer.kind for layer in stock])
+    states = state_nbytes(meta_model)
+    _refuse_other_layers(meta_model, [layer.kind for layer in stock], states is not None)
     windows = tuple(
         Window(layer.window, layer.token_nbytes) for layer in stock if layer.window is not None
     )
@@ -154,6 +159,7 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
         type(meta_model).__name__,
         geometry(meta_model),
         windows,
+        tuple(filter(None, states or ())),
         count_weights(meta_model),
         working_bytes(meta_model),
         len(stock),
@@ -207,13 +213,15 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
         ) from error
 
 
-def _refuse_other_layers(model: Any, kinds: list[str]) -> None:
-    """Raise `UnsupportedModel` for layers with another state than keys and values."""
-    counted = "full_attention", "sliding_attention", "DummyLayer"  # which stores nothing
+def _refuse_other_layers(model: Any, kinds: list[str], counts_states: bool) -> None:
+    """Raise `UnsupportedModel` for layers whose bytes are not known."""
+    counted = ["full_attention", "sliding_attention", "DummyLayer"]  # which stores nothing
+    if counts_states:
+        counted.append("LinearAttentionLayer")
     others = sorted({kind for kind in kinds if kind not in counted})
     if others:
         numbers = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be planned: layers {numbers} have a state that "
-            f"kvloom cannot count ({', '.join(others)}), such as that of linear attention"
+            f"{type(model).__name__} cannot be planned: kvloom cannot count what layers {numbers} "
+            f"store ({', '.join(others)})"
         )

@@ -115,6 +115,7 @@ class Plan:
                 "dtype": str(m.geometry.dtype).removeprefix("torch."),
                 "layers": m.layers,
                 "sliding_layers": len(m.windows),
+                "state_bytes": sum(m.states),
                 "positions": m.positions,
                 "working_bytes_per_token": m.working,
             },

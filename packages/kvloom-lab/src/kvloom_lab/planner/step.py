@@ -1,7 +1,7 @@
 """Bytes of a recipe's cache, and what a decode step reads and computes.
 
-`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores in layers with a sliding window.
-It evaluates each kind of layer once, because inverse questions try many contexts.
+`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores: sliding windows and states. It
+evaluates each kind of layer once, because inverse questions try many contexts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LayerKind:
         recall = recipe.recall
         if recall is None or kept <= recall.tokens:
             return nbytes, kept
-        index = recall.index.nbytes(recall.index.due(0, kept), geometry.head_dim,
+        index = recall.index.nbytes(recall.index.due(0, kept), geometry.query_dim,
                                     geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
         chosen = round((nbytes - index) * recall.tokens / kept)
         if recall.index.reads_keys:
-            chosen += (nbytes - index) // 2
+            chosen += (nbytes - index) // (1 if geometry.latent else 2)
         return index + chosen, recall.tokens
 
     def kept_tokens(self, tokens: int) -> int:
@@ -62,7 +62,7 @@ class CacheBytes:
     """The bytes of a recipe's cache on a model."""
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
-        numbers = model.geometry.numbers
+        recipe, numbers = recipe.fitted(model.geometry), model.geometry.numbers
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
         for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
             plain = recipe.for_layer(number, numbers)
@@ -70,6 +70,8 @@ class CacheBytes:
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry, self.windows = model.geometry, Counter(model.windows)
+        self.states = Counter(model.states)
+        self.state_nbytes = sum(model.states)
         self.exact = model.geometry.layer_token_nbytes()
 
     @property
@@ -89,7 +91,7 @@ class CacheBytes:
             layers * min(tokens, window.tokens) * window.token_nbytes
             for window, layers in self.windows.items()
         )
-        return batch * (ours + sliding)
+        return batch * (ours + sliding + self.state_nbytes)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
@@ -101,7 +103,7 @@ class CacheBytes:
         for kind in self.kinds:
             nbytes = kind.nbytes(tokens, self.geometry)
             total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
-        return batch * total
+        return batch * (total + self.state_nbytes)
 
 
 def _unequal(recipe: Recipe) -> bool:
@@ -115,8 +117,8 @@ def _unequal(recipe: Recipe) -> bool:
 class LayerWork:
     """What a decode step does in one kind of layers.
 
-    kind: None for layers with a sliding window, which transformers caches. nbytes: read by one
-    layer, whole batch. flops: of one layer's attention, whole batch.
+    kind: None for sliding windows and states, which transformers stores. nbytes: read by one layer,
+    whole batch; states are also written. flops: of one layer's attention, whole batch.
     """
 
     kind: LayerKind | None
@@ -185,7 +187,7 @@ class StepTime:
 def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) -> StepWork:
     """Return what a decode step does after `context` tokens in each of `batch` rows."""
     g, layers = model.geometry, []
-    per_token = 4 * g.q_heads * g.head_dim  # a product with keys, and one with values
+    per_token = 2 * g.q_heads * (g.query_dim + g.dims[1])  # products with keys and with values
     for kind in cache.kinds:
         nbytes, tokens = kind.read(context, g)
         layers.append(LayerWork(kind, kind.layers, batch * nbytes, batch * tokens * per_token))
@@ -193,6 +195,8 @@ def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) ->
         tokens = min(context, window.tokens)
         nbytes = batch * tokens * window.token_nbytes
         layers.append(LayerWork(None, count, nbytes, batch * tokens * per_token))
+    for nbytes, count in cache.states.items():
+        layers.append(LayerWork(None, count, 2 * batch * nbytes, 0))
     weights = model.weights
     return StepWork(
         g,

@@ -172,6 +172,9 @@ def count_weights(model: PreTrainedModel) -> Weights:
         if isinstance(module, nn.Embedding):  # a step reads one row of it for a token
             read -= {id(p) for p in module.parameters()} - kept
     read |= kept
+    whole = {
+        id(p) for module in decoder.modules() if _reads_all(module) for p in module.parameters()
+    }
     total = step = parameters = expert_step = expert_parameters = 0
     for name, weight in model.named_parameters():
         nbytes = weight.numel() * weight.element_size()
@@ -183,7 +186,7 @@ def count_weights(model: PreTrainedModel) -> Weights:
         total += nbytes
         if id(weight) not in read:
             continue
-        if weight.dim() > 2 and ".experts." not in name:
+        if weight.dim() > 2 and not (".experts." in name or id(weight) in whole):
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be planned: it is not known here which part of "
                 f"{name!r} a token reads"
@@ -205,6 +208,11 @@ def count_weights(model: PreTrainedModel) -> Weights:
     return Weights(
         total, step, parameters, expert_step, expert_parameters, experts, used, quantized=method
     )
+
+
+def _reads_all(module: nn.Module) -> bool:
+    """Return whether a token reads all of a module's weights, whatever their shapes."""
+    return isinstance(module, nn.Conv1d) or type(module).__name__.endswith("MambaMixer")
 
 
 def _routing(model: PreTrainedModel) -> tuple[int, int]:

@@ -114,7 +114,7 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
     metadata = random_calibration(recipe, shape)
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     total = before + count
-    return build_layers(recipe, range(total), [metadata] * total, metadata.rope)[before:]
+    return build_layers(recipe, range(total), [metadata] * total, [metadata.rope] * total)[before:]
 
 
 def random_calibration(recipe: Recipe, shape: LayerShape) -> LayerMetadata:

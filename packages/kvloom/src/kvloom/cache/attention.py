@@ -20,8 +20,6 @@ from ..kernels.plan import OpPlan
 from ..store.format_tokens import FormatView
 from ..store.formats import Format
 
-_UNPACK = 8192  # tokens that are unpacked at once
-
 
 def attend_to(
     q: Tensor,
@@ -87,7 +85,9 @@ def _by_format(
                 break
         else:
             packed = lo < max(keys.prefix, values.prefix)
-            yield from _unpacked(q, region, lo, hi, _UNPACK if packed else hi, scale, softcap)
+            yield from _unpacked(
+                q, region, lo, hi, reference.UNPACK if packed else hi, scale, softcap
+            )
 
 
 def _formats(q: Tensor, sides: tuple[Any, Any]) -> list[Format]:

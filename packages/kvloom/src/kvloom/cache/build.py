@@ -16,21 +16,22 @@ def build_layers(
     recipe: Recipe,
     numbers: Sequence[int],
     metadata: Sequence[LayerMetadata],
-    rope: Rope | None = None,
+    ropes: Sequence[Rope | None] | None = None,
 ) -> list[LayerCache]:
     """Return one empty `LayerCache` per layer; layers that decide together know each other.
 
-    numbers: the model's numbers of these layers. metadata: of each of them. rope: rotates keys in
-    layers whose recipe renumbers positions.
+    numbers: the model's numbers of these layers. metadata, ropes: of each of them. A rope rotates
+    keys where the recipe renumbers positions; None: no layer rotates them.
     """
     layers, budget_ranks = [], recipe.budget_ranks(numbers)
     for rank, (number, budget_rank) in enumerate(zip(numbers, budget_ranks, strict=True)):
         plain = recipe.for_layer(number, numbers)
         renumbers = plain.keep is not None and plain.keep.positions != "original"
+        rope = ropes[rank] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(
-                plain, f"layer {number}", rank, len(numbers), rope if renumbers else None,
-                metadata[rank], budget_rank,
+                plain, f"layer {number}", rank, len(numbers), rope, metadata[rank],
+                budget_rank,
             )
         )  # fmt: skip
     coordinate(layers)

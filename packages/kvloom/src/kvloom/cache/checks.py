@@ -16,11 +16,17 @@ from .step import StepInputs
 
 def checked(state: LayerState, step: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
-    queries, k, v = step
-    traits = (*k.shape, k.dtype, k.device)
-    if traits != state.traits or v.shape != k.shape or v.dtype != k.dtype:
-        check_shapes(state.name, state.like, k, v)
+    queries, k, v, *_ = step
+    traits = k.shape, v.shape, k.dtype, v.dtype, k.device
+    if traits != state.traits:
+        check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
         state.traits = traits
+    if not queries.causal and state.recipe.reads_queries:
+        raise CacheMisuse(
+            f"{state.name}: recipe {state.recipe.name!r} scores the prompt causally, and tokens of "
+            "this one see later ones (an image, a bidirectional prefix); use a recipe without "
+            'scores of the prompt, such as "near-lossless" or "quest"'
+        )
     if state.outliers is not None and queries.ids is None and state.needs_ids:
         raise CacheMisuse(
             f"{state.name}: the rule for outliers reads token ids; run the layer by its model"
@@ -32,7 +38,7 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     if visible is not None:
         padding = ~visible[:, :, state.seen :, None]
         k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        step = StepInputs(queries, k, v)
+        step = step._replace(k=k, v=v)
     if alibi is not None:
         keep = state.recipe.keep
         if keep is not None and keep.positions != "original":
@@ -42,11 +48,16 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     return step
 
 
-def check_shapes(name: str, like: Tensor | None, k: Tensor, v: Tensor) -> None:
-    """Raise `CacheMisuse` if k, v [B, Hk, T, D] do not match each other, or a layer's `like`."""
+def check_shapes(
+    name: str, like: Tensor | None, k: Tensor, v: Tensor, value_dim: int | None = None
+) -> None:
+    """Raise `CacheMisuse` if k, v [B, Hk, T, D] do not match each other, or a layer's `like`.
+
+    value_dim: channels of a value; None: as many as of a key.
+    """
     if k.shape[2] == 0:
         raise CacheMisuse(f"{name}: no tokens to attend with; give at least one")
-    if k.shape != v.shape or k.dtype != v.dtype:
+    if v.shape != (*k.shape[:3], value_dim or k.shape[3]) or k.dtype != v.dtype:
         raise CacheMisuse(
             f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
             f"{v.dtype} do not belong together; give one value per key"

@@ -14,6 +14,7 @@ from ..errors import CacheMisuse
 from ..kernels.attend.regions import Region
 from .evictor import AgeEvictor, Phase
 from .joint import decide
+from .latents import query_keys
 from .layer_state import LayerState
 from .reading import exact_tokens
 from .score_evictor import Decision, StepEvictor
@@ -72,7 +73,7 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     segment, evictor, retriever = state.storage, state.evictor, state.retriever
     assert isinstance(segment, Segment), "a layer with slots never settles"
     if retriever is not None and retriever.learns and queries.tokens:
-        retriever.learn(queries, (new or exact_tokens(state))[0])
+        retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:

@@ -13,7 +13,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.reference import AttentionState
 from ..kernels.attend.regions import Region
+from ..kernels.plan import OpPlan
+from . import latents
 from .attention import attend_to, joined
 from .checks import check_range, checked, out_of_range
 from .commit import commit
@@ -53,18 +56,24 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
     step = checked(state, inputs)
     stored = _append(state, step)
+    if step.attended is not None:
+        state.read = step.tokens
+        return step.attended, OpenStep(step, stored, [])
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
-    out, products = attend_to(
-        queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
-        state.plan, queries.sink_logits,
-    )  # fmt: skip
+    if state.metadata.latent:
+        out, products = _attend_to_latents(step, regions, state.plan), None
+    else:
+        out, products = attend_to(
+            queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
+            state.plan, queries.sink_logits,
+        )  # fmt: skip
     if products is not None or queries.q.requires_grad:
         q = queries.q
         queries = queries._replace(q=q.detach() if q.requires_grad else q, products=products)
-        step = StepInputs(queries, step.k, step.v)
+        step = step._replace(queries=queries)
     return out, OpenStep(step, stored, regions)
 
 
@@ -74,6 +83,8 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     inputs: the keys and values of the open step; queries: as many, or the newest of them.
     """
     step = checked(state, inputs)
+    if step.attended is not None:
+        return step.attended
     queries = step.queries
     out, _ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
@@ -84,7 +95,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
 
 def finish(state: LayerState, open_step: OpenStep) -> None:
     """Count the tokens of an open step, then score, evict, pack and index what is due."""
-    (queries, k, v), stored, regions = open_step
+    (queries, k, v, *_), stored, regions = open_step
     state.seen += k.shape[2]
     commit(state, queries, None if stored else (k.detach(), v.detach()), regions)
 
@@ -110,14 +121,28 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     repetition scores these; None: the queries are of another layer, and no score sees them.
     """
     step = checked(state, inputs)
-    regions = joined(step_regions(state, step, stored=False))
+    regions = step_regions(state, step, stored=False)
     queries = step.queries
-    out, _ = attend_to(
-        queries.q, regions, queries.scale, queries.softcap, sink_logits=queries.sink_logits
-    )
+    if state.metadata.latent:
+        out = _attend_to_latents(step, regions)
+    else:
+        out, _ = attend_to(
+            queries.q, joined(regions), queries.scale, queries.softcap,
+            sink_logits=queries.sink_logits,
+        )  # fmt: skip
     if state.scores_repetition and repeated is not None:
         state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out
+
+
+def _attend_to_latents(
+    step: StepInputs, regions: list[Region], plan: OpPlan[..., AttentionState] | None = None
+) -> Tensor:
+    """Attend absorbed queries to a latent layer; plan: of one query."""
+    scale = step.queries.scale
+    q, regions = latents.absorbed(step.queries.q, regions, scale)
+    out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None)
+    return out if step.expand is None else step.expand(out)
 
 
 def _append(state: LayerState, step: StepInputs) -> bool:
@@ -126,7 +151,7 @@ def _append(state: LayerState, step: StepInputs) -> bool:
     Returns whether they were stored. Attention reads a long step's tokens as they are given.
     Raises `NotFinite`.
     """
-    _, k, v = step
+    k, v = step.k, step.v
     t, storage = k.shape[2], state.storage
     if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
         assert isinstance(state.evictor, StepEvictor)

@@ -85,6 +85,20 @@ class LayerCache:
         return self.state.like
 
     @property
+    def latent(self) -> bool:
+        """Whether the layer stores latents: see `latents`."""
+        return self.state.metadata.latent
+
+    @property
+    def token_numbers(self) -> int:
+        """The numbers in one token's keys and values, of all rows and heads; 0 before a step."""
+        like = self.state.like
+        if like is None:
+            return 0
+        b, h, _, d = like.shape
+        return b * h * (d + (self.state.metadata.value_dim or d))
+
+    @property
     def dropped(self) -> float:
         """Tokens seen that the layer has dropped, of every row and head, or on average."""
         return self.state.dropped

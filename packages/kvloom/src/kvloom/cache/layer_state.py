@@ -28,7 +28,7 @@ from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 
-VERSION = 5
+VERSION = 6
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 
@@ -88,7 +88,7 @@ class LayerState(Stateful):
             self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, metadata.head)
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
-        self.retriever = None if recipe.recall is None else Retriever(recipe)
+        self.retriever = None if recipe.recall is None else Retriever(recipe, metadata.latent)
         rule = recipe.protect.outliers
         self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
         self.uncommitted: Uncommitted | None = None

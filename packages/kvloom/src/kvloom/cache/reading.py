@@ -22,7 +22,7 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
 
     stored: whether the layer has stored the step's own tokens already.
     """
-    queries, k, v = step
+    queries, k, v, *_ = step
     t, past = k.shape[2], state.seen
     regions: list[Region] = []
     if past:

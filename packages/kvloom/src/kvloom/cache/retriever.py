@@ -19,6 +19,7 @@ from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import Packed
+from .latents import joined
 from .segment import Segment
 from .step import Queries, Trace
 
@@ -27,13 +28,17 @@ _READ_AT_ONCE = 8192
 
 
 class Retriever(Stateful):
-    """An index of the oldest tokens of a segment, and their offload store if there is a tier."""
+    """An index of the oldest tokens of a segment, and their offload store if there is a tier.
+
+    latent: whether the layer stores latents.
+    """
 
     uncounted = ("visible",)
     children = ("finder", "store")
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, latent: bool = False) -> None:
         assert recipe.recall is not None
+        self.latent = latent
         self.recipe, self.recall = recipe, recipe.recall
         self.finder: Finder = self.recall.index.finder()
         self.side_stream = SideStream()  # where the index grows
@@ -109,10 +114,8 @@ class Retriever(Stateful):
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
             lo = pinned + self.finder.tokens
-            keys, nonpadding = (
-                segment.unpacked_keys(lo, lo + due),
-                segment.mask(visible, lo, lo + due),
-            )
+            keys = self._keys(segment, lo, lo + due)
+            nonpadding = segment.mask(visible, lo, lo + due)
             if nonpadding is None:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
@@ -143,10 +146,17 @@ class Retriever(Stateful):
         finder.inherit(self.finder)
         return finder
 
+    def _keys(self, segment: Segment, lo: int, hi: int) -> Tensor:
+        """Return the keys of tokens lo to hi that queries are multiplied with, unpacked."""
+        keys = segment.unpacked_keys(lo, hi)
+        if not self.latent:
+            return keys
+        return joined(keys, segment.unpacked_values(lo, hi))
+
     def _find(self, segment: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
         pinned = self.recipe.pinned_prefix
-        keys = partial(segment.unpacked_keys, pinned, pinned + self.finder.tokens)
+        keys = partial(self._keys, segment, pinned, pinned + self.finder.tokens)
         slots = self.finder.find(q[:, :, 0], count, self.recall.group, keys)
         if not pinned:
             return slots

@@ -16,6 +16,7 @@ from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
 from ..store.buffer import Buffer
+from .latents import query_keys
 from .segment import Segment
 from .step import Queries, StepInputs
 
@@ -55,11 +56,14 @@ class StepScorer(Stateful):
     ) -> Tensor:
         """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
 
+        The queries may be absorbed, and k, v of a latent layer.
+
         visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
         logical index of each token. seen: the number of tokens seen, the step's included. bias:
         fp32 [B, Hq, N], added to the logits.
         """
         number, self.steps = self.steps, self.steps + 1
+        k = query_keys(queries.q, k, v)
         step = Step(
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
             visible_queries=queries.visible_queries, index=index, seen=seen, number=number,

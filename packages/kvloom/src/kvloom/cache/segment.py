@@ -94,6 +94,10 @@ class Segment(Stateful):
         keys = self.keys.view(lo - self.offloaded, hi - self.offloaded, self.positions)
         return keys if isinstance(keys, Tensor) else keys.tensor()
 
+    def unpacked_values(self, lo: int, hi: int) -> Tensor:
+        """Return the values [B, Hk, hi - lo, D] of tokens lo to hi, none of which is offloaded."""
+        return self.values.kv_view().tensor(lo - self.offloaded, hi - self.offloaded)
+
     def append(self, k: Tensor, v: Tensor, max_abs: tuple[float, ...] | None = None) -> bool:
         """Add k, v [B, Hk, T, D], exact for now, or nothing where a number is above `max_abs`.
 

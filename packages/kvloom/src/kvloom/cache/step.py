@@ -24,7 +24,8 @@ class Queries(NamedTuple):
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
     products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
-    of attention sinks, where the model has them; scores leave them out.
+    of attention sinks, where the model has them; scores leave them out. causal: False where tokens
+    see each other by a mask of the model, as those of an image do.
     """
 
     q: Tensor
@@ -35,6 +36,7 @@ class Queries(NamedTuple):
     ids: Tensor | None = None
     products: Tensor | None = None
     sink_logits: Tensor | None = None
+    causal: bool = True
 
     @property
     def tokens(self) -> int:
@@ -93,12 +95,17 @@ class Queries(NamedTuple):
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet.
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: the
+    attention of a first prompt [B, Hq, T, D], where the model computes it itself: over latents, and
+    by a mask that is not causal. expand: of a layer of latents, returns the output of the heads
+    [B, Hq, T, D] for attention to latents, [B, Hq, T, r].
     """
 
     queries: Queries
     k: Tensor
     v: Tensor
+    attended: Tensor | None = None
+    expand: Callable[[Tensor], Tensor] | None = None
 
     @property
     def tokens(self) -> int:
@@ -108,7 +115,9 @@ class StepInputs(NamedTuple):
     def slice(self, begin: int, end: int) -> StepInputs:
         """Return the tokens begin to end, which see the tokens up to them."""
         k, v = self.k[:, :, begin:end], self.v[:, :, begin:end]
-        return StepInputs(self.queries.slice(begin, end), k, v)
+        # later tokens of a prompt may see fewer tokens than the model did
+        attended = None if self.attended is None or begin else self.attended[:, :, :end]
+        return StepInputs(self.queries.slice(begin, end), k, v, attended, self.expand)
 
     def one_by_one(self) -> Iterator[StepInputs]:
         """Yield each token as a step of its own."""
@@ -116,7 +125,8 @@ class StepInputs(NamedTuple):
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> StepInputs:
         """Apply fn to the tensors, along the batch dimension."""
-        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v))
+        attended = None if self.attended is None else fn(self.attended)
+        return StepInputs(self.queries.map(fn), fn(self.k), fn(self.v), attended, self.expand)
 
 
 class Uncommitted(Stateful):

@@ -11,6 +11,7 @@ groups decides the bytes that a format predicts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,14 +36,14 @@ def read_ranges(
     ids: Tensor,
     calibration: Calibration,
     partial: Path,
-    rope: Rope | None,
+    ropes: Mapping[int, Rope],
     settled: float,
     on_step: TotalProgress,
 ) -> None:
     """Add the ranges of all layers over contexts ids [M, T] to `calibration`; save it to `partial`.
 
-    Continues from the state in `calibration`. rope: also measure keys before this RoPE. settled:
-    see `Settings`.
+    Continues from the state in `calibration`. ropes: also measure the keys of these layers before
+    RoPE. settled: see `Settings`.
     """
     done, before = calibration.tensors["done"], _ranges(calibration)
     while not done[FINISHED]:
@@ -51,7 +52,7 @@ def read_ranges(
         record(
             model,
             ids[context : context + 1],
-            lambda layer, inputs: _widen(calibration.tensors, layer, inputs, rope),
+            lambda layer, inputs: _widen(calibration.tensors, layer, inputs, ropes.get(layer)),
         )
         done[CONTEXTS] = context + 1
         last = context + 1 == len(ids)

@@ -20,11 +20,17 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from ..hf import attention, compat
+from ..hf import attention, compat, stock
 from ..hf.cache import Cache
 from ..hf.compat import read_tokens
 from ..hf.repetition import of_prompt
-from ..hf.routed import RoutedCache, RoutedLayer, outside_inference_mode
+from ..hf.routed import (
+    RoutedCache,
+    RoutedLayer,
+    outside_inference_mode,
+    stock_part,
+    with_compressed,
+)
 from ..hf.shared_pass import TogetherLayer
 from ..recipe.spec import Recipe
 from .recorder import attend_causally
@@ -70,12 +76,14 @@ class ReadPrompt:
         """By layer, the scores of a repetition of this prompt, once they are needed."""
         cache = Cache(model, Recipe())
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
-        self.layers = cache.layers  # after the prompt: a `_Reader`, or a layer of transformers
-        for i in self.numbers:
-            self.layers[i] = _Reader(self.layers[i].cache, queries)
+        self.layers = cache.layers  # after the prompt
+        routed = zip(self.numbers, cache.routed, strict=True)
+        self.readers = {number: _Reader(layer.cache, queries) for number, layer in routed}
+        for number, reader in self.readers.items():
+            cache.replace(number, reader)
         read_tokens(model, ids, cache)
         self.modules = _decoder_layers(model)
-        inputs = {number: self.layers[number].inputs for number in self.numbers}
+        inputs = {number: reader.inputs for number, reader in self.readers.items()}
         tokens = {number: _Tokens(step.k, step.v, None) for number, step in inputs.items()}
         self.exact, logits = self._base(tokens)
         self.logp = torch.log_softmax(logits[0].float(), dim=-1)
@@ -94,7 +102,7 @@ class ReadPrompt:
         """
         cache = self._rows(len(recipes), base)
         members = [self._filled(number, Cache(self.model, recipe)) for recipe in recipes]
-        cache.layers[number] = _Candidates(members)
+        cache.replace(number, _Candidates(members))
         ids = self.continuation.expand(len(recipes), -1)
         with _skipped(self.modules[:number], base.outputs, len(recipes)):
             return kl_divergence(self.logp, read_tokens(self.model, ids, cache, all_logits=True))
@@ -104,7 +112,7 @@ class ReadPrompt:
         caches = [Cache(self.model, recipe) for recipe in recipes]
         batch = self._rows(len(recipes), self.exact)
         for number in self.numbers:
-            batch.layers[number] = _Candidates([self._filled(number, cache) for cache in caches])
+            batch.replace(number, _Candidates([self._filled(number, cache) for cache in caches]))
         ids = self.continuation.expand(len(recipes), -1)
         steps = zip(self.logp.split(self.step), ids.split(self.step, dim=1), strict=True)
         divergences = [
@@ -132,8 +140,8 @@ class ReadPrompt:
 
     def _stored(self, number: int, cache: Cache) -> LayerCache:
         """Store the prompt in one layer of a cache, and return it."""
-        member = cache.layers[number].cache
-        outside_inference_mode(member.prefill)(self.layers[number].inputs)
+        member = cache.routed[list(self.numbers).index(number)].cache
+        outside_inference_mode(member.prefill)(self.readers[number].inputs)
         return member
 
     def _repeat(self, recipe: Recipe) -> None:
@@ -157,11 +165,13 @@ class ReadPrompt:
         """Return a cache of `rows` rows, all with the tokens of `base`."""
         layers: list[Any] = []
         for number, layer in enumerate(self.layers):
-            if isinstance(layer, _Reader):
-                layers.append(_Shared(layer.cache, base.tokens[number]))
-            else:
-                layers.append(copy.deepcopy(layer))
-                layers[-1].batch_repeat_interleave(rows)
+            stored, reader = copy.deepcopy(stock_part(layer)), self.readers.get(number)
+            if stored is not None:
+                stock.change(stored, "batch_repeat_interleave", rows)
+            if reader is not None:
+                shared = _Shared(reader.cache, base.tokens[number])
+                stored = with_compressed(stored, shared)
+            layers.append(stored)
         return _Batch(layers, self.fingerprint)
 
 

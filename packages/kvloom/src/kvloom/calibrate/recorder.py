@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from ..cache.attention import attend_to
 from ..cache.checks import check_range, check_shapes
 from ..cache.step import StepInputs
+from ..errors import UnsupportedModel
 from ..hf.cache import Cache
 from ..hf.observe import alibi_bias
 from ..hf.routed import RoutedLayer
@@ -45,7 +46,7 @@ def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
 
     index: logical indices, int64 [1, Hk or 1, N]; None: 0 to N.
     """
-    queries, k, v = step
+    queries, k, v, *_ = step
     bias = alibi_bias(queries, k, index)
     region = Region.exact(k, v, own=queries.tokens, bias=bias)
     out, _ = attend_to(
@@ -65,8 +66,8 @@ class RecordingLayer(RoutedLayer):
         """Attend causally. Prompts with padding are not supported."""
         if self.arrived():
             return attend_causally(step)
-        queries, k, v = step
-        check_shapes(self.cache.name, None, k, v)
+        queries, k, v, *_ = step
+        check_shapes(self.cache.name, None, k, v, v.shape[3])
         check_range(self.cache.name, self.cache.largest, k, v)
         bias = alibi_bias(queries, k)
         inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
@@ -77,7 +78,12 @@ class RecordingLayer(RoutedLayer):
 def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
     """Run the model on contexts ids [B, T] and call the observer once a layer."""
     cache = Cache(model, Recipe())
-    for number in cache.geometry.numbers:
-        cache.layers[number] = RecordingLayer(cache.layers[number], number, observer)
+    if cache.geometry.latent:
+        raise UnsupportedModel(
+            f"{type(model).__name__} stores latents (MLA), which have neither keys nor values to "
+            "calibrate or analyse; use a format without a calibration"
+        )
+    for number, layer in zip(cache.geometry.numbers, cache.routed, strict=True):
+        cache.replace(number, RecordingLayer(layer, number, observer))
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
 from ..hf import compat
-from ..hf.metadata import identity, undoable_rope
+from ..hf.metadata import identity, undoable_ropes
 from ..hf.routing import attachment_restored
 from ..hf.shard import needs_whole
 from ..positions.rope import Rope
@@ -116,13 +116,13 @@ def _calibrate(
     settings: Settings,
     on_step: TotalProgress,
 ) -> Calibration:
-    layers, rope = compat.geometry(model).numbers, _rope(model, formats)
+    layers, ropes = compat.geometry(model).numbers, _ropes(model, formats)
     partial = out.with_name(out.name + ".partial")
     text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
     about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}
     calibration = _resume(partial, Calibration(identity(model), text, about, name=out.name))
     done = calibration.tensors.setdefault("done", torch.zeros(3, dtype=torch.int64))
-    read_ranges(model, ids, calibration, partial, rope, settings.settled, on_step)
+    read_ranges(model, ids, calibration, partial, ropes, settings.settled, on_step)
     searched = [(side, f) for side, f in formats if isinstance(f.clip, str)]
     unfinished = int(done[LAYERS]) < len(layers)
     samples = _samples(model, ids, settings) if searched and unfinished else {}
@@ -134,7 +134,7 @@ def _calibrate(
         if searched:
             attention = ExactAttention(samples.pop(layer))
             for side, fmt in searched:
-                _add_clip(calibration, layer, side, fmt, attention, rope)
+                _add_clip(calibration, layer, side, fmt, attention, ropes.get(layer))
         done[LAYERS] = i + 1
         calibration.save(partial)
     on_step("calibrating layers", len(layers), len(layers))
@@ -203,14 +203,14 @@ def _add_clip(
     calibration.tensors[f"clip_layer.{name}"] = by_layer
 
 
-def _rope(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> Rope | None:
-    """Return the model's rotary embedding; None if it has none and no format needs it."""
+def _ropes(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> dict[int, Rope]:
+    """Return the rotary embedding of each layer; empty if no format needs what a model lacks."""
     try:
-        return undoable_rope(model)
+        return undoable_ropes(model)
     except CalibrationError:
         if any(fmt.pre_rope for _, fmt in formats):
             raise
-        return None
+        return {}
 
 
 def _spell(side: str, fmt: Packed) -> str:

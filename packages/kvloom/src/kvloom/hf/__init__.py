@@ -3,7 +3,7 @@
 from .compat import geometry, has_adapter, read_tokens, stock_layers, supported_model
 from .metadata import CALIBRATION_FILE, identity, load_layer_metadata
 from .observe import ObservedStep, observe_steps
-from .rotary import model_rope
+from .rotary import layer_ropes
 from .routing import attachment_restored
 from .self_check import (
     generate_sample,
@@ -13,6 +13,7 @@ from .self_check import (
     sample_batch,
 )
 from .shared_pass import Follower, Together, can_step_together, prefill_together
+from .states import state_nbytes
 
 __all__ = [
     "CALIBRATION_FILE",
@@ -25,15 +26,16 @@ __all__ = [
     "geometry",
     "has_adapter",
     "identity",
+    "layer_ropes",
     "load_layer_metadata",
     "logits_difference",
-    "model_rope",
     "observe_steps",
     "prefill_together",
     "read_tokens",
     "rounding_tolerance",
     "routed_trial",
     "sample_batch",
+    "state_nbytes",
     "stock_layers",
     "supported_model",
 ]

@@ -18,6 +18,7 @@ from .cache import Cache
 from .guard import Owner
 from .metadata import load_layer_metadata
 from .routing import attachment, set_attachment, unroute
+from .states import state_nbytes
 
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
@@ -25,12 +26,12 @@ _SMALL_HEAD = 64
 _FEW = 0.15  # share of a prompt below which evicting costs much quality
 _INDEXED = "its attention reads the tokens that an index of its own selects"
 _POOLED = "it stores a window of tokens, and summaries of those before it"
-_MIXED = "it stores a recurrent state with its keys and values; kept as transformers has it"
+_BIASED = "its attention adds learned position biases; kept as transformers has it"
 _REASONS = {
     compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
     "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
-    "LinearAttentionAndFullAttentionLayer": _MIXED,
-    "LinearAttentionAndSlidingWindowAttentionLayer": _MIXED,
+    "LinearAttentionAndFullAttentionLayer": _BIASED,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _BIASED,
     "DynamicIndexedLayer": _INDEXED,
     "MiniMaxM3VLSparseCacheLayer": _INDEXED,
     "DeepseekV4HCACache": _POOLED,
@@ -53,8 +54,10 @@ class Report:
         compressed: Numbers of the compressed layers.
         skipped: Why each other layer is not compressed.
         full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
-        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers and
-            sliding windows, and leave out the states of other layers.
+        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers,
+            sliding windows and states.
+        state_nbytes: Bytes of the states among these, such as those of linear attention, which no
+            recipe changes.
         notes: Advice and warnings, a sentence each.
     """
 
@@ -65,6 +68,7 @@ class Report:
     skipped: dict[int, str]
     full_nbytes: int
     nbytes: int
+    state_nbytes: int = 0
     notes: tuple[str, ...] = ()
     _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
@@ -91,6 +95,8 @@ class Report:
                 f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
                 f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
             )
+        if self.state_nbytes:
+            lines.append(f"  {self.state_nbytes / 2**20:,.1f} MiB of both are states, as they were")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
     __repr__ = __str__
@@ -155,15 +161,21 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     in_windows = sum(
         min(layer.window, _TOKENS) * layer.token_nbytes for layer in stock if layer.window
     )
+    states = state_nbytes(model)
+    notes = _notes(model, recipe, geometry) if compressed else ()
+    if states is None:
+        notes = (*notes, "note: the bytes of states are not counted: the model cannot be traced")
+    unchanged = in_windows + sum(states or ())
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        _TOKENS * geometry.token_nbytes() + in_windows,
-        recipe.nbytes(_TOKENS, geometry) + in_windows,
-        _notes(model, recipe, geometry) if compressed else (),
+        _TOKENS * geometry.token_nbytes() + unchanged,
+        recipe.nbytes(_TOKENS, geometry) + unchanged,
+        sum(states or ()),
+        notes,
     )
 
 

@@ -23,8 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse
+from . import latents
 from .compat import is_plainly_causal, padding_mask
-from .routed import RoutedLayer
+from .routed import RoutedLayer, expanding_layer
 
 NAME = "kvloom"
 FIELD = "_attn_implementation_internal"
@@ -77,7 +78,7 @@ def attention(
 
     Raises `CacheMisuse` where a kvloom layer would have to drop the mask or an argument.
     """
-    layer = getattr(key, "_kvloom_layer", None)
+    layer = getattr(key, "_kvloom_layer", None) or expanding_layer(module)
     if layer is None:
         stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
         if stock_mask is not None:
@@ -86,16 +87,21 @@ def attention(
             attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    softcap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
-    check_arguments(layer, kwargs)
+    attended, first = None, not layer.cache.seen
+    causal = not hasattr(attention_mask, "_kvloom_is_stock")
     visible = visible_tokens(layer, attention_mask)
     if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
         raise _not_causal(layer)
+    arguments = {name: x for name, x in kwargs.items() if name not in ("softcap", "s_aux")}
+    check_arguments(layer, arguments)
+    if first and (layer.latents is not None or not causal):
+        attended = _by_model(module, query, key, value, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = Queries(query, scale, visible, softcap)
-    if sinks is not None:
+    queries = Queries(query, scale, visible, kwargs.get("softcap"), causal=causal)
+    if (sinks := kwargs.get("s_aux")) is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
-    out = layer.attend(StepInputs(queries, key, value))
+    step = StepInputs(queries, key, value, attended)
+    out = layer.attend(step if layer.latents is None else _to_latents(module, layer, step))
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -116,6 +122,36 @@ def _block_mask(
     make = module.indexer.build_block_mask
     made: Tensor = make(blocks, mask, tokens, query.dtype, query.device, position)
     return made
+
+
+def _by_model(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """Return the attention of a first prompt [B, Hq, T, D] as the model computes it."""
+    stock_mask = getattr(mask, "_kvloom_stock_mask", None)
+    mask = mask if stock_mask is None else stock_mask()
+    attend = _stock_attention(module)
+    out: Tensor = attend(module, query, key, value, mask, scaling=scaling, **arguments)[0]
+    return out.transpose(1, 2)
+
+
+def _to_latents(module: torch.nn.Module, layer: RoutedLayer, step: StepInputs) -> StepInputs:
+    """Return a step to the latents that the module has expanded to the keys and values of `step`.
+
+    Its queries are absorbed where something reads them.
+    """
+    assert layer.latents is not None
+    k, v = layer.latents
+    q, needed = step.queries.q, step.attended is None or layer.reads_queries
+    q = latents.absorb(module, q) if needed else q[:, :, :0]
+    queries = step.queries._replace(q=q)
+    return StepInputs(queries, k, v, step.attended, partial(latents.expand, module))
 
 
 class PaddingMask(Tensor):
@@ -179,19 +215,33 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
-    plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
-    if not plainly_causal or local_size is not None:
-        made = stock_mask()
-        if isinstance(made, Tensor):
-            made._kvloom_is_stock = True  # type: ignore[attr-defined]
-        return made
     padding, visible = torch.empty(0, 0, dtype=torch.bool), None
     if attention_mask is not None and not attention_mask.all():
         padding = padding_mask(attention_mask, kv_length)
         visible = padding[:, None]
+    plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
+    if not plainly_causal or local_size is not None:
+        made = stock_mask()
+        if not isinstance(made, Tensor):
+            return made
+        model_reads = local_size is not None or is_plainly_causal(config, mask_function, True)
+        if model_reads or not _hides_padding_alone(made, padding):
+            made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
+            return made
     result = padding.as_subclass(PaddingMask)
     result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
     return result
+
+
+def _hides_padding_alone(mask: Tensor, padding: Tensor) -> bool:
+    """Return whether a mask [B, 1, T, N] is of one query that sees all tokens but padding.
+
+    padding: bool [B, N], False for padding; [0, 0] if there is none.
+    """
+    if mask.shape[1:3] != (1, 1):
+        return False
+    seen = mask[:, 0, 0] if mask.dtype == torch.bool else mask[:, 0, 0] == 0
+    return bool((seen == padding).all() if padding.numel() else seen.all())
 
 
 def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
@@ -204,7 +254,10 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
     if hasattr(mask, "_kvloom_is_stock"):
-        raise _not_causal(layer)
+        if layer.cache.seen:
+            raise _not_causal(layer)
+        found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
+        return found
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"

@@ -48,19 +48,18 @@ class Cache(RoutedCache):
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
-        metadata = load_layer_metadata(model, self.recipe)
-        rope, learned = rotary.renumbering(model, self.recipe)
+        fitted = self.recipe.fitted(self.geometry)
+        metadata = load_layer_metadata(model, fitted)
+        ropes, learned = rotary.renumbering(model, fitted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(self.recipe, numbers, metadata, rope)
+        built = build_layers(fitted, numbers, metadata, ropes)
         heads = self.geometry.kv_heads if shard.running() else None
         shared = compat.shared_layers(model)
-        routed = {
-            i: RoutedLayer(x, heads, i in shared) for i, x in zip(numbers, built, strict=True)
-        }
-        layers = [routed.get(i, layer) for i, (_, layer) in enumerate(stock)]
-        super().__init__(layers, compat.fingerprint(model))
+        super().__init__([layer for _, layer in stock], compat.fingerprint(model))
+        for i, compressed in zip(numbers, built, strict=True):
+            self.replace(i, RoutedLayer(compressed, heads, i in shared))
         self.learned_positions = learned
         route(model)
 

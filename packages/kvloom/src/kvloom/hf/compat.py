@@ -24,9 +24,9 @@ from ..errors import UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.geometry import Geometry
 from ..registry import Registry
-from . import models, shard
+from . import latents, models, shard
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CROSS = "full_attention", "sliding_attention", "cross_attention"
 UNEQUAL = object()
 """In place of an attribute in which layers differ."""
 
@@ -42,11 +42,24 @@ _REFUSED = {
     "musicgen_melody_decoder": _SOUND,
     "openai-gpt": "it has no KV cache",
     "prophetnet": _DISTANCE,
+    "recurrent_gemma": (
+        "it keeps its recurrent states in its modules, where a cache cannot restore, copy or "
+        "reorder them"
+    ),
     "reformer": "it caches hidden states and their hashes instead of keys and values",
     "xlm": "its generate() computes all tokens again at every step, without a KV cache",
     "xlnet": "it caches hidden states instead of keys and values",
 }
-"""Why no layer of full attention of these types can be routed."""
+"""Why models of these types cannot be used."""
+
+_BIASED = ("inkling_text", "inkling2_text")
+"""Models whose layers with keys, values and states add learned position biases in attention."""
+
+_OWN_CACHES = ("minimax",)
+"""Models that refuse caches of other classes than their own where `use_cache` is true."""
+
+_WITHOUT_STATE = ("mlp", "moe")
+"""Kinds of layers without attention that transformers 5.10 gives a cache layer nevertheless."""
 
 
 class Adapter(NamedTuple):
@@ -195,13 +208,9 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = f"its layers of full attention differ in {unequal}"
     elif _heads(config)[0] is None:
         reason = "it has no attention, and so no keys and values"
-    elif _attribute(config, "kv_lora_rank") and _has_full_layers(config):
-        reason = "it caches latents instead of keys and values (MLA)"
-    elif config.model_type in _REFUSED and _has_full_layers(config):
-        reason = _REFUSED[config.model_type]
-    elif problem := _adapter_problem(model):
+    elif problem := _problem(model, config):
         reason = problem
-    elif not has_adapter(model) and not model._can_set_attn_implementation():
+    elif not has_adapter(model) and not decoder(model)._can_set_attn_implementation():
         reason = (
             "its attention does not go through transformers' attention interface; register an "
             "adapter of your own by kvloom.register_adapter"
@@ -215,9 +224,14 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
     return model
 
 
-def _adapter_problem(model: PreTrainedModel) -> str | None:
-    adapter = adapter_of(decoder_config(model))
-    return None if adapter is None or adapter.problem is None else adapter.problem(model)
+def _problem(model: PreTrainedModel, config: Any) -> str | None:
+    """Return what kvloom does not compute of a model's attention; None if it computes all of it."""
+    adapter = adapter_of(config)
+    if config.model_type in _REFUSED:
+        return _REFUSED[config.model_type]
+    if adapter is not None and adapter.problem is not None:
+        return adapter.problem(model)
+    return latents.problem(config, decoder(model)) if _has_full_layers(config) else None
 
 
 def _attribute(config: Any, name: str, number: int | None = None) -> Any:
@@ -286,6 +300,7 @@ def geometry(model: PreTrainedModel) -> Geometry:
     return Geometry(
         len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
         has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
+        _value_dim(config), bool(latents.rank(config)),
     )  # fmt: skip
 
 
@@ -298,16 +313,25 @@ def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
     if adapter is not None and adapter.heads is not None:
         return adapter.heads(config)
     q_heads = _attribute(config, "num_attention_heads", number)
+    if latents.rank(config):
+        return q_heads, 1
     return q_heads, _attribute(config, "num_key_value_heads", number) or q_heads
 
 
 def _head_dim(config: Any, number: int | None = None) -> int:
-    """Return the size of a head; number: as for `_heads`."""
+    """Return the channels of a key; number: as for `_heads`."""
     adapter = adapter_of(config)
     if adapter is not None and adapter.head_dim is not None:
         return adapter.head_dim(config)
+    if latents.rank(config):
+        return config.qk_rope_head_dim
     head_dim = _attribute(config, "head_dim", number)
     return head_dim or config.hidden_size // _heads(config, number)[0]
+
+
+def _value_dim(config: Any) -> int | None:
+    """Return the channels of a value; None: as many as of a key."""
+    return latents.rank(config) or getattr(config, "v_head_dim", None)
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:
@@ -315,6 +339,11 @@ def fingerprint(model: PreTrainedModel) -> tuple:
     config = decoder_config(model)
     names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
     return tuple(getattr(config, name, None) for name in names)
+
+
+def refuses_caches(model: PreTrainedModel) -> bool:
+    """Return whether a model takes a cache of another class with use_cache=False only."""
+    return decoder_config(model).model_type in _OWN_CACHES
 
 
 def is_recording_mode(generation_mode: Any) -> bool:
@@ -329,14 +358,24 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
 
 def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:
     names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
+    if config.model_type not in _BIASED:
+        names["LinearAttentionAndFullAttentionLayer"] = FULL
     adapter = adapter_of(config)
     if adapter is not None and adapter.windows is not None:
         layers = [_new_layer(window) for window in adapter.windows(config)]
     else:
         layers = cache_utils.DynamicCache(config=config).layers
     if not layers:  # a config without layer types: every layer attends to everything
-        return [(FULL, None)] * config.num_hidden_layers
-    return [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+        return [(FULL, cache_utils.DynamicLayer()) for _ in range(config.num_hidden_layers)]
+    if not hasattr(cache_utils, "DummyLayer"):
+        kinds = getattr(config, "layer_types", None) or []
+        for i in (i for i, kind in enumerate(kinds) if kind in _WITHOUT_STATE):
+            layers[i] = cache_utils.LinearAttentionLayer()  # which stays empty
+    stock = [(names.get(type(layer).__name__, type(layer).__name__), layer) for layer in layers]
+    for i in getattr(config, "cross_attention_layers", None) or ():  # to the tokens of images
+        stock[i][1].is_croppable = False
+        stock[i] = CROSS, stock[i][1]
+    return stock
 
 
 def _has_full_layers(config: Any) -> bool:
@@ -354,8 +393,8 @@ class StockLayer(NamedTuple):
     """What transformers itself stores in a layer.
 
     Attributes:
-        kind: "full_attention", "sliding_attention", or the name of the class that transformers
-            picks.
+        kind: "full_attention", "sliding_attention", "cross_attention", or the name of the class
+            that transformers picks.
         window: The tokens of sliding attention, which it stores at most; None for other layers.
         token_nbytes: Bytes of one token's keys and values, batch 1; 0 for other kinds.
     """
@@ -374,7 +413,8 @@ def stock_layers(model: PreTrainedModel) -> list[StockLayer]:
         nbytes = 0
         if kind in (FULL, SLIDING):
             kv_heads = _heads(config, number)[1]
-            nbytes = 2 * kv_heads // ranks * _head_dim(config, number) * itemsize
+            head_dim = _head_dim(config, number)
+            nbytes = kv_heads // ranks * (head_dim + (_value_dim(config) or head_dim)) * itemsize
         layers.append(StockLayer(kind, layer.sliding_window if kind == SLIDING else None, nbytes))
     return layers
 
@@ -384,12 +424,6 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     config = decoder_config(model)
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return set(layer_types or (kind for kind, _ in new_stock_layers(model)))
-
-
-def is_croppable(layer: Any) -> bool:
-    """Return whether tokens can be taken back out of a cache layer of transformers."""
-    stateful = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
-    return bool(getattr(layer, "is_croppable", not stateful))
 
 
 def is_plainly_causal(config: Any, mask_function: Callable[..., Any], read_only_here: bool) -> bool:

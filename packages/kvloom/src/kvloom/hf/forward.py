@@ -53,7 +53,7 @@ class RoutedForward:
             args = ()
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RoutedCache) and cache.guard.running:  # called by the model's forward
-            return self.forward(*args, **kwargs)
+            return self._run(args, kwargs)
         changes = _prepared(self.model, args, kwargs)
         kwargs = {**kwargs, **changes}
         cache = kwargs.get("past_key_values")
@@ -65,10 +65,16 @@ class RoutedForward:
         # with no layer of kvloom, the model's own attention runs as it is
         routed = attention.routed(self.model._kvloom.configs if cache.routed else ())
         with token_ids(cache, args, kwargs), cache.step(), routed:
-            out = self.forward(*args, **kwargs)
+            out = self._run(args, kwargs)
             if repeated is not None:
                 repeated.run()
             return out
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the module with a kvloom cache."""
+        if compat.refuses_caches(self.model):
+            kwargs = {**kwargs, "use_cache": False}
+        return self.forward(*args, **kwargs)
 
     def install(self) -> None:
         """Replace the module's forward."""

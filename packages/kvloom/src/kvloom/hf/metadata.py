@@ -110,24 +110,31 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
     )
 
 
-def undoable_rope(model: PreTrainedModel) -> Rope:
-    """Return the model's rotary embedding; raises `CalibrationError` if it cannot be undone."""
+def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
+    """Return the rotary embedding of each compressed layer, by its number in the model.
+
+    It is one by no angle in a layer that does not rotate its keys. Raises `CalibrationError` if no
+    layer rotates them, or if this cannot be undone.
+    """
     try:
-        rope = rotary.model_rope(model)
+        ropes = rotary.layer_ropes(model)
     except UnsupportedModel:
-        rope = None
+        ropes = ()
+    rope = next(filter(None, ropes), None)
     if rope is None:
         raise CalibrationError(
             f"keys cannot be packed before RoPE: {type(model).__name__} has no rotary embedding "
             "that can be undone and redone; use pre_rope=false"
         )
-    return rope
+    identity = Rope(torch.zeros_like(rope.inv_freq))
+    numbers = compat.geometry(model).numbers
+    return {number: rope or identity for number, rope in zip(numbers, ropes, strict=True)}
 
 
-def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
-    """Return the model's rotary embedding, for a score; None if it has none."""
+def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | None:
+    """Return the rotary embedding of a layer, for a score; None if it has none."""
     try:
-        return rotary.model_rope(model)
+        return rotary.layer_ropes(model)[list(compat.geometry(model).numbers).index(number)]
     except UnsupportedModel as error:
         raise IncompatibleRecipe(
             recipe.name,
@@ -141,17 +148,20 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe) -> Rope | None:
 def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
     store, geometry = recipe.store, compat.geometry(model)
+    shape: dict[str, Any] = {
+        "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
+    }  # fmt: skip
     scorer = None if recipe.keep is None else recipe.keep.scorer
     rotates = scorer is not None and scorer.rotates
     if not store.calibrated and not store.pre_rope and not rotates:
-        return LayerMetadata(head=geometry.first_head)
+        return LayerMetadata(**shape)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
 
     def read() -> LayerMetadata:
-        rope = _score_rope(model, recipe) if rotates else None
+        rope = _score_rope(model, recipe, number) if rotates else None
         if store.pre_rope:
-            rope = undoable_rope(model)
+            rope = undoable_ropes(model)[number]
         sides = {}
         if path is not None:
             calibration = _read_once(model, (path, stamp), lambda: _calibration(model, path))
@@ -159,7 +169,7 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
-        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, geometry.first_head)
+        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, **shape)
 
     metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, rotates), read)
     return metadata

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.latents import query_keys
 from ..cache.layer import LayerCache
 from ..cache.step import Queries, StepInputs
 from ..errors import UnsupportedModel
 from ..kernels import ops
 from ..store.buffer import Buffer
-from .routed import RoutedCache, RoutedLayer
+from .routed import RoutedCache, RoutedLayer, compressed_part
 
 
 class ObservedStep(NamedTuple):
@@ -45,6 +46,8 @@ class ObservedStep(NamedTuple):
 class ObservedLayer(RoutedLayer):
     """A `RoutedLayer` that shows every step to `on_step` before it attends."""
 
+    reads_queries = True
+
     def __init__(
         self, routed: RoutedLayer, layer: int, on_step: Callable[[ObservedStep], None]
     ) -> None:
@@ -59,7 +62,7 @@ class ObservedLayer(RoutedLayer):
         """
         if self.repeated is not None or not self.awaits_attention:
             return super().attend(step)
-        self.exact.append(step.k.detach())
+        self.exact.append(query_keys(step.queries.q, step.k, step.v).detach())
         keys = self.exact.view()
         q, scale, softcap = step.queries.q, step.queries.scale, step.queries.softcap
         bias = alibi_bias(step.queries, keys)
@@ -95,6 +98,7 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
-    for layer, routed in enumerate(cache.routed):
+    numbers = [i for i, x in enumerate(cache.layers) if compressed_part(x) is not None]
+    for layer, (number, routed) in enumerate(zip(numbers, cache.routed, strict=True)):
         routed.cache.observe()
-        cache.layers[cache.layers.index(routed)] = ObservedLayer(routed, layer, on_step)
+        cache.replace(number, ObservedLayer(routed, layer, on_step))

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from ..keep import Keep, Reconstruction
-from . import compat
-from .routed import RoutedCache, RoutedLayer, outside_inference_mode, remember_stock
+from . import compat, stock
+from .routed import RoutedCache, outside_inference_mode
 
 # A chunk follows this many tokens before it, so that the model can find its place.
 _LEAD = 8
@@ -110,13 +110,12 @@ class Repetition:
     def score(self) -> None:
         """Repeat the prompt if it is needed; every layer notes the scores."""
         decoder = compat.decoder(self.model)
-        stock = [x for x in self.cache.layers if not isinstance(x, RoutedLayer)]
         layers = self.cache.routed
         try:
             for begin, lo, hi in self._chunks() if self.needed else ():
                 for layer in layers:
                     layer.repeated = lo, hi
-                restore_stock = remember_stock(stock)
+                restore_stock = stock.remember(self.cache.stock_layers)
                 decoder(
                     past_key_values=self.cache, use_cache=True, **self._inputs(decoder, begin, hi)
                 )

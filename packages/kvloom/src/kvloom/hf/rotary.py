@@ -1,19 +1,22 @@
-"""Find how a model rotates its keys, by running its own code.
+"""Find how each layer of a model rotates its keys, by running the model.
 
-Decides whether kvloom can reproduce a rotary embedding: `Rope` must rotate keys from one position
-to another exactly as the model's functions do. Scaled frequencies (linear, Llama 3, YaRN), partial
-rotary and both pairings pass; frequencies that change with the length do not.
+Decides whether kvloom can reproduce a rotary embedding: `Rope` must rotate a layer's keys from one
+position to another exactly as the model does. Scaled frequencies (linear, Llama 3, YaRN), partial
+rotary, both pairings and layers without rotation pass; frequencies that change with the length do
+not. The keys of single tokens show it: a token that attends to itself alone gets the same hidden
+states at any position.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from ..errors import IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
@@ -21,68 +24,48 @@ from ..recipe.spec import Recipe
 from . import compat
 
 _CHANGING = ("dynamic", "longrope")
+_START, _END = 3, 40  # positions
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
+_HALF_TOLERANCE = 0.03
+
+_FOUND: WeakKeyDictionary[PreTrainedModel, Positions] = WeakKeyDictionary()
 
 
-def model_rope(model: PreTrainedModel) -> Rope | None:
-    """Return the rotary embedding of the model's full-attention layers; None if it has none.
+class Positions(NamedTuple):
+    """How a model gives tokens their positions.
 
-    Raises `UnsupportedModel` if it has one that cannot be undone and redone.
+    ropes: of each layer that kvloom compresses; None: it does not rotate its keys. learned: the
+    model adds an embedding of the position to that of the token.
     """
-    config = compat.decoder_config(model)
-    adapter = compat.adapter_of(config)
-    if adapter is not None and adapter.rope is not None:
-        return adapter.rope(config)
-    if compat.has_alibi(config):
-        return None
-    decoder = compat.decoder(model)
-    modules = [m for m in decoder.modules() if _inv_freq(m) is not None]
-    if not modules:
-        return None
-    inv_freq = constant_inv_freq(modules[0])
-    apply = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
-    head_dim = compat.geometry(model).head_dim
-    for interleaved in (False, True):
-        rope = Rope(inv_freq, interleaved)
-        if apply is not None and _agrees(rope, modules[0], apply, head_dim):
-            return rope
-    raise UnsupportedModel(
-        f"{type(model).__name__}: kvloom does not understand its rotary embedding, so keys cannot "
-        'be moved to other positions; use positions="original"'
-    )
+
+    ropes: tuple[Rope | None, ...]
+    learned: bool = False
 
 
-def constant_inv_freq(module: torch.nn.Module) -> Tensor:
-    """Return the frequencies of a rotary embedding, fp32 [dims / 2].
+def layer_ropes(model: PreTrainedModel) -> tuple[Rope | None, ...]:
+    """Return the rotary embedding of each layer that kvloom compresses; None: it has none.
 
-    Raises `UnsupportedModel` if they change with the length.
+    Raises `UnsupportedModel` if a layer has one that cannot be undone and redone.
     """
-    kind = getattr(module, "rope_type", "default")
-    kind = kind.get(compat.FULL) if isinstance(kind, dict) else kind
-    if kind in _CHANGING:
-        raise UnsupportedModel(
-            f"{type(module).__name__}: this rotary embedding ({kind}) changes with the length, so "
-            'keys cannot be moved to other positions; use positions="original"'
-        )
-    inv_freq: Tensor = _inv_freq(module).detach().float().clone()
-    return inv_freq
+    return _positions(model).ropes
 
 
-def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bool]:
+def renumbering(
+    model: PreTrainedModel, recipe: Recipe
+) -> tuple[tuple[Rope | None, ...] | None, bool]:
     """Return how tokens get other positions if the recipe renumbers them.
 
-    Returns the rotary embedding of the model's keys (None: no key is re-rotated), and whether new
-    tokens need smaller learned positions after an eviction. Raises `UnsupportedModel` for positions
-    that cannot be changed, or `IncompatibleRecipe` where they are learned and the layers would not
-    agree on them.
+    Returns the rotary embedding of the keys of each layer (None: no key is re-rotated), and whether
+    new tokens need smaller learned positions after an eviction. Raises `UnsupportedModel`, or
+    `IncompatibleRecipe` where positions are learned and the layers would not agree on them.
     """
     numbers = compat.geometry(model).numbers
     keeps = {recipe.for_layer(number, numbers).keep for number in numbers}
     if not any(keep is not None and keep.positions != "original" for keep in keeps):
         return None, False
-    rope = model_rope(model)
-    learned = rope is None and not compat.has_alibi(compat.decoder_config(model))
+    positions = _positions(model)
     equal = len(keeps) == 1 and all(k is not None and k.budget.layers == "uniform" for k in keeps)
-    if learned and not equal:
+    if positions.learned and not equal:
         raise IncompatibleRecipe(
             recipe.name,
             [
@@ -90,47 +73,141 @@ def renumbering(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, bo
                 'must hold equally many tokens; use layers="uniform" and one keep for all layers'
             ],
         )
-    decoder = compat.decoder(model)
-    if learned and "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+    if positions.learned and not _takes_positions(model, compat.decoder(model)):
         raise UnsupportedModel(
-            f"{type(decoder).__name__} counts the positions of new tokens itself, so they cannot "
-            'get others; use positions="original"'
+            f"{type(model).__name__}: its forward takes no position_ids, so new tokens cannot get "
+            'other positions; use positions="original"'
         )
-    return rope, learned
+    return positions.ropes, positions.learned
 
 
-def _inv_freq(module: torch.nn.Module) -> Any:
-    inv_freq = getattr(module, f"{compat.FULL}_inv_freq", None)
-    return getattr(module, "inv_freq", None) if inv_freq is None else inv_freq
+def _positions(model: PreTrainedModel) -> Positions:
+    """Return what an adapter says of the model, or what running it shows, once per model."""
+    config, count = compat.decoder_config(model), compat.geometry(model).layers
+    adapter = compat.adapter_of(config)
+    if adapter is not None and adapter.rope is not None:
+        return Positions((adapter.rope(config),) * count)
+    if compat.has_alibi(config):
+        return Positions((None,) * count)
+    if model not in _FOUND:
+        _FOUND[model] = _find(model, count)
+    return _FOUND[model]
 
 
-def _agrees(rope: Rope, module: torch.nn.Module, apply: Any, head_dim: int) -> bool:
-    """Return whether `rope` rotates keys from position 3 to 40 as the model does."""
-    parameters = inspect.signature(module.forward).parameters
-    extra = {"layer_type": compat.FULL} if "layer_type" in parameters else {}
-    raw = torch.randn(1, 1, 1, head_dim, generator=torch.Generator().manual_seed(0))
-    raw = raw.to(rope.inv_freq.device)
-
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if "k" in inspect.signature(apply).parameters:  # of queries and keys together
-            x = apply(x, x, cos, sin)[1]
-        else:
-            x = apply(x, cos, sin)
-        return x
-
-    def key_at(position: int) -> Tensor:
-        ids = torch.tensor([[position]], device=raw.device)
-        cos, sin = module(raw, ids, **extra)
-        dims = cos.shape[-1]
-        try:
-            return rotated(raw, cos, sin)
-        except RuntimeError:  # the model passes only the channels that rotate
-            return torch.cat([rotated(raw[..., :dims], cos, sin), raw[..., dims:]], -1)
-
+def _find(model: PreTrainedModel, count: int) -> Positions:
+    candidates = list(_candidates(model))
+    if not _takes_positions(compat.decoder(model)):
+        if candidates:
+            raise _not_understood(model)
+        return Positions((None,) * count, learned=True)
     try:
-        with torch.no_grad():
-            want, start = key_at(40), key_at(3)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
-        return False
-    by = torch.tensor([[[37]]])
-    return torch.allclose(rope.rotate(start, by), want, rtol=1e-3, atol=1e-4)
+        starts, ends = _keys_at(model, _START), _keys_at(model, _END)
+    except Exception as error:  # whatever the model's own code raises
+        raise _not_understood(model) from error
+    pairs = zip(starts, ends, strict=True)
+    if not candidates:
+        return Positions((None,) * count, learned=not all(_equal(*keys) for keys in pairs))
+    return Positions(tuple(_rope(model, candidates, *keys) for keys in pairs))
+
+
+class _Candidate(NamedTuple):
+    """A rotary embedding that layers of a model may have, and its kind, such as "yarn"."""
+
+    rope: Rope
+    kind: str | None
+
+
+def _candidates(model: PreTrainedModel) -> Iterator[_Candidate]:
+    """Yield the rotary embeddings of the decoder's modules, in both pairings."""
+    for module in compat.decoder(model).modules():
+        for name, inv_freq in module.named_buffers(recurse=False):
+            if not name.endswith("inv_freq") or "original" in name:
+                continue
+            kind = getattr(module, "rope_type", None)
+            kind = kind.get(name.removesuffix("_inv_freq")) if isinstance(kind, dict) else kind
+            for interleaved in (False, True):
+                rope = Rope(inv_freq.detach().float().clone(), interleaved)
+                yield _Candidate(rope, kind)
+
+
+def _rope(
+    model: PreTrainedModel, candidates: list[_Candidate], start: Tensor | None, end: Tensor | None
+) -> Rope | None:
+    """Return the candidate that rotates a layer's keys; None if they are not rotated.
+
+    Keys that are not finite show nothing: the first step will refuse them.
+    """
+    if start is None or end is None or _equal(start, end):
+        return None
+    if not end.isfinite().all():
+        return candidates[0].rope
+    by = torch.tensor([[[_END - _START]]])
+    for rope, kind in candidates:
+        fits = 2 * len(rope.inv_freq) <= start.shape[-1]
+        if fits and _equal(rope.rotate(start.float(), by).to(start.dtype), end):
+            _refuse_changing(model, kind)
+            return rope
+    raise _not_understood(model)
+
+
+def constant_inv_freq(embedding: torch.nn.Module) -> Tensor:
+    """Return the frequencies of a rotary embedding, fp32 [dims / 2].
+
+    Raises `UnsupportedModel` if they change with the length.
+    """
+    _refuse_changing(embedding, getattr(embedding, "rope_type", None))
+    inv_freq: Tensor = embedding.get_buffer("inv_freq")
+    return inv_freq.detach().float().clone()
+
+
+def _refuse_changing(module: torch.nn.Module, kind: str | None) -> None:
+    if kind in _CHANGING:
+        raise UnsupportedModel(
+            f"{type(module).__name__}: its rotary embedding ({kind}) changes with the length, so "
+            'keys cannot be moved to other positions; use positions="original"'
+        )
+
+
+def _equal(x: Tensor | None, y: Tensor | None) -> bool:
+    """Return whether keys differ by rounding alone, or there are none."""
+    if x is None or y is None:
+        return True
+    tolerance = _TOLERANCE.get(x.dtype, _HALF_TOLERANCE)
+    return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
+
+
+def _not_understood(model: PreTrainedModel) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{type(model).__name__}: kvloom does not understand its rotary embedding, so keys cannot "
+        'be moved to other positions; use positions="original"'
+    )
+
+
+@torch.no_grad()
+def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
+    """Return the keys [4, Hk, 1, D] of four tokens that are each alone at a position, by layer.
+
+    None: the layer has stored no keys.
+    """
+    stock = [layer for _, layer in compat.new_stock_layers(model)]
+    cache, decoder = DynamicCache(), compat.decoder(model)
+    cache.layers = stock
+    weight = model.get_input_embeddings().weight
+    ids = torch.arange(1, 5, device=weight.device)[:, None] * (len(weight) // 5)
+    training = decoder.training
+    try:
+        decoder.eval()(
+            input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache,
+            use_cache=not compat.refuses_caches(model),
+        )  # fmt: skip
+    finally:
+        decoder.train(training)
+    geometry = compat.geometry(model)
+    side = "values" if geometry.latent else "keys"  # the positional part comes behind the latent
+    return [getattr(stock[number], side) for number in geometry.numbers]
+
+
+def _takes_positions(*modules: torch.nn.Module) -> bool:
+    """Return whether the forward of each module takes position ids."""
+    signatures = (inspect.signature(type(module).forward) for module in modules)
+    return all("position_ids" in signature.parameters for signature in signatures)

@@ -6,6 +6,8 @@ Decides how the calls of transformers map onto `LayerCache`; computes nothing.
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -15,7 +17,11 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
@@ -23,7 +29,7 @@ from ..errors import CacheMisuse, KvloomError
 from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
-from . import compat
+from . import compat, stock
 from .guard import Guard, Owner
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -40,6 +46,18 @@ def outside_inference_mode(method: _F) -> _F:
             return method(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+_expanding = threading.local()
+"""layer: a weak reference to the one whose latents the model of this thread is expanding."""
+
+
+def expanding_layer(module: torch.nn.Module) -> RoutedLayer | None:
+    """Return the layer whose latents a module has expanded; None if it attends to none."""
+    reference = getattr(_expanding, "layer", None)
+    layer: RoutedLayer | None = None if reference is None else reference()
+    waits = layer is not None and layer.latents is not None and hasattr(module, "expand_kv")
+    return layer if waits else None
 
 
 class RoutedLayer(CacheLayerMixin):
@@ -60,6 +78,8 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
+        self.latents: tuple[Tensor, Tensor] | None = None
+        """The step's positional parts and latents, until attention comes."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -79,10 +99,20 @@ class RoutedLayer(CacheLayerMixin):
                 f"this process should have {self.kv_heads}: the model was divided in another way "
                 'than by transformers; load it with tp_plan="auto"'
             )
+        self.awaits_attention = True
+        if self.cache.latent:
+            self.latents = value_states, key_states
+            _expanding.layer = weakref.ref(self)
+            return key_states, value_states
         key = _alias(key_states)  # the model's own tensor gets no attribute
         key._kvloom_layer = self  # type: ignore[attr-defined]
-        self.awaits_attention = True
         return key, value_states
+
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the queries of a first prompt matter, although the model attends to it itself."""
+        recipe = self.cache.recipe
+        return recipe.reads_queries or self.cache.recording or bool(recipe.start)
 
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.
@@ -90,6 +120,7 @@ class RoutedLayer(CacheLayerMixin):
         Raises `CacheMisuse` if no layer shares these keys and values.
         """
         again, self.awaits_attention = not self.awaits_attention, False
+        self.latents = None
         if again and not self.shared:
             raise CacheMisuse(
                 f"{self.cache.name}: attention came twice for one update (differential attention, "
@@ -136,33 +167,20 @@ class RoutedLayer(CacheLayerMixin):
         """Record each step, so that `crop` can remove its tokens."""
         self.cache.recording = True
 
-    @property
-    def record_past(self) -> bool:
-        """Whether `crop` may remove the tokens of each step."""
-        return self.cache.recording
-
-    @record_past.setter
-    def record_past(self, value: bool) -> None:
-        self.cache.recording = value
-
     @outside_inference_mode
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
-        self.cache.crop(self.to_remove(tokens))
-
-    def to_remove(self, tokens: int) -> int:
-        """Return how many tokens `crop` removes; before 5.17 a positive number is what stays."""
-        return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)
+        self.cache.crop(_removed(tokens, self.cache.seen))
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.awaits_attention = False
+        self.awaits_attention, self.latents = False, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self.awaits_attention = False
+        self.awaits_attention, self.latents = False, None
 
     @outside_inference_mode
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -184,6 +202,85 @@ class RoutedLayer(CacheLayerMixin):
         raise CacheMisuse("transformers cannot offload a kvloom cache; use a recipe with tier=host")
 
     prefetch = offload
+
+
+class HybridLayer(CacheLayerMixin, LinearAttentionCacheLayerMixin):
+    """A compressed layer and the states that its model has beside attention, as one layer.
+
+    `states` is the layer of transformers that would store both; its keys and values stay empty.
+    The cache reorders, crops, resets and restores the two parts.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, compressed: RoutedLayer, states: LinearAttentionLayer) -> None:
+        self.compressed, self.states = compressed, states
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the states: models read some."""
+        if name == "states":  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.states, name)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can remove tokens from the states."""
+        return stock.is_croppable(self.states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: each part does it."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return the present keys and values."""
+        return self.compressed.update(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the updated states of a convolution."""
+        return self.states.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the updated recurrent states."""
+        return self.states.update_recurrent_state(*args, **kwargs)
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """Return (tokens seen + query tokens, 0)."""
+        return self.compressed.get_mask_sizes(query_length)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Return the number of tokens seen."""
+        return self.compressed.get_seq_length()
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def activate_past_recording(self) -> None:
+        """Record each step, so that `crop` can remove its tokens."""
+        self.compressed.activate_past_recording()
+        self.states.activate_past_recording()
+
+
+def compressed_part(layer: Any) -> RoutedLayer | None:
+    """Return what kvloom stores of a layer; None if transformers stores all of it."""
+    part = layer.compressed if isinstance(layer, HybridLayer) else layer
+    return part if isinstance(part, RoutedLayer) else None
+
+
+def stock_part(layer: Any) -> Any:
+    """Return what transformers stores of a layer; None if kvloom stores all of it."""
+    if isinstance(layer, HybridLayer):
+        return layer.states
+    return None if isinstance(layer, RoutedLayer) else layer
+
+
+def with_compressed(layer: Any, compressed: RoutedLayer) -> Any:
+    """Return a compressed layer with the states of `layer`, if that has some."""
+    states = stock_part(layer)
+    return HybridLayer(compressed, states) if stock.has_states(states) else compressed
 
 
 class RoutedCache(transformers.Cache):
@@ -212,7 +309,8 @@ class RoutedCache(transformers.Cache):
     @property
     def routed(self) -> list[RoutedLayer]:
         """The layers that kvloom compresses."""
-        return [layer for layer in self.layers if isinstance(layer, RoutedLayer)]
+        parts = map(compressed_part, self.layers)
+        return [layer for layer in parts if layer is not None]
 
     @property
     def nbytes(self) -> int:
@@ -227,7 +325,12 @@ class RoutedCache(transformers.Cache):
     @property
     def _stock_nbytes(self) -> int:
         """Bytes of the layers that transformers holds, which a recipe does not change."""
-        return sum(map(_stock_nbytes, self._stock))
+        return sum(map(stock.nbytes, self.stock_layers))
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states that layers carry from token to token; a part of `nbytes`."""
+        return sum(map(stock.state_nbytes, self.stock_layers))
 
     @property
     def tokens_read(self) -> float:
@@ -257,7 +360,7 @@ class RoutedCache(transformers.Cache):
         with self.guard.step():
             for layer in self.routed:
                 layer.cache.end_step()
-            restore_stock = remember_stock(self._stock)
+            restore_stock = stock.remember(self.stock_layers)
             try:
                 yield
                 if unreached := self._unreached():
@@ -282,6 +385,10 @@ class RoutedCache(transformers.Cache):
             if layer.shared:
                 layer.cache.finish()
 
+    def replace(self, number: int, compressed: RoutedLayer) -> None:
+        """Replace the compressed part of a layer, by its number in the model."""
+        self.layers[number] = with_compressed(self.layers[number], compressed)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -302,6 +409,15 @@ class RoutedCache(transformers.Cache):
         self._check_routed()
         return super().update_recurrent_state(*args, **kwargs)
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of a layer of MiniMax, as its own class of caches does."""
+        return stock.recurrent_state(self.layers[layer_idx])
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Set the state of a layer of MiniMax, with the checks of `update`."""
+        self._check_routed()
+        stock.set_recurrent_state(self.layers[layer_idx], linear_cache)
+
     def _check_routed(self) -> None:
         """Raise `CacheMisuse` in a step of a model that kvloom does not route."""
         if not self.guard.running and self.routed:
@@ -313,9 +429,8 @@ class RoutedCache(transformers.Cache):
 
     def _unreached(self) -> CacheMisuse | None:
         """Return the error of a step whose attention did not reach some layers, else None."""
-        missed = tuple(
-            i for i, layer in enumerate(self.layers) if getattr(layer, "awaits_attention", False)
-        )
+        parts = enumerate(map(compressed_part, self.layers))
+        missed = tuple(i for i, layer in parts if layer is not None and layer.awaits_attention)
         if not missed:
             return None
         return CacheMisuse(
@@ -350,14 +465,12 @@ class RoutedCache(transformers.Cache):
         Raises:
             CacheMisuse: A layer cannot remove them.
         """
-        for layer in self.routed:
-            layer.cache.check_crop(layer.to_remove(tokens_to_remove))
-        for layer in self._stock:
-            if not compat.is_croppable(layer):
-                raise CacheMisuse(
-                    f"crop cannot take tokens back out of the recurrent state of a "
-                    f"{type(layer).__name__}; keep a copy.deepcopy of the cache instead"
-                )
+        seen = self.get_seq_length()
+        tokens = _removed(tokens_to_remove, seen)
+        for routed in self.routed:
+            routed.cache.check_crop(tokens)
+        for layer in self.stock_layers:
+            stock.check_crop(layer, tokens, seen)
         self._change("crop", tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -376,20 +489,24 @@ class RoutedCache(transformers.Cache):
         """Remove all tokens; a cache that a failure made unusable can be used again."""
         self.guard.unusable = ""
         with self.guard.change("reset"):
-            super().reset()
+            for layer in self.stock_layers:
+                stock.reset(layer)
+            for routed in self.routed:
+                routed.reset()
 
     @property
-    def _stock(self) -> list[Any]:
-        """The layers that are transformers' own."""
-        return [layer for layer in self.layers if not isinstance(layer, RoutedLayer)]
+    def stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own, and the states beside compressed ones."""
+        parts = map(stock_part, self.layers)
+        return [layer for layer in parts if layer is not None]
 
     def _change(self, method: str, argument: Any) -> None:
         """Call a method of every layer, of transformers' own first: these can be restored."""
-        restore_stock = remember_stock(self._stock)
+        restore_stock = stock.remember(self.stock_layers)
         with self.guard.change(method):
             try:
-                for layer in self._stock:
-                    getattr(layer, method)(argument)
+                for layer in self.stock_layers:
+                    stock.change(layer, method, argument)
             except Exception as error:
                 restore_stock()
                 self.guard.unusable = ""
@@ -401,24 +518,17 @@ class RoutedCache(transformers.Cache):
                 getattr(layer, method)(argument)
 
 
-def remember_stock(layers: list[Any]) -> Callable[[], None]:
-    """Return a function that restores the present state of layers of transformers."""
-    states = [_stock_attributes(layer) for layer in layers]
-
-    def restore() -> None:
-        for layer, state in zip(layers, states, strict=True):
-            vars(layer).clear()
-            vars(layer).update(state)
-
-    return restore
-
-
 def on_one_device(step: StepInputs) -> StepInputs:
     """Return a step whose mask is on the device of its queries."""
     q, visible = step.queries.q, step.queries.visible
     if visible is None or visible.device == q.device:
         return step
     return step._replace(queries=step.queries._replace(visible=visible.to(q.device)))
+
+
+def _removed(tokens: int, seen: int) -> int:
+    """Return how many tokens `crop` removes; before 5.17 a positive number is what stays."""
+    return -tokens if tokens <= 0 else max(0, seen - tokens)
 
 
 def _alias(x: Tensor) -> Tensor:
@@ -428,37 +538,9 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    if cache.like is None:
-        return 0
-    b, h, _, d = cache.like.shape
-    return 2 * b * h * d * cache.seen
+    return cache.token_numbers * cache.seen
 
 
 def _full_nbytes(cache: LayerCache) -> int:
     like = cache.like
     return 0 if like is None else _values(cache) * like.element_size()
-
-
-def _stock_attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a layer of transformers; copies what it changes in place."""
-
-    def copied(x: Any) -> Any:
-        return x.clone() if isinstance(x, Tensor) else x
-
-    state = dict(vars(layer))
-    for name, value in state.items():
-        if isinstance(value, list):
-            state[name] = [copied(x) for x in value]
-        elif isinstance(value, dict):
-            state[name] = {key: copied(x) for key, x in value.items()}
-    return state
-
-
-def _stock_nbytes(layer: Any) -> int:
-    """Return the bytes of the keys, values and states of a layer of transformers."""
-    names = "keys", "values", "conv_states", "recurrent_states"
-    states = (getattr(layer, name, None) for name in names)
-    # states are a dict of tensors, or a tensor in transformers 5.10
-    tensors = (x for y in states for x in (y.values() if isinstance(y, dict) else (y,)))
-    # after a prompt keys and values are views of all of it, until the next step
-    return sum(x.untyped_storage().nbytes() for x in tensors if isinstance(x, Tensor))

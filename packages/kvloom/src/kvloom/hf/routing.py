@@ -158,7 +158,7 @@ def _prepare_cache(
             raise nothing_new(cache, tokens[0])
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
         for layer in cache.routed:
-            layer.record_past = bool(records)
+            layer.cache.recording = bool(records)
             layer.cache.verification.certain = tokens[0] if records and tokens else 0
     return type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, *args, **kwargs

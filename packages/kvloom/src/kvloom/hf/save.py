@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .. import __version__
 from ..cache.layer_state import VERSION
@@ -34,14 +34,13 @@ from ..errors import (
 from ..recipe.spec import Recipe
 from ..store import LayerMetadata, files
 from ..store.calibration import checksum
-from . import compat, shard
+from . import compat, shard, stock
 from .metadata import identity, load_layer_metadata
-from .routed import RoutedCache, RoutedLayer
+from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
 
 _KEY = "kvloom_cache"
 _TENSOR = "tensor"  # stands for the tensor of the same path
-_SLIDING = ("keys", "values", "cumulative_length", "is_initialized", "record_past")
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -120,16 +119,21 @@ def _restore(
 
 
 def _state(layer: Any) -> Any:
-    """Return the state of a layer, kvloom's or transformers' own."""
-    return layer.cache.state.state() if isinstance(layer, RoutedLayer) else stock_state(layer)
+    """Return the states of the parts of a layer: kvloom's, and transformers' own."""
+    compressed, stored = compressed_part(layer), stock_part(layer)
+    return [
+        None if compressed is None else compressed.cache.state.state(),
+        None if stored is None else stock.state(stored),
+    ]
 
 
 def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
-    if isinstance(layer, RoutedLayer):
-        layer.cache.state.load_state(saved)
-    else:
-        load_stock_state(layer, saved)
+    compressed, stored = compressed_part(layer), stock_part(layer)
+    if compressed is not None:
+        compressed.cache.state.load_state(saved[0])
+    if stored is not None:
+        stock.load_state(stored, saved[1])
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -199,6 +203,8 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     place = shard.weights_shard(model)
     rank = None if place == shard.WHOLE else str(place)
     traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **more}
+    if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
+        traits["transformers"] = transformers.__version__  # which decides the form of states
     return json.loads(json.dumps(traits, default=str))
 
 
@@ -267,27 +273,3 @@ def nested(data: Any, path: str, tensor: Callable[[str], Tensor], device: torch.
     if isinstance(data, dict):
         return {name: nested(x, f"{path}.{name}", tensor, device) for name, x in data.items()}
     return data
-
-
-def stock_state(layer: Any) -> dict[str, Any]:
-    """Return the state of a layer of transformers; raises `SavedCacheError` for other kinds.
-
-    kvloom saves sliding windows alone, and layers that store nothing.
-    """
-    if type(layer).__name__ == "DummyLayer":  # it shares the keys and values of another layer
-        return {}
-    if type(layer) is not DynamicSlidingWindowLayer:
-        raise SavedCacheError(
-            f"{type(layer).__name__}: kvloom cannot save layers of this kind; save caches of "
-            "kvloom's own layers and transformers' sliding windows"
-        )
-    return {name: getattr(layer, name) for name in _SLIDING if name in vars(layer)}
-
-
-def load_stock_state(layer: Any, saved: dict[str, Any]) -> None:
-    """Load a state that `stock_state` returned into a new layer of transformers."""
-    if saved.get("is_initialized"):
-        like = saved["keys"].new_empty(0)
-        layer.lazy_initialization(like, like)
-    for name, x in saved.items():
-        setattr(layer, name, x)

@@ -32,7 +32,15 @@ from . import attention, compat
 from .cache import Cache
 from .forward import token_ids
 from .repetition import Repetition, of_prompt
-from .routed import RoutedCache, RoutedLayer, on_one_device, outside_inference_mode
+from .routed import (
+    RoutedCache,
+    RoutedLayer,
+    compressed_part,
+    on_one_device,
+    outside_inference_mode,
+    stock_part,
+    with_compressed,
+)
 
 
 class Follower:
@@ -120,13 +128,10 @@ def _read_prompt(
     inputs: dict[str, Any],
 ) -> tuple[Tensor, float]:
     """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
-    layers = [
-        _FanOutLayer(layer, [(f, f.cache.layers[i]) for f in followers], clock)
-        if isinstance(layer, RoutedLayer)
-        else layer
-        for i, layer in enumerate(leader.layers)
-    ]
-    fan_out = RoutedCache(layers, leader.fingerprint)
+    fan_out = RoutedCache(list(leader.layers), leader.fingerprint)
+    for i, number in enumerate(leader.geometry.numbers):
+        parts = [(follower, follower.cache.routed[i]) for follower in followers]
+        fan_out.replace(number, _FanOutLayer(leader.routed[i], parts, clock))
     fan_out.learned_positions = leader.learned_positions
     begin = clock()
     logits = compat.last_logits(model, fan_out, **inputs)
@@ -154,6 +159,11 @@ class _FanOutLayer(RoutedLayer):
         super().__init__(leader.cache, shared=leader.shared)
         self.followers, self.clock = followers, clock
 
+    @property
+    def reads_queries(self) -> bool:
+        """Whether the leader or a follower reads the queries of the prompt."""
+        return super().reads_queries or any(layer.reads_queries for _, layer in self.followers)
+
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in the leader; store the prompt in the followers."""
         first = self.awaits_attention  # not of a layer that shares these keys and values
@@ -177,10 +187,14 @@ class _FanOutLayer(RoutedLayer):
 
 
 def _copy_other_layers(leader: Cache, follower: Follower) -> None:
-    """Copy the layers that kvloom does not compress."""
-    for i, layer in enumerate(follower.cache.layers):
-        if not isinstance(layer, RoutedLayer) and not follower.ended:
-            follower.cache.layers[i] = copy.deepcopy(leader.layers[i])
+    """Copy what transformers stores: layers that kvloom does not compress, and states."""
+    if follower.ended:
+        return
+    layers = follower.cache.layers
+    for i, source in enumerate(leader.layers):
+        stored, compressed = copy.deepcopy(stock_part(source)), compressed_part(layers[i])
+        if stored is not None:
+            layers[i] = stored if compressed is None else with_compressed(stored, compressed)
 
 
 def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:

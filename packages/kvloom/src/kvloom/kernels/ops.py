@@ -86,9 +86,9 @@ def _rows_op(
 
 
 def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
-    x = new[0]
+    x, v = new
     _b, _h, tokens, d = x.shape
-    return x, (x.dtype, tokens if tokens < _MANY else _MANY, d)
+    return x, (x.dtype, tokens if tokens < _MANY else _MANY, d, v.shape[3])
 
 
 append = Op(
@@ -97,7 +97,7 @@ append = Op(
     _append_case,
     cpu=Backend(
         run=append_cpu.append,
-        problems=lambda new, *_, **__: append_cpu.problems(new[0]),
+        problems=lambda new, *_, **__: append_cpu.problems(new),
         load=lambda new, *_, **__: append_cpu.compiled(new[0].dtype),
         coverage=str(append_cpu.COVERAGE),
     ),
@@ -136,8 +136,8 @@ def _region_case(region: Region) -> Hashable:
     if where is not None:
         how = where.kind
     return (
-        like.shape[1], keys.encoding, values.encoding, packed is None, values.packed is None,
-        rotation, how, visible is None, bias is None, own > 0,
+        like.shape[1], values.exact.shape[3], keys.encoding, values.encoding, packed is None,
+        values.packed is None, rotation, how, visible is None, bias is None, own > 0,
     )  # fmt: skip
 
 
@@ -146,6 +146,8 @@ def _attend_problems(module: Any) -> Any:
 
     def problems(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> list[str]:
         reasons: list[str] = module.problems(q, regions)
+        if any(x.keys.exact.shape[3] != x.values.exact.shape[3] for x in regions):
+            reasons = [*reasons, "keys and values have different head_dim"]
         return reasons or ([dispatch.GRADIENT] if dispatch.differentiated(q) else [])
 
     return problems

@@ -20,12 +20,15 @@ class Geometry:
         layers: How many layers kvloom caches.
         q_heads: Query heads of a layer (Hq).
         kv_heads: Key/value heads of a layer (Hk).
-        head_dim: Channels of a head (D).
+        head_dim: Channels of a head (D): of keys, and of values unless these differ.
         dtype: Of exact keys and values.
         alibi: Whether the model has ALiBi.
         layer_numbers: The model's numbers of these layers, ascending; None: 0 to layers - 1.
         rank: Under tensor parallelism, the heads are this part of the model's.
         ranks: The number of these equal parts.
+        value_dim: Channels of a value; None: `head_dim`.
+        latent: Whether layers store latents (MLA): the key is the positional part that all heads
+            share, the value is the latent.
     """
 
     layers: int
@@ -37,6 +40,18 @@ class Geometry:
     layer_numbers: tuple[int, ...] | None = None
     rank: int = 0
     ranks: int = 1
+    value_dim: int | None = None
+    latent: bool = False
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.head_dim, self.value_dim or self.head_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Channels of a query; over latents, of an absorbed one."""
+        return sum(self.dims) if self.latent else self.head_dim
 
     @property
     def numbers(self) -> Sequence[int]:
@@ -54,4 +69,4 @@ class Geometry:
 
     def layer_token_nbytes(self) -> int:
         """Return the bytes of one token's exact keys and values in one layer, batch 1."""
-        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.kv_heads * sum(self.dims) * self.dtype.itemsize

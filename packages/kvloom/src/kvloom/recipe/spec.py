@@ -385,6 +385,17 @@ class Recipe:
 
     # a model
 
+    def fitted(self, geometry: Geometry) -> Recipe:
+        """Return the recipe as layers of a model follow it; it changes for latents alone.
+
+        Latents have formats of their own (`Store.of_latents`). They have one key/value head, so
+        heads do not compete for a budget.
+        """
+        if not geometry.latent:
+            return self
+        layers = tuple(replace(override, **_of_latents(override.parts)) for override in self.layers)
+        return replace(self, layers=layers, **_of_latents({"keep": self.keep, "store": self.store}))
+
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
         if not geometry.layers and not self.exact:
@@ -392,6 +403,10 @@ class Recipe:
                 "it would compress nothing, as no layer of the model has plain full attention; use "
                 'transformers\' own cache, or recipe "full", whose report says what the layers have'
             ]
+        if geometry.latent and (reason := _latent_problem(self)):
+            return [reason]
+        if (fitted := self.fitted(geometry)) != self:
+            return fitted.problems(geometry)
         if not self.layers:
             return self._problems(geometry, geometry.layers)
         numbers = geometry.numbers
@@ -409,7 +424,12 @@ class Recipe:
 
     def _problems(self, geometry: Geometry, count: int) -> list[str]:
         """Return the problems of a plain recipe whose budget `count` layers share."""
-        problems = self.store.problems(geometry.head_dim, geometry.kv_heads)
+        problems = self.store.problems(geometry.head_dim, geometry.kv_heads, geometry.value_dim)
+        if self.recall is not None and self.recall.tier is not None and len({*geometry.dims}) > 1:
+            problems.append(
+                "a tier takes keys and values with equally many channels, and this model has "
+                f"{geometry.dims[0]} and {geometry.dims[1]}; leave out the tier"
+            )
         problems += _head_budget_problems(self, geometry)
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
@@ -429,10 +449,10 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        numbers = geometry.numbers
+        numbers, fitted = geometry.numbers, self.fitted(geometry)
         rows = (
-            predicted_layer_nbytes(self.for_layer(number, numbers), tokens, geometry, *budget_rank)
-            for number, budget_rank in zip(numbers, self.budget_ranks(numbers), strict=True)
+            predicted_layer_nbytes(fitted.for_layer(number, numbers), tokens, geometry, *ranks)
+            for number, ranks in zip(numbers, fitted.budget_ranks(numbers), strict=True)
         )
         return sum(rows) * batch
 
@@ -470,6 +490,34 @@ class Recipe:
             RecipeError: The file cannot be read, or the document is not a recipe.
         """
         return text.read_toml(source, cls.from_dict)
+
+
+def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a recipe for latents."""
+    keep = parts.get("keep")
+    changed = dict(parts)
+    if "store" in parts:
+        changed["store"] = parts["store"].of_latents
+    if keep is not None and keep.budget.heads is not None:
+        layers = "uniform" if keep.budget.layers == "joint" else keep.budget.layers
+        changed["keep"] = replace(keep, budget=replace(keep.budget, heads=None, layers=layers))
+    return changed
+
+
+def _latent_problem(recipe: Recipe) -> str | None:
+    """Return what a recipe has that layers of latents lack; None if they have all of it."""
+    keeps = [x.keep for x in recipe._plain if x.keep is not None and not x.keep.by_age]
+    if any(store.calibrated for store in recipe.stores):
+        return (
+            "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
+            "format without one, such as turbo"
+        )
+    if any(keep.scorer.rotates for keep in keeps):
+        return (
+            "its score rotates queries to later positions, and the queries of latents (MLA) have "
+            "parts without a position; use another score, such as observation"
+        )
+    return None
 
 
 def budget_key(plain: Recipe) -> Hashable:
@@ -534,13 +582,14 @@ def predicted_layer_nbytes(
     """
     keep, sinks = recipe.keep, recipe.protect.sinks
     if recipe.start and tokens <= recipe.start:
-        heads = 2 * g.kv_heads + (g.q_heads if recipe.reads_queries else 0)
         # sinks that are stored by themselves have room for all of them
         separate_sinks = sinks if keep is None or keep.by_age else 0
-        rows = tokens * heads + 2 * g.kv_heads * max(0, separate_sinks - tokens)
+        stored = max(tokens, separate_sinks) * g.layer_token_nbytes()
+        queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         outliers = recipe.protect.outliers
         ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
-        return rows * g.head_dim * g.dtype.itemsize + (8 if separate_sinks else 0) + ids
+        read = queries if recipe.reads_queries else 0
+        return stored + read + (8 if separate_sinks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
         if keep is not None and keep.drops(tokens):
@@ -566,11 +615,11 @@ def predicted_layer_nbytes(
 def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers."""
     total, packed_in_both = 0, tokens
-    for fmt, recent in _sides(recipe):
+    for (fmt, recent), d in zip(_sides(recipe), g.dims, strict=True):
         packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
-        total += (tokens - packed) * g.layer_token_nbytes() // 2
+        total += (tokens - packed) * g.kv_heads * d * g.dtype.itemsize
         if fmt is not None:
-            total += fmt.nbytes(packed, g.head_dim, g.kv_heads)
+            total += fmt.nbytes(packed, d, g.kv_heads)
             packed_in_both = min(packed_in_both, packed)
     if recipe.protect.outliers is not None:  # exact copies and their positions
         copies = min(recipe.protect.outliers.tokens, packed_in_both)
@@ -582,9 +631,9 @@ def _predict_ragged(recipe: Recipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of `tokens` tokens of all heads together, and of each head's span."""
     if not tokens:
         return 0
-    exact = tokens * g.head_dim * g.dtype.itemsize
     total = sum(
-        exact if fmt is None else fmt.nbytes(tokens, g.head_dim) for fmt, _ in _sides(recipe)
+        tokens * d * g.dtype.itemsize if fmt is None else fmt.nbytes(tokens, d)
+        for (fmt, _), d in zip(_sides(recipe), g.dims, strict=True)
     )
     return total + g.kv_heads * _SPAN
 
@@ -599,12 +648,12 @@ def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int
     if recipe.recall.tier is not None:
         ready = ready // recipe.store.block_tokens * recipe.store.block_tokens
     index = recipe.recall.index
-    return index.nbytes(index.due(0, max(0, ready - prefix)), g.head_dim, g.dtype.itemsize)
+    return index.nbytes(index.due(0, max(0, ready - prefix)), g.query_dim, g.dtype.itemsize)
 
 
 def _predict_slots(room: int, g: Geometry) -> int:
     """Return the bytes of one head's slots beside its tokens: a free slot, scores, positions."""
-    free = 2 * g.head_dim * g.dtype.itemsize
+    free = sum(g.dims) * g.dtype.itemsize
     return free + (room + 1) * (_INDEX + _INDEX) + 8
 
 

@@ -6,7 +6,7 @@ How kvloom's own quantizer packs them is its `Encoding`; formats of others bring
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -256,13 +256,31 @@ class Store:
         """Whether a calibration of the model is needed."""
         return any(fmt.calibrated for fmt in self.sides.values())
 
-    def problems(self, head_dim: int, heads: int = 1) -> list[str]:
-        """Return why these formats do not fit a layer, one sentence each."""
+    def problems(self, head_dim: int, heads: int = 1, value_dim: int | None = None) -> list[str]:
+        """Return why these formats do not fit a layer, one sentence each.
+
+        head_dim: channels of a key. value_dim: of a value; None: as many.
+        """
+        dims = {"keys": head_dim, "values": value_dim or head_dim}
         return [
             f"{side}: {problem}"
             for side, fmt in self.sides.items()
-            for problem in fmt.problems(head_dim, heads)
+            for problem in fmt.problems(dims[side], heads)
         ]
+
+    @property
+    def of_latents(self) -> Store:
+        """The formats in a layer of latents: the positional part stays exact.
+
+        Latents are read as keys and as values. So they have the format of values, with the bits of
+        keys if these are more; or the format of keys, where values are exact.
+        """
+        keys, values = self.keys, self.values
+        if isinstance(keys, Packed) and isinstance(values, Packed) and keys.bits > values.bits:
+            values = replace(values, bits=keys.bits)
+        if values is None and isinstance(keys, Packed):
+            values = replace(keys, pre_rope=False)
+        return replace(self, keys=None, values=keys if values is None else values)
 
 
 FORMATS: Registry[type[Format]] = Registry(

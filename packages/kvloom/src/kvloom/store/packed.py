@@ -176,7 +176,8 @@ class PackedTokens(Stateful):
         self.count = state["count"]
         if self.count:
             assert like is not None
-            self._bind(like)
+            codes = state["codes"]["live"]  # as wide as the tokens, which keys need not be
+            self._bind(like.new_empty(*like.shape[:3], codes.shape[3]))
             self.dtype = like.dtype
             sides = (state[name] for name in PackedTensors._fields)
             self._allocate(_with_rows(side["live"], side["room"]) for side in sides)

@@ -22,8 +22,8 @@ from .regions import KVView, Paged, Region, Slots, Spans
 
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
-# Tokens that are unpacked at once.
-_UNPACK = 8192
+UNPACK = 8192
+"""Tokens that are unpacked at once."""
 
 
 class AttentionState(NamedTuple):
@@ -78,9 +78,9 @@ def _stretch(
     bias: Tensor | None,
     own: int,
 ) -> AttentionState:
-    """Attend to all tokens from `begin` on, unpacking `_UNPACK` at a time."""
+    """Attend to all tokens from `begin` on, unpacking `UNPACK` at a time."""
     n = keys.tokens
-    ends = {*range(begin + _UNPACK, max(keys.prefix, values.prefix), _UNPACK), n}
+    ends = {*range(begin + UNPACK, max(keys.prefix, values.prefix), UNPACK), n}
     ends |= {view.prefix for view in (keys, values) if begin < view.prefix < n}
     cuts = [begin, *sorted(end for end in ends if end <= n - own or end == n)]
     states = []

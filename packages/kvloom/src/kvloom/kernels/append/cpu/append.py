@@ -21,25 +21,27 @@ MAX_TOKENS = 8  # per step: more are worth torch's threads
 _INTS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
-def _head_dim_problem(x: Tensor) -> str | None:
+def _head_dim_problem(x: Tensor, v: Tensor) -> str | None:
     d = x.shape[3]
+    if v.shape[3] != d:
+        return f"head_dim={d} of keys is not that of values, {v.shape[3]}"
     return None if d % 16 == 0 else f"head_dim={d} is not a multiple of 16"
 
 
-def _many_tokens(x: Tensor) -> str | None:
+def _many_tokens(x: Tensor, v: Tensor) -> str | None:
     return None if x.shape[2] <= MAX_TOKENS else f"more than {MAX_TOKENS} tokens a step"
 
 
 COVERAGE = Coverage(
-    ("fp32, fp16, bf16", lambda x: dtype_problem(x.dtype)),
-    ("`head_dim` a multiple of 16", _head_dim_problem),
+    ("fp32, fp16, bf16", lambda x, v: dtype_problem(x.dtype)),
+    ("`head_dim` a multiple of 16, the same of both sides", _head_dim_problem),
     (f"1–{MAX_TOKENS} tokens", _many_tokens),
 )
 
 
-def problems(x: Tensor) -> list[str]:
-    """Return why no kernel appends tokens x [B, Hk, T, D]; empty if one does."""
-    return COVERAGE.problems(x)
+def problems(new: Sides) -> list[str]:
+    """Return why no kernel appends tokens [B, Hk, T, D]; empty if one does."""
+    return COVERAGE.problems(*new)
 
 
 def append(

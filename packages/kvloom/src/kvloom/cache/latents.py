@@ -1,0 +1,75 @@
+"""Attention over latents (multi-head latent attention: arXiv:2405.04434, section 2.1).
+
+A latent layer stores for each token the positional part of its key [p], which all heads share, as
+the key, and the latent [r], from which heads expand the rest of the key and the value, as the
+value. Its queries [B, Hq, T, p + r] are absorbed: the part that is multiplied with latents has been
+multiplied with the weights that expand them to keys. The attention of absorbed queries to latents
+is a latent, too, which the model's weights expand to the output of a head. So no step expands the
+past. Decides how regions of such tokens become regions that `attend_to` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..kernels.attend.reference import UNPACK
+from ..kernels.attend.regions import Region, Slots
+from ..kernels.select.reference import gather
+
+
+def joined(k: Tensor, v: Tensor) -> Tensor:
+    """Return what absorbed queries are multiplied with, [B, 1, N, p + r]: both parts of a key."""
+    return torch.cat([k, v], dim=-1)
+
+
+def query_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the keys that q is multiplied with: k, or both parts of the keys of a latent layer."""
+    return k if q.shape[-1] == k.shape[-1] else joined(k, v)
+
+
+def absorbed(q: Tensor, regions: Sequence[Region], scale: float) -> tuple[Tensor, list[Region]]:
+    """Return queries and regions with the same attention, in which keys are as long as queries.
+
+    q: [B, Hq, T, p + r]. For one query, the logits of the positional parts become a bias, and
+    kernels read the latents as they are stored, as keys and as values. For more queries, the parts
+    of keys are joined.
+    """
+    if q.shape[2] > 1:
+        return q, [part for region in regions for part in _joined_regions(region)]
+    p = q.shape[-1] - regions[0].values.exact.shape[-1]
+    positional, rest = q[..., :p], q[..., p:]
+    return rest, [
+        region._replace(keys=region.values, bias=_logits(positional, region, scale))
+        for region in regions
+    ]
+
+
+def _logits(q: Tensor, region: Region, scale: float) -> Tensor:
+    """Return the logits of q [B, Hq, 1, p] and the tokens that are read, fp32 [B, Hq, M]."""
+    keys, where = region.keys.tail, region.where
+    if not isinstance(where, Slots):
+        return _products(q, keys) * scale
+    chosen = gather(keys.expand(-1, where.slots.shape[1], -1, -1), where.slots)
+    parts = _products(q, chosen), _products(q, keys[:, :, where.begin :])
+    return torch.cat(parts, dim=-1) * scale
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """Return q [B, Hq, 1, p] times k [B, H, M, p], H a divisor of Hq: fp32 [B, Hq, M]."""
+    b, hq, _, p = q.shape
+    rows = q.reshape(b, k.shape[1], -1, p).float()
+    return (rows @ k.float().transpose(-1, -2)).reshape(b, hq, -1)
+
+
+def _joined_regions(region: Region) -> Iterator[Region]:
+    """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
+    n, own, visible = region.keys.tokens, region.own, region.visible
+    cuts = [0, *range(UNPACK, n - own, UNPACK), n]
+    for lo, hi in pairwise(cuts):
+        k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
+        see = None if visible is None else visible[..., lo:hi]
+        yield Region.exact(joined(k, v), v, visible=see, own=own if hi == n else 0)

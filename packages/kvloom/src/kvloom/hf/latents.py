@@ -1,0 +1,74 @@
+"""Latent attention (MLA) of transformers' models, through kvloom's layers.
+
+transformers caches a latent and a positional part, and expands all of them at every step
+(`expand_kv` of the attention module). kvloom stores both parts, absorbs the expanding weights into
+the queries, and expands what attention returns; a first prompt attends as in transformers. Decides
+which models this covers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def rank(config: Any) -> int:
+    """Return the channels of a latent (r); 0 for a model without latents."""
+    return getattr(config, "kv_lora_rank", None) or 0
+
+
+def problem(config: Any, decoder: nn.Module) -> str | None:
+    """Return why kvloom cannot store the latents of a decoder; None if it can, or has none."""
+    if not rank(config):
+        return None
+    modules: list[Any] = [m for m in decoder.modules() if hasattr(m, "expand_kv")]
+    if getattr(config, "index_topk", None):
+        return (
+            "its attention is sparse: an indexer chooses the tokens of a step by keys of its own "
+            "(DeepSeek sparse attention), which kvloom does not store"
+        )
+    if not modules:
+        return (
+            "it has latents (MLA), which this version of transformers caches expanded; use "
+            "transformers 5.23"
+        )
+    if not all(_absorbable(m.kv_b_proj) for m in modules):
+        return (
+            "kvloom reads the weight that expands its latents, and finds more than a weight (an "
+            "adapter, quantized or offloaded weights); merge the adapter, and keep kv_b_proj "
+            "unquantized and in memory"
+        )
+    return None
+
+
+def _absorbable(linear: nn.Module) -> bool:
+    """Return whether a module is a product with its weight, which is in memory."""
+    offloaded = getattr(getattr(linear, "_hf_hook", None), "offload", False)  # by accelerate
+    return type(linear) is nn.Linear and linear.bias is None and not offloaded
+
+
+def absorb(module: Any, query: Tensor) -> Tensor:
+    """Return absorbed queries [B, Hq, T, p + r] of a model's queries [B, Hq, T, n + p].
+
+    The last p channels have a position. The others are multiplied with the weights that expand
+    latents to keys.
+    """
+    to_keys, _ = _weights(module)
+    n = to_keys.shape[1]
+    rest, positional = query[..., :n], query[..., n:]
+    return torch.cat([positional, rest @ to_keys], dim=-1)
+
+
+def expand(module: Any, out: Tensor) -> Tensor:
+    """Return the output of each head [B, Hq, T, v] of attention to latents, [B, Hq, T, r]."""
+    _, to_values = _weights(module)
+    return out @ to_values.transpose(-1, -2)
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights that expand a latent to keys [Hq, n, r] and to values [Hq, v, r]."""
+    weight, n, v = module.kv_b_proj.weight, module.qk_nope_head_dim, module.v_head_dim
+    to_keys, to_values = weight.view(-1, n + v, weight.shape[-1]).split([n, v], dim=1)
+    return to_keys, to_values

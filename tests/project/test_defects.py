@@ -1,0 +1,16 @@
+"""The deliberate defects of tools/defects.py fit the code as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from defects import DEFECTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.why)
+def test_the_text_that_a_defect_replaces_is_there_once(defect):
+    assert (ROOT / defect.file).read_text().count(defect.old) == 1

@@ -369,7 +369,7 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/routed.py",
-        "return -tokens if tokens <= 0 else max(0, self.cache.seen - tokens)",
+        "return -tokens if tokens <= 0 else max(0, seen - tokens)",
         "return -tokens if tokens <= 0 else tokens",
         "the older form of crop removes as many tokens as it should leave",
         "packages/kvloom/tests/models/test_generate.py", "-k", "crop",
@@ -390,8 +390,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/routing.py",
-        "layer.record_past = bool(records)",
-        "layer.record_past = layer.record_past or bool(records)",
+        "layer.cache.recording = bool(records)",
+        "layer.cache.recording = layer.cache.recording or bool(records)",
         "after assisted decoding, a cache never packs or drops again",
         "packages/kvloom/tests/models/test_generate.py", "-k", "assisted",
     ),
@@ -418,8 +418,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/attention.py",
-        "check_arguments(layer, kwargs)",
-        "check_arguments(layer, dict.fromkeys(kwargs))",
+        "check_arguments(layer, arguments)",
+        "check_arguments(layer, dict.fromkeys(arguments))",
         "attention sinks and other arguments are dropped",
         "packages/kvloom/tests/models/test_refused_steps.py", "packages/kvloom/tests/models/test_self_check.py",
     ),

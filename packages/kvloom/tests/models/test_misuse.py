@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as tf
 import zoo
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import kvloom
 import probe
@@ -149,6 +150,19 @@ def test_unsupported_models_are_refused_by_name(config, says):
         with pytest.raises(UnsupportedModel, match=says):
             use(model, "full")
         assert untouched(model)
+
+
+@pytest.mark.skipif(not hasattr(DeepseekV3Attention, "expand_kv"), reason="caches no latents")
+def test_layers_with_an_index_stay_with_transformers():
+    config = tf.DeepseekV32Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, vocab_size=99, moe_intermediate_size=16, n_routed_experts=8,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(IncompatibleRecipe, match="would compress nothing"):
+        kvloom.attach(model, "kivi")
+    assert untouched(model)
+    assert "an index of its own" in str(kvloom.attach(model, "full"))
 
 
 def test_a_headless_model_is_refused():

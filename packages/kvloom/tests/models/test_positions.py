@@ -217,8 +217,6 @@ def test_an_unknown_rotary_embedding_is_refused_before_anything_changes(monkeypa
 def test_positions_that_the_model_counts_itself_cannot_be_renumbered():
     model = tf.BartForCausalLM(tf.BartConfig(d_model=32, vocab_size=99, decoder_layers=1))
     recipe = "h2o:tokens=20,positions=renumbered"
-    with pytest.raises(
-        UnsupportedModel, match="its forward takes no position_ids"
-    ):
+    with pytest.raises(UnsupportedModel, match="its forward takes no position_ids"):
         kvloom.attach(model, recipe)
     assert not hasattr(model, "_kvloom")

@@ -223,5 +223,5 @@ def _refuse_other_layers(model: Any, kinds: list[str], counts_states: bool) -> N
         numbers = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be planned: kvloom cannot count what layers {numbers} "
-            f"store ({', '.join(others)})"
+            f"store ({', '.join(others)}); attach the model itself and read its report"
         )

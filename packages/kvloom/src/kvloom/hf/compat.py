@@ -231,7 +231,9 @@ def _problem(model: PreTrainedModel, config: Any) -> str | None:
         return _REFUSED[config.model_type]
     if adapter is not None and adapter.problem is not None:
         return adapter.problem(model)
-    return latents.problem(config, decoder(model)) if _has_full_layers(config) else None
+    if _latent_dim(config) and _has_full_layers(config):
+        return latents.problem(config, decoder(model))
+    return None
 
 
 def _attribute(config: Any, name: str, number: int | None = None) -> Any:
@@ -300,7 +302,7 @@ def geometry(model: PreTrainedModel) -> Geometry:
     return Geometry(
         len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
         has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
-        _value_dim(config), bool(latents.rank(config)),
+        _value_dim(config), bool(_latent_dim(config)),
     )  # fmt: skip
 
 
@@ -313,7 +315,7 @@ def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
     if adapter is not None and adapter.heads is not None:
         return adapter.heads(config)
     q_heads = _attribute(config, "num_attention_heads", number)
-    if latents.rank(config):
+    if _latent_dim(config, number):
         return q_heads, 1
     return q_heads, _attribute(config, "num_key_value_heads", number) or q_heads
 
@@ -323,15 +325,20 @@ def _head_dim(config: Any, number: int | None = None) -> int:
     adapter = adapter_of(config)
     if adapter is not None and adapter.head_dim is not None:
         return adapter.head_dim(config)
-    if latents.rank(config):
-        return config.qk_rope_head_dim
+    if _latent_dim(config, number):
+        return _attribute(config, "qk_rope_head_dim", number)
     head_dim = _attribute(config, "head_dim", number)
     return head_dim or config.hidden_size // _heads(config, number)[0]
 
 
 def _value_dim(config: Any) -> int | None:
     """Return the channels of a value; None: as many as of a key."""
-    return latents.rank(config) or getattr(config, "v_head_dim", None)
+    return _latent_dim(config) or _attribute(config, "v_head_dim")
+
+
+def _latent_dim(config: Any, number: int | None = None) -> int:
+    """Return the channels of a latent, 0 for none; number: as for `_heads`."""
+    return _attribute(config, "kv_lora_rank", number) or 0
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:

@@ -14,15 +14,8 @@ import torch
 from torch import Tensor, nn
 
 
-def rank(config: Any) -> int:
-    """Return the channels of a latent (r); 0 for a model without latents."""
-    return getattr(config, "kv_lora_rank", None) or 0
-
-
 def problem(config: Any, decoder: nn.Module) -> str | None:
-    """Return why kvloom cannot store the latents of a decoder; None if it can, or has none."""
-    if not rank(config):
-        return None
+    """Return why kvloom cannot store the latents of a decoder; None if it can."""
     modules: list[Any] = [m for m in decoder.modules() if hasattr(m, "expand_kv")]
     if getattr(config, "index_topk", None):
         return (

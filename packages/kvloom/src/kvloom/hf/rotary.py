@@ -110,14 +110,14 @@ def _find(model: PreTrainedModel, count: int) -> Positions:
     return Positions(tuple(_rope(model, candidates, *keys) for keys in pairs))
 
 
-class _Candidate(NamedTuple):
+class _Embedding(NamedTuple):
     """A rotary embedding that layers of a model may have, and its kind, such as "yarn"."""
 
     rope: Rope
     kind: str | None
 
 
-def _candidates(model: PreTrainedModel) -> Iterator[_Candidate]:
+def _candidates(model: PreTrainedModel) -> Iterator[_Embedding]:
     """Yield the rotary embeddings of the decoder's modules, in both pairings."""
     for module in compat.decoder(model).modules():
         for name, inv_freq in module.named_buffers(recurse=False):
@@ -127,11 +127,11 @@ def _candidates(model: PreTrainedModel) -> Iterator[_Candidate]:
             kind = kind.get(name.removesuffix("_inv_freq")) if isinstance(kind, dict) else kind
             for interleaved in (False, True):
                 rope = Rope(inv_freq.detach().float().clone(), interleaved)
-                yield _Candidate(rope, kind)
+                yield _Embedding(rope, kind)
 
 
 def _rope(
-    model: PreTrainedModel, candidates: list[_Candidate], start: Tensor | None, end: Tensor | None
+    model: PreTrainedModel, candidates: list[_Embedding], start: Tensor | None, end: Tensor | None
 ) -> Rope | None:
     """Return the candidate that rotates a layer's keys; None if they are not rotated.
 

@@ -45,7 +45,7 @@ def allowed(record):
     if record["outcome"] == EQUAL:
         return record["compressed"] == 0 or record["reach"] > 10 * comparison.TOLERANCE
     if record["outcome"] == REFUSED:
-        return record["at"] == "attach" or record["form"] == "image"
+        return record["at"] == "attach" or record["prompt"] == "image"
     return record["outcome"] == PLAIN_FAILS or (
         record["outcome"] == NOT_BUILT and record["type"] in by_hand.NOT_BUILT
     )
@@ -102,8 +102,8 @@ def test_layers_that_stay_with_transformers_need_no_padding(pair):
 def test_an_attach_that_does_nothing_shows(monkeypatch):
     attach, detach = kvloom.attach, kvloom.detach
 
-    def idle(model, recipe):
-        report = attach(model, recipe)
+    def idle(model, recipe, check):
+        report = attach(model, recipe, check)
         detach(model)
         return report
 

@@ -53,7 +53,7 @@ def test_keys_of_a_shifted_prompt_are_the_turned_keys(name):
     full = {"layer_types": ["full_attention"]} if name.startswith("gemma") else {}
     full |= {"num_kv_shared_layers": 0} if name == "gemma4-shared" else {}
     model = zoo.build(name, num_hidden_layers=1, **full)
-    (found,) = layer_ropes(model)
+    found = layer_ropes(model)[0]
     first, moved = moved_keys(model, 31)
     turned = found.rotate(first, torch.full((1, 1, 9), 31))
     torch.testing.assert_close(turned, moved, rtol=1e-4, atol=1e-4)

@@ -33,7 +33,7 @@ def processor_seconds(fn: Callable) -> float:
 
 
 def main() -> None:
-    scores = [f"{name}:tokens=256" for name in ("knorm", "snapkv", "expected", "kvzip")]
+    scores = [f"{name}:tokens=256" for name in ("knorm", "snapkv", "expected", "kvzip", "rotated")]
     recipes = ["near-lossless", "balanced", "small", "tiny", *scores]
     options = record.options(__doc__, tokens=[512, 1024, 2048], rounds=5, recipes=recipes)
     torch.set_num_threads(1)

@@ -65,13 +65,14 @@ def options(names, g):
         "fixed noise": {"noise": Noise("gumbel", 5, places, first, fixed=True)},
         "tau": {"tau": 1.7},
         "softcap": {"softcap": 3.0},
+        "largest": {"largest": True},
     }
     return {key: value for name in names for key, value in parts[name].items()}
 
 
 ALONE = [
     (), ("left padding",), ("kept by head",), ("alibi",), ("window",), ("noise",),
-    ("fixed noise",), ("tau",), ("softcap",),
+    ("fixed noise",), ("tau",), ("softcap",), ("largest",),
 ]  # fmt: skip
 TOGETHER = [
     ("left padding", "alibi"),
@@ -84,6 +85,8 @@ TOGETHER = [
     ("left padding", "window", "noise", "tau", "softcap"),
     ("left padding", "alibi", "window", "noise", "tau", "softcap"),
     ("kept by head", "alibi", "window", "noise", "tau", "softcap"),
+    ("left padding", "largest", "softcap"),
+    ("kept by head", "window", "largest"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Expected Attention on whole models: the model's RoPE rotates the prompt's queries."""
+"""Expected Attention and rotated queries on whole models: the model's RoPE rotates queries."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
 EXPECTED = "expected:tokens=24,recent=6,future=50"
+ROTATED = "rotated:tokens=24,recent=6"
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
@@ -39,6 +40,33 @@ def test_the_tokens_that_later_queries_expect_stay(name):
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
+@pytest.mark.parametrize("chunk", [20, 100])
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
+def test_the_tokens_that_rotated_queries_need_most_stay(name, chunk):
+    ids, model = IDS["input_ids"][:1], zoo.build(name)
+    calls, past = recorded(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=past)
+    inv_freq, scale = None, 1.0  # OPT scales its queries before attention
+    if name != "opt":
+        inv_freq, scale = model.model.rotary_emb.inv_freq.double().numpy(), 16**-0.5
+    cache = prefilled(zoo.build(name), f"{ROTATED},chunk={chunk}", input_ids=ids)
+    for number, ((q, k), found) in enumerate(zip(calls, logical(cache), strict=True)):
+        rotation = None if name == "smollm3" and number == 1 else inv_freq
+        r = q.shape[1] // k.shape[1]
+        for h in range(k.shape[1]):
+            scores = rules.rotated(q[0, h * r : (h + 1) * r], k[0, h], scale, rotation, 4, chunk)
+            assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
+
+
+@by_reference
+@pytest.mark.parametrize("name", sorted({"mpt", "bloom", "falcon-alibi"}))
+def test_rotated_queries_and_alibi_are_refused(name):
+    with pytest.raises(IncompatibleRecipe, match=r"adds a bias by position \(ALiBi\); use another"):
+        kvloom.Cache(zoo.build(name), ROTATED)
+
+
+@pytest.mark.parametrize("recipe", [EXPECTED, ROTATED])
 @pytest.mark.parametrize(
     "name",
     slow_except(
@@ -46,12 +74,14 @@ def test_the_tokens_that_later_queries_expect_stay(name):
         *sorted({*zoo.OF_EACH_KIND, "glm4"} - {"deepseek-v3"}),
     ),
 )
-def test_a_padded_row_keeps_what_it_keeps_alone(name):
+def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
     model = zoo.build(name)
-    together = prefilled(model, EXPECTED)
+    if "rotated" in recipe and compat.geometry(model).alibi:
+        return
+    together = prefilled(model, recipe)
     for row, pad in enumerate((0, 17, 40)):
         ids = IDS["input_ids"][row : row + 1, pad:]
-        alone = prefilled(model, EXPECTED, input_ids=ids)
+        alone = prefilled(model, recipe, input_ids=ids)
         if name in zoo.LEARNED and pad:
             continue  # positions that are learned differ
         for one, two in zip(logical(together), logical(alone), strict=True):
@@ -66,6 +96,8 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name):
         "expected:tokens=40,recent=8,store=kivi-4",
         "expected:fraction=0.5,positions=renumbered",
         "expected:tokens=40,layers=pyramid",
+        "rotated:tokens=40,recent=8,store=kivi-4",
+        "rotated:fraction=0.5,heads=0.2,layers=joint",
         "knorm:tokens=40,recent=8",
         "knorm:tokens=160,store=kivi",
         "vatp:tokens=40",

@@ -3,6 +3,7 @@
 from .expected import Expected
 from .policy import POSITIONS, Budget, Keep, Outliers
 from .reconstruction import Reconstruction
+from .rotated import Rotated
 from .scorer import Scorer, Step
 from .scorers import (
     SCORERS,
@@ -35,6 +36,7 @@ __all__ = [
     "Random",
     "Recent",
     "Reconstruction",
+    "Rotated",
     "Scorer",
     "Step",
     "ValueAware",

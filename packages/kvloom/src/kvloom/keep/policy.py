@@ -217,9 +217,9 @@ class Keep:
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
                 "it as the rule of protect.outliers, or another score"
             )
-        if self.scorer.repeats and self.when != "prompt":
+        if self.scorer.of_prompt and self.when != "prompt":
             raise RecipeError(
-                f"score {self.scorer.kind!r} repeats the prompt once, so it cannot score steps "
+                f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt"'
             )
         if (self.limit is not None) != (self.when == "limit"):
@@ -333,9 +333,10 @@ class Outliers:
                 f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
                 "function of a Step"
             )
-        if isinstance(self.scorer, Scorer) and self.scorer.repeats:
+        if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.rotates):
+            how = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
             raise RecipeError(
-                f"score {self.scorer.kind!r} repeats the prompt, which outliers do not wait for; "
+                f"score {self.scorer.kind!r} {how}, which outliers do not wait for; "
                 "use another score for outliers"
             )
         check_choice("group", self.group, HEAD_GROUPS)

@@ -55,13 +55,20 @@ class Step:
     ids: Tensor | None = None
     head: int = 0
 
-    def mass(self, rows: int | None = None, noise: Noise | None = None, tau: float = 1.0) -> Tensor:
+    def mass(
+        self,
+        rows: int | None = None,
+        noise: Noise | None = None,
+        tau: float = 1.0,
+        largest: bool = False,
+    ) -> Tensor:
         """Return the attention mass of each token, fp32 [B, Hk, N].
 
         Args:
             rows: The last queries to count; None: all.
             noise: Added to the logits (Keyformer).
             tau: Temperature of the logits (Keyformer).
+            largest: The largest weight of any query takes the place of their sum.
         """
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
@@ -76,9 +83,10 @@ class Step:
             "noise": noise,
             "tau": tau,
         }
-        if self.products is not None and not skip:
+        if self.products is not None and not skip and not largest:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
+            options["largest"] = largest
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.grouped(mass.view(b, hk, -1, n))
 
@@ -104,6 +112,8 @@ class Scorer:
         repeats: Whether the model repeats the prompt for it; such scores derive from
             `Reconstruction`.
         rotates: Whether the score needs the model's rotary embedding, `Step.rope`.
+        of_prompt: Whether it needs the queries of a whole prompt, and cannot score later steps.
+        reads_bias: Whether it can score a model with ALiBi.
         reads_ids: Whether it needs `Step.ids`; such a score is a rule for outliers.
     """
 
@@ -111,6 +121,8 @@ class Scorer:
     weighs: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
+    of_prompt: ClassVar[bool] = False
+    reads_bias: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = False
 
     def __call__(self, step: Step) -> Tensor:

@@ -21,6 +21,7 @@ from ..registry import Registry
 from ..registry.fields import check_choice, check_fields, check_whole
 from .expected import Expected
 from .reconstruction import Reconstruction
+from .rotated import Rotated
 from .scorer import Scorer, Step
 
 S = TypeVar("S", bound=Scorer)
@@ -220,7 +221,7 @@ class ValueAware(Scorer):
 
 _BUILT_IN = (
     Recent, Dilated, Mass, Observation, Noisy, Random,
-    Reconstruction, Expected, ValueAware, KeyNorm,
+    Reconstruction, Rotated, Expected, ValueAware, KeyNorm,
 )  # fmt: skip
 
 SCORERS: Registry[type[Scorer]] = Registry(

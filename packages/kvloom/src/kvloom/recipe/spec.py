@@ -431,6 +431,11 @@ class Recipe:
                 f"{geometry.dims[0]} and {geometry.dims[1]}; leave out the tier"
             )
         problems += _head_budget_problems(self, geometry)
+        if self.keep is not None and geometry.alibi and not self.keep.scorer.reads_bias:
+            problems.append(
+                f"score {self.keep.scorer.kind!r} moves queries to other positions, and the "
+                "model's attention adds a bias by position (ALiBi); use another score, such as mass"
+            )
         if self.keep is not None and count and self.keep.budget.tokens is not None:
             try:  # for a long prompt; the budget of a fraction is not known before the prompt is
                 self.keep.rooms(1 << 30, count)

@@ -8,7 +8,19 @@ import torch
 
 import naive_recipes as rules
 from kvloom.errors import RecipeError
-from kvloom.keep import Expected, KeyNorm, Mass, Observation, Reconstruction, Step, ValueAware
+from kvloom.keep import (
+    Budget,
+    Expected,
+    Keep,
+    KeyNorm,
+    Mass,
+    Observation,
+    Outliers,
+    Reconstruction,
+    Rotated,
+    Step,
+    ValueAware,
+)
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Recipe
 from kvloom.recipe.resolve import resolve
@@ -114,6 +126,11 @@ def test_the_base_of_a_value_aware_score_is_written_down(base):
         (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 and sinks=4 must be 0 or more"),
         (lambda: ValueAware(KeyNorm()), "must be a score of attention, such as mass"),
         (lambda: ValueAware(Reconstruction()), "must be a score of attention, such as mass"),
+        (lambda: Rotated(chunk=0), "chunk"),
+        (lambda: Rotated(sinks=-1), "sinks"),
+        (lambda: Keep(Budget(8), Rotated()), "whole prompt, so it cannot score steps"),
+        (lambda: Outliers(8, Rotated()), "rotates the prompt's queries, which outliers"),
+        (lambda: Outliers(8, Expected()), "rotates the prompt's queries, which outliers"),
         (lambda: Reconstruction(instruction=""), 'token ids separated by spaces, .* or "none"'),
     ],
 )

@@ -24,7 +24,8 @@ class MassOptions(NamedTuple):
 
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
     a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
-    `window` of the keys up to its own. noise is added to the logits, and tau divides them.
+    `window` of the keys up to its own. noise is added to the logits, and tau divides them. largest:
+    the largest weight of any row takes the place of their sum.
     """
 
     visible: Tensor | None = None
@@ -34,6 +35,7 @@ class MassOptions(NamedTuple):
     window: int | None = None
     noise: Noise | None = None
     tau: float = 1.0
+    largest: bool = False
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -47,14 +49,15 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     r = hq // hk
     keys = k.float().transpose(-1, -2)
     mass = q.new_zeros(b, hk, r, n, dtype=torch.float32)
-    step = max(1, _BLOCK_NUMEL // max(1, b * hq * n))
+    step, given = max(1, _BLOCK_NUMEL // max(1, b * hq * n)), MassOptions(**options)
     rows = q.reshape(b, hk, r, t, d)
     for lo in range(0, t, step):
         hi = min(t, lo + step)
         end = n - t + hi  # no row of this block sees further
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
-        mass[..., :end] += _summed(logits, lo, n, MassOptions(**options))
+        part, block_mass = mass[..., :end], _combined(logits, lo, n, given)
+        torch.maximum(part, block_mass, out=part) if given.largest else part.add_(block_mass)
     return mass.view(b, hq, n)
 
 
@@ -67,7 +70,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """
     b, hq = products.shape[:2]
     logits = products[..., :n].unflatten(1, (hk, hq // hk)).clone()
-    mass = _summed(logits, 0, n, MassOptions(**options))
+    mass = _combined(logits, 0, n, MassOptions(**options))
     return mass.reshape(b, hq, n)
 
 
@@ -81,13 +84,13 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
     return rank.masked_fill(index >= before, torch.inf).argmin(dim=-1, keepdim=True)
 
 
-def _summed(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
+def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
 
     The last row's own key is the last.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau = options
+    visible, visible_queries, softcap, bias, window, noise, tau, largest = options
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:
@@ -108,4 +111,4 @@ def _summed(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
     if visible_queries is not None:
         weights = weights * visible_queries[:, :, None, lo : lo + rows, None]
-    return weights.sum(dim=3)
+    return weights.amax(dim=3) if largest else weights.sum(dim=3)

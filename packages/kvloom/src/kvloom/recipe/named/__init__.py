@@ -43,6 +43,7 @@ RECIPES: Registry[Build] = Registry(
         "pyramidkv": prompt_eviction.pyramidkv,
         "quest": recall.quest,
         "random": prompt_eviction.random,
+        "rotated": prompt_eviction.rotated,
         "rptq": quantization.rptq,
         "rtn": quantization.rtn,
         "skvq": quantization.skvq,

@@ -25,6 +25,7 @@ from ...keep import (
     Observation,
     Random,
     Reconstruction,
+    Rotated,
     Scorer,
 )
 from ...store import Packed, Store
@@ -152,6 +153,34 @@ def kvzip(
     scorer = Reconstruction(chunk, instruction)
     return _once(
         scorer, tokens, fraction, sinks, recent,
+        group="max", layers=layers, positions=positions, heads=heads, store=store,
+    )  # fmt: skip
+
+
+def rotated(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    sinks: int = 4,
+    recent: int = 32,
+    chunk: int = 2048,
+    layers: str = "uniform",
+    positions: str = "original",
+    store: str = "full",
+    heads: float = 1.0,
+) -> Recipe:
+    """KVzip without a second reading: by the prompt's own queries, at later positions.
+
+    The queries of a repeated token are nearly its own queries, so they are rotated to the positions
+    behind the prompt. A token's score is the largest weight that such a query pays to it, over all
+    query heads of its key/value head. `Rotated` has the formula. It needs no token ids, and no
+    positions that the model has not learned.
+
+    chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
+
+    Departures: no paper has this score. It refuses ALiBi and latents (MLA).
+    """
+    return _once(
+        Rotated(chunk, sinks), tokens, fraction, sinks, recent,
         group="max", layers=layers, positions=positions, heads=heads, store=store,
     )  # fmt: skip
 

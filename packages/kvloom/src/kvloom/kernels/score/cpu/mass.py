@@ -92,18 +92,19 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=given.window or 0, scale=scale,
+            scratch_bytes=4 * size, window=given.window or 0, largest=given.largest, scale=scale,
             softcap=given.softcap or 0.0, inverse_tau=1 / given.tau, options=numbers,
         )  # fmt: skip
         kernels.mass.run(job, 1, threads)
     del tensors
-    return (mass[0] if splits == 1 else mass.sum(dim=0))[..., :n]
+    return (mass.amax(dim=0) if given.largest else mass.sum(dim=0))[..., :n]
 
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Sum as `reference.step_mass` does; products are padded to whole vectors of 16 keys."""
     given = MassOptions(**options)
     assert given.window is None, "a step sees all keys"
+    assert not given.largest, "a step sums weights"
     b, hq, t, width = products.shape
     if not (b and hq and t and n):
         return products.new_zeros(b, hq, n)
@@ -148,7 +149,7 @@ def _options(
     b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    visible, visible_queries, _, bias, _, noise, _ = options
+    visible, visible_queries, _, bias, _, noise, _, _ = options
     if visible is None and visible_queries is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0

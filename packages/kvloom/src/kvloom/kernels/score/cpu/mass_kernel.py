@@ -126,6 +126,23 @@ def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
+def _take_largest(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
+    """Write the largest of `to` and of the rows as `_add_up` reads them."""
+    for c in range(0, keys, 64):
+        a0, a1 = load(to + 4 * c), load(to + 4 * c + 64)
+        a2, a3 = load(to + 4 * c + 128), load(to + 4 * c + 192)
+        for i in range(rows):
+            f = splat(load_one(factors + 4 * i, FP32))
+            row = s + i * stride + 4 * c
+            a0, a1 = maximum(load(row) * f, a0), maximum(load(row + 64) * f, a1)
+            a2, a3 = maximum(load(row + 128) * f, a2), maximum(load(row + 192) * f, a3)
+        store(to + 4 * c, a0)
+        store(to + 4 * c + 64, a1)
+        store(to + 4 * c + 128, a2)
+        store(to + 4 * c + 192, a3)
+
+
+@kernel_step
 def _exp(x):  # type: ignore[no-untyped-def]
     return first_lane(exp(splat(x)))
 
@@ -265,7 +282,11 @@ def mass(once: int, vectors: int) -> Any:
                             if weights != 0:
                                 factor *= load_one(weights + 4 * (row0 + i), FP32)
                         store_one(factors + 4 * i, factor)
-                    _add_up(s + tile * room * srow, srow, rows, factors, to + tile * srow, TILE)
+                    weights_of_tile, there = s + tile * room * srow, to + tile * srow
+                    if a.largest != 0:
+                        _take_largest(weights_of_tile, srow, rows, factors, there, TILE)
+                    else:
+                        _add_up(weights_of_tile, srow, rows, factors, there, TILE)
 
     return Kernel(mass, f"column mass {once}, {vectors}")
 

@@ -46,7 +46,7 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
-    visible, visible_queries, softcap, bias, window, noise, tau = MassOptions(**options)
+    visible, visible_queries, softcap, bias, window, noise, tau, largest = MassOptions(**options)
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
@@ -70,7 +70,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         "WINDOW": window is not None,
     }  # fmt: skip
     by = kernels()
-    has: dict[str, Any] = {"REAL": visible_queries is not None}
+    has: dict[str, Any] = {"REAL": visible_queries is not None, "LARGEST": largest}
     exact = q.dtype == torch.float32
     if t <= MAX_QUERIES:
         rows, keys = hq // hk * t, 32 if exact else 64

@@ -4,8 +4,8 @@ For rows i of one query head and keys j, with s the scaled logits, in this order
 noise, 1 / tau, masks.
 
 `row_lse`: lse_i = log sum_j exp(s_ij). A program owns ROWS query rows of a head and walks the keys.
-`column_mass`: mass_j = sum_i exp(s_ij - lse_i). A program owns KEYS keys of a query head and walks
-the rows that see them. Nothing of the size T x N is stored.
+`column_mass`: mass_j = sum_i exp(s_ij - lse_i), or its largest term. A program owns KEYS keys of a
+query head and walks the rows that see them. Nothing of the size T x N is stored.
 
 `step_logits` and `step_mass` do the same for a step of few queries, whose logits are small beside
 the keys: a program owns KEYS keys of a key/value head, reads them once for all query rows of the
@@ -140,7 +140,7 @@ def column_mass(
     number_row, number_head, real_row,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
-    WINDOW: tl.constexpr, REAL: tl.constexpr,
+    WINDOW: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head)."""
     line = tl.program_id(1).to(tl.int64)
@@ -176,7 +176,11 @@ def column_mass(
             )
         base = tl.load(lse + line * t + i, mask=counts, other=float("inf"))
         base = tl.where(base == float("-inf"), float("inf"), base)  # a row that sees nothing
-        masses += tl.sum(tl.exp(s - base[:, None]), axis=0)
+        weights = tl.exp(s - base[:, None])
+        if LARGEST:
+            masses = tl.maximum(masses, tl.max(weights, axis=0))
+        else:
+            masses += tl.sum(weights, axis=0)
     tl.store(mass + line * n + j, masses, mask=j < n)
 
 
@@ -229,8 +233,9 @@ def step_logits(
 
 @triton.jit(do_not_specialize=_VARY)
 def step_mass(
-    logits, lse, visible_queries, mass, hq, t, n, real_row, KEYS: tl.constexpr, REAL: tl.constexpr
-):
+    logits, lse, visible_queries, mass, hq, t, n, real_row,
+    KEYS: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
 
     logits: [B, Hq, T, N]; lse: [B, Hq, T].
@@ -245,5 +250,6 @@ def step_mass(
             counts = tl.load(visible_queries + line // hq * real_row + i) != 0
             base = tl.where(counts, base, float("inf"))
         s = tl.load(logits + (line * t + i) * n + j, mask=j < n, other=float("-inf"))
-        masses += tl.exp(s - base)
+        weights = tl.exp(s - base)
+        masses = tl.maximum(masses, weights) if LARGEST else masses + weights
     tl.store(mass + line * n + j, masses, mask=j < n)

@@ -1,0 +1,80 @@
+"""A score by the prompt's own queries, as if its tokens were repeated.
+
+Decides the score alone: of one prompt, whose queries are all at hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..registry.fields import check_fields, check_whole
+from .scorer import Scorer, Step
+from .select import first_tokens
+
+
+@dataclass(frozen=True)
+class Rotated(Scorer):
+    """The largest attention weight that the prompt's own queries would pay after the prompt.
+
+    KVzip (arXiv:2505.23416) lets the model read the prompt again. The queries of a repeated token
+    are nearly those of the token itself, at a later position. So this score rotates the queries of
+    a chunk of n tokens n positions further, and runs no model. There, a query sees the sinks and
+    all tokens of its chunk. The same softmax has its weights for the tokens of the chunk up to
+    itself, at their own distance and without the sinks: they stand for the tokens that a repetition
+    would have repeated before it.
+
+    Attributes:
+        chunk: Tokens of a chunk.
+        sinks: The first tokens of the prompt, which every query sees.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    kind: ClassVar[str] = "rotated"
+    rotates: ClassVar[bool] = True
+    of_prompt: ClassVar[bool] = True
+    reads_bias: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "chunk", "sinks")
+        check_whole("chunk", self.chunk, 1)
+        check_whole("sinks", self.sinks, 0)
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return fp32 [B, Hk, N]; 0 for tokens of a chunk without queries."""
+        n = step.k.shape[2]
+        sinks = first_tokens(n, self.sinks, step.visible, step.k.device)
+        chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
+        return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)
+
+    def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
+        """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""
+        b, hk, _, d = step.k.shape
+        keys, own_sinks = step.k[:, :, lo:hi], sinks[..., lo:hi]
+        seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
+        repeated, own_seen = keys, seen & ~own_sinks
+        count = seen.sum(dim=-1, keepdim=True)  # without padding
+        if lo and self.sinks:
+            slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : self.sinks]
+            first = step.k.gather(2, slots[..., None].expand(b, hk, -1, d))
+            repeated = torch.cat([first, keys], dim=2)
+            seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
+        if step.rope is not None:  # turning keys back turns queries further
+            repeated = step.rope.rotate(repeated, -count)
+        before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
+        own = slice(max(0, lo - before), max(0, hi - before))
+        real_queries = step.visible_queries
+        doubled = replace(
+            step,
+            q=step.q[:, :, own],
+            k=torch.cat([repeated, keys], dim=2),
+            visible=torch.cat([seen, own_seen], dim=-1),
+            visible_queries=None if real_queries is None else real_queries[:, :, own],
+            products=None,
+        )
+        end = repeated.shape[2]
+        return doubled.mass(largest=True)[..., end + lo - hi : end]

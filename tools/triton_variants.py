@@ -242,7 +242,7 @@ def score() -> Iterator[Variant]:
     everything: dict[str, Any] = {
         "visible": _meta(1, 1, 256, dtype=torch.bool),
         "softcap": 30.0, "bias": _meta(1, 8, 256), "window": 64, "tau": 2.0,
-        "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0),
+        "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0), "largest": True,
     }  # fmt: skip
     for d in (64, 80, 128, 256):
         for dtype in triton_runtime.DTYPES:

@@ -51,6 +51,7 @@ SMALL = {
     "random": "",
     "rptq": "group=16",
     "rtn": "group=16",
+    "rotated": "tokens=40,recent=8",
     "skvq": "group=16,window=8,sinks=2",
     "skvq-k2v1.5": "group=16",
     "smoothquant": "group=16",

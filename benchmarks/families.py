@@ -1,8 +1,9 @@
 """Families of models: bytes of a cache from the config, and a decode step of one layer.
 
-Bytes: of the plain cache at 32k tokens, and the share of it under some recipes, as `kvloom plan`
-counts them. Steps: a layer of the family's size, alone in a model with a small vocabulary and MLP,
-with transformers' DynamicCache (sdpa, or eager where the model has no other) and with recipes,
+Bytes: of the plain cache at 8k and 32k tokens, and the share of it under some recipes, as `kvloom
+plan` counts them; also with packed windows, where a family has windows that recipes can pack.
+Steps: a layer of the family's size, alone in a model with a small vocabulary and MLP, with
+transformers' DynamicCache (sdpa, or eager where the model has no other) and with recipes,
 alternately after one prompt; the median of each, and the quotient plain / recipe in the same run.
 
     python benchmarks/families.py
@@ -21,9 +22,11 @@ import transformers as tf
 
 import kvloom
 import record
+from kvloom.hf import geometry
 from kvloom_lab import plan
 
 RECIPES = ["near-lossless", "balanced", "small"]
+PACKED = [f"{recipe}:sliding=packed" for recipe in RECIPES]
 
 CONFIGS = {
     "Llama-3.1-8B": tf.LlamaConfig(
@@ -56,6 +59,10 @@ LAYERS = {
         q_lora_rank=768, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         intermediate_size=64, first_k_dense_replace=1, **_SMALL,
     ),
+    "Gemma 3 12B, window": tf.Gemma3TextConfig(
+        hidden_size=3840, num_attention_heads=16, num_key_value_heads=8, head_dim=256,
+        intermediate_size=64, sliding_window=1024, layer_types=["sliding_attention"], **_SMALL,
+    ),
 }  # fmt: skip
 
 
@@ -63,10 +70,12 @@ def shares(tokens: int) -> list[dict[str, Any]]:
     """The bytes of each family's plain cache, and the shares of recipes."""
     rows = []
     for name, config in CONFIGS.items():
-        found = plan(config, ["full", *RECIPES], context=tokens, memory=1 << 50)
-        full, *others = (row.kv_bytes for row in found.rows)
-        rows.append({"family": name, "full": full, **dict(zip(RECIPES, others, strict=True))})
-        texts = "  ".join(f"{recipe} {rows[-1][recipe] / full:.3f}" for recipe in RECIPES)
+        packed = PACKED if getattr(config, "sliding_window", None) else []
+        found = plan(config, ["full", *RECIPES, *packed], context=tokens, memory=1 << 50)
+        nbytes = {row.recipe: row.kv_bytes for row in found.rows if row.problem is None}
+        rows.append({"family": name, "tokens": tokens, **nbytes})
+        full = nbytes.pop("full")
+        texts = "  ".join(f"{recipe} {x / full:.3f}" for recipe, x in nbytes.items())
         print(f"{name:<16} {full / 2**30:6.2f} GiB at {tokens:,} tokens   {texts}", flush=True)
     return rows
 
@@ -78,11 +87,12 @@ def steps(name: str, config: Any, tokens: int, count: int) -> list[dict[str, Any
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
     ids = torch.randint(3, 64, (1, tokens))
     caches: dict[str, Any] = {"plain": tf.DynamicCache(config=config)}
-    caches |= {recipe: kvloom.Cache(model, recipe) for recipe in ("full", *RECIPES)}
+    recipes = PACKED if geometry(model).sliding else RECIPES
+    caches |= {recipe: kvloom.Cache(model, recipe) for recipe in ("full", *recipes)}
     times: dict[str, list[float]] = {recipe: [] for recipe in caches}
     with torch.inference_mode():
         for cache in caches.values():
-            if isinstance(cache, kvloom.Cache) and cache.recipe.keep is not None:
+            if isinstance(cache, kvloom.Cache) and cache.recipe.keep is not None and cache.routed:
                 model(ids, past_key_values=cache)
                 continue
             for chunk in ids.split(1024, dim=1):
@@ -107,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     figures = {
         **record.environment(threads=options.threads),
-        "shares": shares(32768),
+        "shares": [*shares(8192), *shares(32768)],
         "steps": [
             row
             for name, config in LAYERS.items()

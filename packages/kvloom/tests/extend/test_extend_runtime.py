@@ -16,7 +16,7 @@ import probe
 import tiny
 from beams import assert_rows_follow_beams
 from kvloom.errors import RecipeError
-from kvloom.hf import geometry, layer_ropes, stock_layers
+from kvloom.hf import geometry, layer_ropes
 from kvloom.keep import SCORERS, Budget, Keep, Scorer
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.select import reference
@@ -398,7 +398,7 @@ def test_an_adapter_describes_its_model():
         )(print)
         found = geometry(model)
         assert (found.alibi, found.q_heads, found.kv_heads) == (True, 4, 2)
-        assert stock_layers(model)[0].token_nbytes == 2 * 2 * 16 * 4
+        assert found.layer_token_nbytes() == 2 * 2 * 16 * 4
         assert layer_ropes(model) == (None,) * found.layers
     with installed():
         kvloom.register_adapter(
@@ -408,7 +408,9 @@ def test_an_adapter_describes_its_model():
         assert set(layer_ropes(model)) == {rope}
         found = geometry(model)
         assert (found.alibi, found.head_dim, found.numbers) == (False, 8, (0, 2))
-        assert stock_layers(model)[1] == ("sliding_attention", 24, 2 * 4 * 8 * 4)
+        (sliding,) = found.sliding
+        assert (sliding.number, sliding.window) == (1, 24)
+        assert sliding.geometry.layer_token_nbytes() == 2 * 4 * 8 * 4
     with installed():
         kvloom.register_adapter("my-model", type(model), problem=lambda model: "it rains")(print)
         with pytest.raises(kvloom.errors.UnsupportedModel, match="it rains"):

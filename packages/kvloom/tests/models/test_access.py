@@ -8,7 +8,7 @@ import zoo
 
 import kvloom
 from backends import by_reference
-from kvloom.hf import geometry, read_tokens, stock_layers, supported_model
+from kvloom.hf import geometry, read_tokens, stock_kinds, supported_model
 
 pytestmark = by_reference
 
@@ -20,16 +20,19 @@ def test_a_supported_model_is_returned_without_its_wrapper():
         supported_model(torch.nn.Linear(1, 1))
 
 
-def test_stock_layers_have_the_window_of_sliding_attention():
+def test_a_geometry_has_the_windows_of_sliding_attention():
     model = zoo.build("llama-gqa")
-    nbytes = geometry(model).layer_token_nbytes()
-    assert stock_layers(model) == [("full_attention", None, nbytes)] * geometry(model).layers
-    layers = stock_layers(zoo.build("gemma4-shared"))
-    heads = {
-        "full_attention": 2 * 2 * 32 * 4, "sliding_attention": 2 * 2 * 16 * 4, "DummyLayer": 0,
-    }  # fmt: skip
-    assert [layer.token_nbytes for layer in layers] == [heads[layer.kind] for layer in layers]
-    assert {layer.window for layer in layers} == {None, 24}
+    assert stock_kinds(model) == ["full_attention"] * geometry(model).layers
+    assert geometry(model).sliding == ()
+    model = zoo.build("gemma4-shared")
+    kinds, layers = stock_kinds(model), geometry(model).sliding
+    assert set(kinds) == {"full_attention", "sliding_attention", "DummyLayer"}
+    assert [layer.number for layer in layers] == [
+        i for i, kind in enumerate(kinds) if kind == "sliding_attention"
+    ]
+    assert {layer.window for layer in layers} == {24}
+    assert {layer.geometry.layer_token_nbytes() for layer in layers} == {2 * 2 * 16 * 4}
+    assert geometry(model).layer_token_nbytes() == 2 * 2 * 32 * 4
 
 
 def test_tokens_are_read_into_a_cache():

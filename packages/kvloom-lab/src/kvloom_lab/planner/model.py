@@ -13,7 +13,7 @@ import inspect
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from kvloom.errors import InputError, UnsupportedModel
-from kvloom.hf import geometry, has_adapter, state_nbytes, stock_layers, supported_model
+from kvloom.hf import geometry, has_adapter, state_nbytes, stock_kinds, supported_model
 from kvloom.recipe import Geometry
 
 from ..models import REFERENCE, WEIGHTS, located, max_positions
@@ -106,19 +106,12 @@ class _Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-class Window(NamedTuple):
-    """A layer with a sliding window: the tokens that transformers stores, and bytes per token."""
-
-    tokens: int
-    token_nbytes: int
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """What a model needs in addition to its cache.
 
-    geometry: the layers that kvloom caches. windows: of each layer with a sliding window. states:
-    bytes of the states of each layer with some, such as linear attention, batch 1. working: bytes
+    geometry: the layers that kvloom caches, and those with a sliding window. states: bytes of the
+    states of each layer with some, such as linear attention, batch 1. working: bytes
     of activations per token of a prompt, at the widest place of a forward pass; None where they
     cannot be traced. layers: all decoder layers. dtype_stated: whether the config states the dtype
     of the weights; if not, float32 is counted.
@@ -127,7 +120,6 @@ class ModelFacts:
     name: str
     architecture: str
     geometry: Geometry
-    windows: tuple[Window, ...]
     states: tuple[int, ...]
     weights: Weights
     working: int | None
@@ -148,21 +140,17 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     meta_model = _build(config, name)
-    stock = stock_layers(supported_model(meta_model))
+    kinds = stock_kinds(supported_model(meta_model))
     states = state_nbytes(meta_model)
-    _refuse_other_layers(meta_model, [layer.kind for layer in stock], states is not None)
-    windows = tuple(
-        Window(layer.window, layer.token_nbytes) for layer in stock if layer.window is not None
-    )
+    _refuse_other_layers(meta_model, kinds, states is not None)
     return ModelFacts(
         name,
         type(meta_model).__name__,
         geometry(meta_model),
-        windows,
         tuple(filter(None, states or ())),
         count_weights(meta_model),
         working_bytes(meta_model),
-        len(stock),
+        len(kinds),
         max_positions(meta_model),
         stated,
     )

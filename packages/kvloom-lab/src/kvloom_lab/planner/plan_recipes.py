@@ -114,7 +114,7 @@ class Plan:
                 "quantized": m.weights.quantized,
                 "dtype": str(m.geometry.dtype).removeprefix("torch."),
                 "layers": m.layers,
-                "sliding_layers": len(m.windows),
+                "sliding_layers": len(m.geometry.sliding),
                 "state_bytes": sum(m.states),
                 "positions": m.positions,
                 "working_bytes_per_token": m.working,

@@ -1,18 +1,37 @@
 """Bytes of a recipe's cache, and what a decode step reads and computes.
 
-`CacheBytes.nbytes` is `Recipe.nbytes` and what transformers stores: sliding windows and states. It
+`CacheBytes.nbytes` is `Recipe.nbytes`, `Recipe.sliding_nbytes` and the bytes of states. It
 evaluates each kind of layer once, because inverse questions try many contexts.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvloom.recipe import Geometry, Recipe, predicted_layer_nbytes
+from kvloom.recipe import Geometry, Recipe, SlidingLayer, predicted_layer_nbytes
 
 from .model import ModelFacts
 from .units import Range
+
+
+@dataclass(frozen=True)
+class WindowKind:
+    """Layers with equal sliding windows."""
+
+    recipe: Recipe
+    layer: SlidingLayer
+    layers: int
+
+    def nbytes(self, tokens: int) -> int:
+        """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
+        return self.recipe.window_nbytes(tokens, self.layer)
+
+    def prefill_nbytes(self, tokens: int) -> int:
+        """Return the bytes of one layer and row in the step of a prompt."""
+        if self.recipe.packs_windows:
+            return self.nbytes(tokens)
+        return tokens * self.layer.geometry.layer_token_nbytes()
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,12 @@ class CacheBytes:
             rank, count = budget_rank if _unequal(plain) else (0, 1)
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
-        self.geometry, self.windows = model.geometry, Counter(model.windows)
+        self.geometry = model.geometry
+        sliding = model.geometry.sliding
+        same = Counter(
+            replace(x, number=0, geometry=replace(x.geometry, layer_numbers=None)) for x in sliding
+        )
+        self.windows = [WindowKind(recipe, *kind) for kind in same.items()]
         self.states = Counter(model.states)
         self.state_nbytes = sum(model.states)
         self.exact = model.geometry.layer_token_nbytes()
@@ -87,10 +111,7 @@ class CacheBytes:
     def nbytes(self, tokens: int, batch: int) -> int:
         """Return the bytes of all layers that hold a context of `tokens` tokens."""
         ours = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
-        sliding = sum(
-            layers * min(tokens, window.tokens) * window.token_nbytes
-            for window, layers in self.windows.items()
-        )
+        sliding = sum(kind.layers * kind.nbytes(tokens) for kind in self.windows)
         return batch * (ours + sliding + self.state_nbytes)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
@@ -99,7 +120,7 @@ class CacheBytes:
         A sliding layer of transformers holds the whole prompt until the next step, and layers that
         wait for each other's scores hold it exact.
         """
-        total = tokens * sum(n * window.token_nbytes for window, n in self.windows.items())
+        total = sum(kind.layers * kind.prefill_nbytes(tokens) for kind in self.windows)
         for kind in self.kinds:
             nbytes = kind.nbytes(tokens, self.geometry)
             total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
@@ -191,10 +212,9 @@ def step_work(model: ModelFacts, cache: CacheBytes, context: int, batch: int) ->
     for kind in cache.kinds:
         nbytes, tokens = kind.read(context, g)
         layers.append(LayerWork(kind, kind.layers, batch * nbytes, batch * tokens * per_token))
-    for window, count in cache.windows.items():
-        tokens = min(context, window.tokens)
-        nbytes = batch * tokens * window.token_nbytes
-        layers.append(LayerWork(None, count, nbytes, batch * tokens * per_token))
+    for window in cache.windows:
+        flops = batch * min(context, window.layer.window) * per_token
+        layers.append(LayerWork(None, window.layers, batch * window.nbytes(context), flops))
     for nbytes, count in cache.states.items():
         layers.append(LayerWork(None, count, 2 * batch * nbytes, 0))
     weights = model.weights

@@ -111,6 +111,11 @@ def check_crop(state: LayerState, tokens: int) -> None:
             f"{state.name}: crop of {tokens} tokens reaches into packed tokens; the newest {exact} "
             "are still exact, or call activate_past_recording() before the step"
         )
+    if state.window is not None and storage.first > max(0, state.seen - tokens - state.window + 1):
+        raise CacheMisuse(
+            f"{state.name}: crop of {tokens} tokens needs tokens that have left the sliding window "
+            f"since; {remedy}"
+        )
     later = len(storage) - storage.kept
     ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
     if (storage.kept or ragged) and later < tokens:

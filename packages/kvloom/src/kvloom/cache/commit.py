@@ -170,7 +170,7 @@ def _store(
 
     new: keys and values that are not stored yet (None: all are stored). prompt: whether nothing
     was packed or dropped before; the tokens are then packed as a prompt. Outliers are chosen from
-    the exact tokens of the first prompt.
+    the exact tokens of the first prompt. Tokens before a window are dropped in whole blocks.
     """
     outliers = state.outliers
     to_mark = None
@@ -186,14 +186,25 @@ def _store(
         segment.pack(queries.visible, prompt)
         if prompt:
             segment.trim()
+    if expired := _expired(state, segment):
+        segment.drop_front(expired)
     if outliers is not None and to_mark is not None:
         outliers.done = True
         if to_mark[0].shape[2] == state.seen:
             outliers.choose(*to_mark, queries, segment, state.sinks)
 
 
+def _expired(state: LayerState, segment: Segment, prompt: bool = False) -> int:
+    """Return how many tokens of a segment are before its window; prompt: see `Recipe.expired`."""
+    if state.window is None:
+        return 0
+    return max(0, state.recipe.expired(state.seen, state.window, prompt) - segment.first)
+
+
 def _surplus(state: LayerState, segment: Segment, new: int) -> int:
     """Return how many tokens of a segment are too old to stay once it has `new` more."""
+    if state.window is not None:
+        return _expired(state, segment, prompt=True)
     evictor = state.evictor
     return evictor.surplus(len(segment) + new) if isinstance(evictor, AgeEvictor) else 0
 

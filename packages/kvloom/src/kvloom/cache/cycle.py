@@ -59,6 +59,7 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     if step.attended is not None:
         state.read = step.tokens
         return step.attended, OpenStep(step, stored, [])
+    assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
@@ -121,6 +122,8 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     repetition scores these; None: the queries are of another layer, and no score sees them.
     """
     step = checked(state, inputs)
+    if step.attended is not None:
+        return step.attended
     regions = step_regions(state, step, stored=False)
     queries = step.queries
     if state.metadata.latent:

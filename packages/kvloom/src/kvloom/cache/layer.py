@@ -31,7 +31,8 @@ class LayerCache:
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
     in errors. rank, count: this layer's place among the layers of the cache. budget_rank: the same
     pair among the layers that divide one budget (default: all). rope: rotates keys where the recipe
-    renumbers positions. metadata: what the store's formats need of this layer.
+    renumbers positions. metadata: what the store's formats need of this layer. window: the tokens
+    that a query sees, its own included (None: all); the recipe is then `Recipe.in_windows`.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class LayerCache:
         rope: Rope | None = None,
         metadata: LayerMetadata | None = None,
         budget_rank: tuple[int, int] | None = None,
+        window: int | None = None,
     ) -> None:
         self.state = LayerState(
-            recipe, name, rank, budget_rank or (rank, count), rope, metadata or LayerMetadata()
-        )
+            recipe, name, rank, budget_rank or (rank, count), rope, metadata or LayerMetadata(),
+            window,
+        )  # fmt: skip
         self.verification = Verification()
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
@@ -68,6 +71,11 @@ class LayerCache:
     def name(self) -> str:
         """The name of this layer in errors."""
         return self.state.name
+
+    @property
+    def window(self) -> int | None:
+        """The tokens that a query sees, its own included; None: all."""
+        return self.state.window
 
     @property
     def seen(self) -> int:
@@ -149,6 +157,14 @@ class LayerCache:
         if self.state.trace is None:
             self.state.trace = Trace()
         return self.state.trace
+
+    def past_window(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [B, Hk, N, D] that the next token of a window sees."""
+        segment, window = self.state.segment, self.state.window
+        assert window is not None
+        keys, values = segment.views()
+        begin = max(0, len(segment) - (window - 1))
+        return keys.tensor(begin), values.tensor(begin)
 
     def logical(self) -> Tensor:
         """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""

@@ -35,9 +35,9 @@ VERSION = 6
 class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, rank, budget_rank, rope, metadata: as for `LayerCache`. together: the layers that
-    decide together, in the order in which a step runs them; empty where this one decides alone.
-    trace: the decisions of each step; None if `observe` was not called.
+    recipe, name, rank, budget_rank, rope, metadata, window: as for `LayerCache`. together: the
+    layers that decide together, in the order in which a step runs them; empty where this one
+    decides alone. trace: the decisions of each step; None if `observe` was not called.
 
     storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers:
     None where the recipe has none. uncommitted: the newest tokens while their commit waits.
@@ -54,6 +54,7 @@ class LayerState(Stateful):
         budget_rank: tuple[int, int],
         rope: Rope | None,
         metadata: LayerMetadata,
+        window: int | None = None,
     ) -> None:
         if recipe.store.pre_rope and metadata.rope is None:
             raise CacheMisuse(
@@ -61,7 +62,7 @@ class LayerState(Stateful):
                 "metadata.rope"
             )
         self.recipe, self.name, self.rank, self.budget_rank = recipe, name, rank, budget_rank
-        self.rope, self.metadata = rope, metadata
+        self.rope, self.metadata, self.window = rope, metadata, window
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
         self.together: Sequence[LayerState] = ()

@@ -13,6 +13,7 @@ from ..errors import CacheMisuse
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from .layer_state import LayerState
+from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries, StepInputs
 
@@ -59,6 +60,9 @@ def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Reg
     if state.retriever is not None:
         read = state.retriever.read(state.segment, queries, visible, alibi, present, state.trace)
         return [*regions, *read]
+    if state.window is not None and isinstance(storage, Segment):
+        begin = max(0, len(storage) - present - (state.window - 1))
+        return [storage.region(visible, present, alibi, begin)]
     regions.append(storage.region(visible, present, alibi))
     if evictor is None:
         return regions

@@ -145,9 +145,9 @@ class Segment(Stateful):
         self.first += tokens - self.kept
 
     def drop_front(self, n: int) -> None:
-        """Drop the n oldest tokens, which must be exact."""
-        self.keys.tail.drop_front(n)
-        self.values.tail.drop_front(n)
+        """Drop the n oldest tokens; of packed ones whole groups."""
+        self.keys.drop_front(n)
+        self.values.drop_front(n)
         self.first += n
 
     def drop_back(self, n: int) -> None:

@@ -95,10 +95,10 @@ class Queries(NamedTuple):
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: the
-    attention of a first prompt [B, Hq, T, D], where the model computes it itself: over latents, and
-    by a mask that is not causal. expand: of a layer of latents, returns the output of the heads
-    [B, Hq, T, D] for attention to latents, [B, Hq, T, r].
+    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: attention
+    [B, Hq, T, D] that the model computes itself: of a first prompt over latents or by a mask that
+    is not causal, and of several tokens in a sliding window. expand: of a layer of latents, returns
+    the output of the heads [B, Hq, T, D] for attention to latents, [B, Hq, T, r].
     """
 
     queries: Queries

@@ -1,6 +1,6 @@
 """How kvloom gets under a Hugging Face transformers model."""
 
-from .compat import geometry, has_adapter, read_tokens, stock_layers, supported_model
+from .compat import geometry, has_adapter, read_tokens, stock_kinds, supported_model
 from .metadata import CALIBRATION_FILE, identity, load_layer_metadata
 from .observe import ObservedStep, observe_steps
 from .rotary import layer_ropes
@@ -36,6 +36,6 @@ __all__ = [
     "routed_trial",
     "sample_batch",
     "state_nbytes",
-    "stock_layers",
+    "stock_kinds",
     "supported_model",
 ]

@@ -28,7 +28,7 @@ _INDEXED = "its attention reads the tokens that an index of its own selects"
 _POOLED = "it stores a window of tokens, and summaries of those before it"
 _BIASED = "its attention adds learned position biases; kept as transformers has it"
 _REASONS = {
-    compat.SLIDING: "its sliding window already bounds it; kept as transformers has it",
+    compat.SLIDING: "its sliding window bounds it; sliding=packed in the recipe packs the window",
     "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
     "LinearAttentionAndFullAttentionLayer": _BIASED,
     "LinearAttentionAndSlidingWindowAttentionLayer": _BIASED,
@@ -151,29 +151,28 @@ def detach(model: PreTrainedModel) -> None:
 
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
-    stock, geometry = compat.stock_layers(model), compat.geometry(model)
+    geometry = compat.geometry(model)
+    packed = {layer.number for layer in geometry.sliding if recipe.packs_windows}
+    compressed = tuple(sorted({*geometry.numbers, *packed}))
     skipped = {
         number: _REASONS.get(kind, f"kvloom does not compress a {kind}")
-        for number, (kind, *_) in enumerate(stock)
-        if kind != compat.FULL
+        for number, kind in enumerate(compat.stock_kinds(model))
+        if number not in compressed
     }
-    compressed = tuple(geometry.numbers)
-    in_windows = sum(
-        min(layer.window, _TOKENS) * layer.token_nbytes for layer in stock if layer.window
-    )
     states = state_nbytes(model)
     notes = _notes(model, recipe, geometry) if compressed else ()
     if states is None:
         notes = (*notes, "note: the bytes of states are not counted: the model cannot be traced")
-    unchanged = in_windows + sum(states or ())
+    unchanged = sum(states or ())
+    exact_windows = Recipe().sliding_nbytes(_TOKENS, geometry)
     return Report(
         type(model).__name__,
         recipe,
         geometry,
         compressed,
         skipped,
-        _TOKENS * geometry.token_nbytes() + unchanged,
-        recipe.nbytes(_TOKENS, geometry) + unchanged,
+        _TOKENS * geometry.token_nbytes() + exact_windows + unchanged,
+        recipe.nbytes(_TOKENS, geometry) + recipe.sliding_nbytes(_TOKENS, geometry) + unchanged,
         sum(states or ()),
         notes,
     )

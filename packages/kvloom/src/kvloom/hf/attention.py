@@ -87,15 +87,17 @@ def attention(
             attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    attended, first = None, not layer.cache.seen
-    causal = not hasattr(attention_mask, "_kvloom_is_stock")
-    visible = visible_tokens(layer, attention_mask)
-    if attention_mask is None and query.shape[2] > 1 and not _causal(module, kwargs):
+    attended, first, several = None, not layer.cache.seen, query.shape[2] > 1
+    in_window = layer.window is not None
+    causal = in_window or not hasattr(attention_mask, "_kvloom_is_stock")
+    visible = (tokens_in_window if in_window else visible_tokens)(layer, attention_mask)
+    if attention_mask is None and several and not _causal(module, kwargs):
         raise _not_causal(layer)
     arguments = {name: x for name, x in kwargs.items() if name not in ("softcap", "s_aux")}
     check_arguments(layer, arguments)
-    if first and (layer.latents is not None or not causal):
-        attended = _by_model(module, query, key, value, attention_mask, scaling, kwargs)
+    if (in_window and several) or (first and (layer.latents is not None or not causal)):
+        k, v = (key, value) if first else layer.behind_window(key, value)
+        attended = _by_model(module, query, k, v, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = Queries(query, scale, visible, kwargs.get("softcap"), causal=causal)
     if (sinks := kwargs.get("s_aux")) is not None:
@@ -133,7 +135,7 @@ def _by_model(
     scaling: float | None,
     arguments: dict[str, Any],
 ) -> Tensor:
-    """Return the attention of a first prompt [B, Hq, T, D] as the model computes it."""
+    """Return attention [B, Hq, T, D] as the model computes it."""
     stock_mask = getattr(mask, "_kvloom_stock_mask", None)
     mask = mask if stock_mask is None else stock_mask()
     attend = _stock_attention(module)
@@ -198,6 +200,7 @@ def mask(
     *args: Any,
     config: Any,
     kv_length: int,
+    kv_offset: int = 0,
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
@@ -211,13 +214,13 @@ def mask(
     """
     make = ALL_MASK_ATTENTION_FUNCTIONS[stock_implementation(config)]
     stock_mask = partial(
-        make, *args, config=config, kv_length=kv_length,
+        make, *args, config=config, kv_length=kv_length, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
     padding, visible = torch.empty(0, 0, dtype=torch.bool), None
     if attention_mask is not None and not attention_mask.all():
-        padding = padding_mask(attention_mask, kv_length)
+        padding = padding_mask(attention_mask, kv_offset + kv_length)
         visible = padding[:, None]
     plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
     if not plainly_causal or local_size is not None:
@@ -227,6 +230,9 @@ def mask(
         model_reads = local_size is not None or is_plainly_causal(config, mask_function, True)
         if model_reads or not _hides_padding_alone(made, padding):
             made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
+            if made.shape[-2] == 1:
+                hides_more = not _hides_padding_alone(made, padding[:, kv_offset:])
+                made._kvloom_hides_more = hides_more  # type: ignore[attr-defined]
             return made
     result = padding.as_subclass(PaddingMask)
     result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
@@ -262,6 +268,25 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"
     )
+
+
+def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
+    """Return `visible_tokens` of a packed window, whose own mask this is.
+
+    Raises `CacheMisuse` where one new token does not see its whole window; the model attends with
+    the masks of several.
+    """
+    if mask is None:
+        return None
+    if not hasattr(mask, "_kvloom_is_stock"):
+        raise CacheMisuse(
+            f"{layer.cache.name}: the model made a mask of its own for its sliding window, which "
+            'kvloom does not compute; use sliding="exact" in the recipe'
+        )
+    if getattr(mask, "_kvloom_hides_more", False):
+        raise _not_causal(layer)
+    found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
+    return found
 
 
 def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..cache.build import build_layers
+from ..cache.layer import LayerCache
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
@@ -55,11 +56,18 @@ class Cache(RoutedCache):
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         built = build_layers(fitted, numbers, metadata, ropes)
-        heads = self.geometry.kv_heads if shard.running() else None
+        ranks = shard.running()
+        heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)
         super().__init__([layer for _, layer in stock], compat.fingerprint(model))
         for i, compressed in zip(numbers, built, strict=True):
             self.replace(i, RoutedLayer(compressed, heads, i in shared))
+        for layer in self.geometry.sliding if self.recipe.packs_windows else ():
+            window = LayerCache(
+                self.recipe.in_windows, f"layer {layer.number}", window=layer.window
+            )
+            heads = layer.geometry.kv_heads if ranks else None
+            self.replace(layer.number, RoutedLayer(window, heads))
         self.learned_positions = learned
         route(model)
 

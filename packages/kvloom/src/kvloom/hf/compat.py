@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ..errors import UnsupportedModel
 from ..positions.rope import Rope
-from ..recipe.geometry import Geometry
+from ..recipe.geometry import Geometry, SlidingLayer
 from ..registry import Registry
 from . import latents, models, shard
 
@@ -297,13 +298,37 @@ def geometry(model: PreTrainedModel) -> Geometry:
     """
     config, (rank, ranks) = decoder_config(model), shard.heads_shard(model)
     q_heads, kv_heads = _heads(config)
-    kinds = [kind for kind, _ in new_stock_layers(model)]
-    numbers = tuple(i for i, kind in enumerate(kinds) if kind == FULL)
-    return Geometry(
+    stock = new_stock_layers(model)
+    numbers = tuple(i for i, (kind, _) in enumerate(stock) if kind == FULL)
+    geometry = Geometry(
         len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
-        has_alibi(config), None if len(numbers) == len(kinds) else numbers, rank, ranks,
+        has_alibi(config), None if len(numbers) == len(stock) else numbers, rank, ranks,
         _value_dim(config), bool(_latent_dim(config)),
     )  # fmt: skip
+    sliding = []
+    for number, layer in ((i, layer) for i, (kind, layer) in enumerate(stock) if kind == SLIDING):
+        q_heads, kv_heads = _heads(config, number)
+        alone = replace(
+            geometry, layers=1, q_heads=q_heads // ranks, kv_heads=kv_heads // ranks,
+            head_dim=_head_dim(config, number), layer_numbers=(number,),
+        )  # fmt: skip
+        problem = _window_problem(config, number, alone)
+        sliding.append(SlidingLayer(number, layer.sliding_window, alone, problem))
+    return replace(geometry, sliding=tuple(sliding))
+
+
+def _window_problem(config: Any, number: int, geometry: Geometry) -> str:
+    """Return why a layer with a sliding window cannot be packed; empty: it can."""
+    kinds = getattr(config, "layer_types", None)
+    if config.model_type in ADAPTERS:
+        return f"kvloom attends in place of {config.model_type}'s modules, and not in its windows"
+    if kinds is not None and kinds[number] == "chunked_attention":
+        return "its window begins anew after every chunk of tokens"
+    if geometry.latent:
+        return "it stores latents (MLA)"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "later layers attend to its keys and values"
+    return ""
 
 
 def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
@@ -396,34 +421,13 @@ def _new_layer(window: int | None) -> Any:
     return cache_utils.DynamicSlidingWindowLayer(sliding_window=window)
 
 
-class StockLayer(NamedTuple):
-    """What transformers itself stores in a layer.
+def stock_kinds(model: PreTrainedModel) -> list[str]:
+    """Return the kind of each layer.
 
-    Attributes:
-        kind: "full_attention", "sliding_attention", "cross_attention", or the name of the class
-            that transformers picks.
-        window: The tokens of sliding attention, which it stores at most; None for other layers.
-        token_nbytes: Bytes of one token's keys and values, batch 1; 0 for other kinds.
+    It is "full_attention", "sliding_attention", "cross_attention", or the name of the class of
+    transformers that stores the layer.
     """
-
-    kind: str
-    window: int | None
-    token_nbytes: int
-
-
-def stock_layers(model: PreTrainedModel) -> list[StockLayer]:
-    """Return what transformers itself stores in each layer."""
-    config, itemsize = decoder_config(model), model.dtype.itemsize
-    ranks = shard.heads_shard(model)[1]
-    layers = []
-    for number, (kind, layer) in enumerate(new_stock_layers(model)):
-        nbytes = 0
-        if kind in (FULL, SLIDING):
-            kv_heads = _heads(config, number)[1]
-            head_dim = _head_dim(config, number)
-            nbytes = kv_heads // ranks * (head_dim + (_value_dim(config) or head_dim)) * itemsize
-        layers.append(StockLayer(kind, layer.sliding_window if kind == SLIDING else None, nbytes))
-    return layers
+    return [kind for kind, _ in new_stock_layers(model)]
 
 
 def layer_kinds(model: PreTrainedModel) -> set[str]:

@@ -63,7 +63,7 @@ class RoutedForward:
         _check_arguments(self.model, cache, kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
-        routed = attention.routed(self.model._kvloom.configs if cache.routed else ())
+        routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
         with token_ids(cache, args, kwargs), cache.step(), routed:
             out = self._run(args, kwargs)
             if repeated is not None:
@@ -133,7 +133,7 @@ def check_mask(mask: Any) -> None:
 
 def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:
     """Raise `CacheMisuse` for an argument whose effect kvloom does not compute in its layers."""
-    if not cache.routed:
+    if not cache.compressed:
         return
     if kwargs.get("encoder_hidden_states") is not None:
         raise CacheMisuse(
@@ -141,7 +141,7 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
             "pass use_cache=False, or an EncoderDecoderCache of transformers as past_key_values"
         )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
-        raise attention.no_weights(cache.routed[0])
+        raise attention.no_weights(cache.compressed[0])
 
 
 def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:
@@ -163,7 +163,7 @@ def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any
     holds most of it.
     """
     ids, seen = kwargs.get("input_ids"), cache.get_seq_length()
-    certain = cache.routed[0].cache.verification.certain if cache.routed else 0
+    certain = cache.compressed[0].cache.verification.certain if cache.compressed else 0
     if ids is None or not 0 < seen < certain <= ids.shape[-1]:
         return {}
     tokens = ids.shape[-1]

@@ -98,7 +98,8 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
-    numbers = [i for i, x in enumerate(cache.layers) if compressed_part(x) is not None]
+    parts = map(compressed_part, cache.layers)
+    numbers = [i for i, x in enumerate(parts) if x is not None and x.window is None]
     for layer, (number, routed) in enumerate(zip(numbers, cache.routed, strict=True)):
         routed.cache.observe()
         cache.replace(number, ObservedLayer(routed, layer, on_step))

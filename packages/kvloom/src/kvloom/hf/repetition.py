@@ -110,7 +110,7 @@ class Repetition:
     def score(self) -> None:
         """Repeat the prompt if it is needed; every layer notes the scores."""
         decoder = compat.decoder(self.model)
-        layers = self.cache.routed
+        layers = self.cache.compressed
         try:
             for begin, lo, hi in self._chunks() if self.needed else ():
                 for layer in layers:

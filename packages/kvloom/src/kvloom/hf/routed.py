@@ -63,7 +63,6 @@ def expanding_layer(module: torch.nn.Module) -> RoutedLayer | None:
 class RoutedLayer(CacheLayerMixin):
     """A compressed layer: marks the key that `update` returns, so that attention finds it."""
 
-    is_sliding = False
     is_compileable = False
     is_croppable = True
     supports_early_init = False
@@ -73,6 +72,8 @@ class RoutedLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.cache = cache
+        self.window = cache.window
+        self.is_sliding = cache.window is not None
         self.shared = shared  # later layers attend to these keys and values, too
         self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
         self.awaits_attention = False  # between `update` and the attention that must follow it
@@ -114,6 +115,12 @@ class RoutedLayer(CacheLayerMixin):
         recipe = self.cache.recipe
         return recipe.reads_queries or self.cache.recording or bool(recipe.start)
 
+    @outside_inference_mode
+    def behind_window(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the past of a window, and k, v [B, Hk, T, D] behind them."""
+        past_k, past_v = self.cache.past_window()
+        return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
+
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.
 
@@ -149,9 +156,13 @@ class RoutedLayer(CacheLayerMixin):
         return run(step)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Return (tokens seen + query tokens, 0): masks are by logical index, not by slot."""
+        """Return (tokens seen + query tokens, 0): masks are by logical index, not by slot.
+
+        Those of a window begin with the first token that the next one sees, as in transformers.
+        """
         n = query_length if isinstance(query_length, int) else len(query_length)
-        return self.cache.seen + n, 0
+        first = 0 if self.window is None else max(0, self.cache.seen - (self.window - 1))
+        return self.cache.seen - first + n, first
 
     def get_seq_length(self, *args: Any) -> int:
         """Return the number of tokens seen, dropped ones included."""
@@ -307,20 +318,30 @@ class RoutedCache(transformers.Cache):
         return new
 
     @property
-    def routed(self) -> list[RoutedLayer]:
-        """The layers that kvloom compresses."""
+    def compressed(self) -> list[RoutedLayer]:
+        """The layers that kvloom compresses: `routed`, and packed windows."""
         parts = map(compressed_part, self.layers)
         return [layer for layer in parts if layer is not None]
 
     @property
+    def routed(self) -> list[RoutedLayer]:
+        """The layers of full attention that kvloom compresses."""
+        return [layer for layer in self.compressed if layer.window is None]
+
+    @property
+    def packs_windows(self) -> bool:
+        """Whether layers with a sliding window are packed."""
+        return any(layer.window is not None for layer in self.compressed)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors, in every layer, spare room included."""
-        return self._stock_nbytes + sum(layer.cache.nbytes for layer in self.routed)
+        return self._stock_nbytes + sum(layer.cache.nbytes for layer in self.compressed)
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of an exact cache of the same tokens, in every layer, without spare room."""
-        return self._stock_nbytes + sum(_full_nbytes(layer.cache) for layer in self.routed)
+        return self._stock_nbytes + sum(_full_nbytes(layer.cache) for layer in self.compressed)
 
     @property
     def _stock_nbytes(self) -> int:
@@ -347,8 +368,8 @@ class RoutedCache(transformers.Cache):
     @property
     def bits_per_value(self) -> float:
         """Bits per key or value seen, metadata and exact windows included."""
-        nbytes = sum(layer.cache.nbytes for layer in self.routed)
-        values = sum(_values(layer.cache) for layer in self.routed)
+        nbytes = sum(layer.cache.nbytes for layer in self.compressed)
+        values = sum(_values(layer.cache) for layer in self.compressed)
         return 8 * nbytes / values if values else 0.0
 
     @contextmanager
@@ -358,7 +379,7 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
         """
         with self.guard.step():
-            for layer in self.routed:
+            for layer in self.compressed:
                 layer.cache.end_step()
             restore_stock = stock.remember(self.stock_layers)
             try:
@@ -369,14 +390,14 @@ class RoutedCache(transformers.Cache):
             except BaseException as error:
                 unreached = self._unreached() if isinstance(error, Exception) else None
                 self.guard.unusable = "a step failed, and undoing it failed too"
-                for layer in self.routed:
+                for layer in self.compressed:
                     layer.roll_back()
                 restore_stock()
                 self.guard.unusable = ""
                 if unreached is None or isinstance(error, KvloomError):
                     raise
                 raise unreached from error
-            for layer in self.routed:
+            for layer in self.compressed:
                 layer.cache.end_step()
 
     def finish_shared(self) -> None:
@@ -420,7 +441,7 @@ class RoutedCache(transformers.Cache):
 
     def _check_routed(self) -> None:
         """Raise `CacheMisuse` in a step of a model that kvloom does not route."""
-        if not self.guard.running and self.routed:
+        if not self.guard.running and self.compressed:
             raise CacheMisuse(
                 "this model's attention is not routed through kvloom, so it would not see the "
                 "cache: after kvloom.detach, or with another copy of the model, call "
@@ -452,7 +473,7 @@ class RoutedCache(transformers.Cache):
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
-        like = next((x.cache.like for x in self.routed), None)
+        like = next((x.cache.like for x in self.compressed), None)
         if like is not None and like.shape[0] != rows:
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
@@ -467,8 +488,8 @@ class RoutedCache(transformers.Cache):
         """
         seen = self.get_seq_length()
         tokens = _removed(tokens_to_remove, seen)
-        for routed in self.routed:
-            routed.cache.check_crop(tokens)
+        for layer in self.compressed:
+            layer.cache.check_crop(tokens)
         for layer in self.stock_layers:
             stock.check_crop(layer, tokens, seen)
         self._change("crop", tokens_to_remove)
@@ -491,8 +512,8 @@ class RoutedCache(transformers.Cache):
         with self.guard.change("reset"):
             for layer in self.stock_layers:
                 stock.reset(layer)
-            for routed in self.routed:
-                routed.reset()
+            for compressed in self.compressed:
+                compressed.reset()
 
     @property
     def stock_layers(self) -> list[Any]:
@@ -514,7 +535,7 @@ class RoutedCache(transformers.Cache):
                     f"{method}: a {type(layer).__name__} of transformers cannot do it "
                     f"({type(error).__name__}: {error}); use transformers' own cache"
                 ) from error
-            for layer in self.routed:
+            for layer in self.compressed:
                 getattr(layer, method)(argument)
 
 
@@ -538,7 +559,8 @@ def _alias(x: Tensor) -> Tensor:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    return cache.token_numbers * cache.seen
+    tokens = cache.seen if cache.window is None else min(cache.seen, cache.window)
+    return cache.token_numbers * tokens
 
 
 def _full_nbytes(cache: LayerCache) -> int:

@@ -157,7 +157,7 @@ def _prepare_cache(
         if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= cache.get_seq_length():
             raise nothing_new(cache, tokens[0])
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
-        for layer in cache.routed:
+        for layer in cache.compressed:
             layer.cache.recording = bool(records)
             layer.cache.verification.certain = tokens[0] if records and tokens else 0
     return type(model)._prepare_cache_for_generation(

@@ -232,7 +232,7 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 def _check_settled(cache: RoutedCache) -> None:
     """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
-    for layer in (routed.cache for routed in cache.routed):
+    for layer in (compressed.cache for compressed in cache.compressed):
         layer.check_usable()
         if layer.state.retriever is not None:
             layer.state.retriever.side_stream.wait()
@@ -242,7 +242,7 @@ def _check_settled(cache: RoutedCache) -> None:
                 "call crop(0) before saving"
             )
     seen = {layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")}
-    if len(seen) > 1 or any(layer.awaits_attention for layer in cache.routed):
+    if len(seen) > 1 or any(layer.awaits_attention for layer in cache.compressed):
         raise CacheMisuse("the last step failed, so this cache cannot be used; save another one")
 
 

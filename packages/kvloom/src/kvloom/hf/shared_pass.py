@@ -97,6 +97,9 @@ def prefill_together(
     for follower in followers:
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, (), inputs)
+    if any(cache.packs_windows for cache in caches):
+        for follower in followers:
+            follower.reads_alone = True
     try:
         with ExitStack() as running:
             for cache in caches:
@@ -226,14 +229,14 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
 def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     """Return whether `Together` supports these caches.
 
-    It does not support layers that kvloom does not compress, position embeddings that are learned,
-    models whose attention modules are adapted, and caches that have seen different numbers of
-    tokens.
+    It does not support layers with a sliding window or states, position embeddings that are
+    learned, models whose attention modules are adapted, and caches that have seen different numbers
+    of tokens.
     """
     first = caches[0]
     return (
         not compat.has_adapter(compat.unwrap(model))
-        and not any(cache.learned_positions for cache in caches)
+        and not any(cache.learned_positions or cache.packs_windows for cache in caches)
         and all(isinstance(layer, RoutedLayer) for layer in first.layers)
         and len({cache.get_seq_length() for cache in caches}) == 1
     )

@@ -1,6 +1,6 @@
 """Recipes: their parts, their names and spelling, and the bytes that they take."""
 
-from .geometry import Geometry
+from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
 from .resolve import options, part_options, resolve, summary
@@ -14,6 +14,7 @@ __all__ = [
     "LayerOverride",
     "Protect",
     "Recipe",
+    "SlidingLayer",
     "Tuned",
     "is_file",
     "listed",

@@ -29,6 +29,7 @@ class Geometry:
         value_dim: Channels of a value; None: `head_dim`.
         latent: Whether layers store latents (MLA): the key is the positional part that all heads
             share, the value is the latent.
+        sliding: The layers with a sliding window, which are not among `layers`.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class Geometry:
     ranks: int = 1
     value_dim: int | None = None
     latent: bool = False
+    sliding: tuple[SlidingLayer, ...] = ()
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -70,3 +72,20 @@ class Geometry:
     def layer_token_nbytes(self) -> int:
         """Return the bytes of one token's exact keys and values in one layer, batch 1."""
         return self.kv_heads * sum(self.dims) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SlidingLayer:
+    """A layer with a sliding window, in which a token attends to the newest `window` tokens.
+
+    Attributes:
+        number: The model's.
+        window: In tokens, the token itself included.
+        geometry: Of this layer alone.
+        problem: Why kvloom cannot pack it; empty: it can.
+    """
+
+    number: int
+    window: int
+    geometry: Geometry
+    problem: str = ""

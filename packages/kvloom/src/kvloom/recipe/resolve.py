@@ -24,6 +24,9 @@ from .text import is_file
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
 _FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score"}  # of options
+_GENERAL = {"start": int, "sliding": str}
+"""Options that every recipe has: fields of `Recipe`, and their types."""
+
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _OVERRIDE = re.compile(r"@(?=[^@=,:/\\]*=)")  # not the "@" of a path
 
@@ -101,17 +104,17 @@ def _named(spelled: str) -> Recipe:
             texts.setdefault(present, texts.pop(former))
     hints = _hints(name, RECIPES[name], texts)
     values = {key: _value(name, key, text, hints) for key, text in texts.items()}
-    start = {"start": values.pop("start")} if "start" in values else {}
-    return replace(RECIPES[name](**values), **start)
+    general = {key: values.pop(key) for key in _GENERAL if key in values}
+    return replace(RECIPES[name](**values), **general)
 
 
 def _override(spelled: str) -> LayerOverride:
     where, _, recipe = spelled.partition("=")
     other = _named(recipe)
-    if other.layers or other.start:
+    if other.layers or other.start or other.packs_windows:
         raise RecipeError(
-            f"layers {where.strip()!r}: {recipe.strip()!r} has layers or a start of its own; give "
-            "these to the whole recipe"
+            f"layers {where.strip()!r}: {recipe.strip()!r} has layers, a start or sliding of its "
+            "own; give these to the whole recipe"
         )
     return LayerOverride(
         where, keep=other.keep, store=other.store, recall=other.recall, protect=other.protect
@@ -157,14 +160,15 @@ def _defaults(part: type) -> dict[str, Any]:
 
 def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
     """Return the value of an option, read as its annotation says."""
-    if key not in hints and key != "start":
-        allowed = f"it has {', '.join(hints)} and start" if hints else "it has no options but start"
+    hints = hints | _GENERAL
+    if key not in hints:
         raise RecipeError(
-            f"recipe {name!r} has no option {key!r}{_nearest(key, [*hints, 'start'])}; {allowed}"
+            f"recipe {name!r} has no option {key!r}{_nearest(key, hints)}; it has "
+            f"{', '.join(hints)}"
         )
     if not text:
         raise RecipeError(f"option {key!r} of recipe {name!r} needs a value: {key}=…")
-    kinds = alternatives(int if key == "start" else hints[key])
+    kinds = alternatives(hints[key])
     for number in (int, float):
         if number in kinds:
             try:

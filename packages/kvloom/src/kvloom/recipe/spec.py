@@ -6,6 +6,7 @@ functions at the end of this file. How recipes are written is in `text`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -15,10 +16,10 @@ from weakref import WeakValueDictionary
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
-from ..registry.fields import check_fields, check_whole
+from ..registry.fields import check_choice, check_fields, check_whole
 from ..store import Packed, Store
 from . import text
-from .geometry import Geometry
+from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, Unchanged, listed, select, spelled
 
 
@@ -137,6 +138,8 @@ class Recipe:
         layers: Overrides for some layers; of two for one layer, the later one wins.
         start: Everything stays exact until the context exceeds this many tokens; then all tokens so
             far are treated as one prompt.
+        sliding: "exact": layers with a sliding window stay as transformers has them. "packed": they
+            store their windows in the formats of `store`.
         tuned: Where a tuned recipe comes from; other models refuse the recipe.
 
     Raises:
@@ -151,10 +154,14 @@ class Recipe:
     layers: tuple[LayerOverride, ...] = ()
     start: int = 0
     tuned: Tuned | None = None
+    sliding: str = "exact"
 
     def __post_init__(self) -> None:
         check_fields(self, "keep", "store", "recall", "protect", "name", "layers", "tuned")
         check_whole("start", self.start, 0, " of tokens")
+        check_choice("sliding", self.sliding, ("exact", "packed"))
+        if self.packs_windows:
+            self._check_sliding()
         if self.recall is not None:
             self._check_recall(self.recall)
         if self.protect.outliers is not None and (self.keep is not None or self.store.exact):
@@ -168,6 +175,20 @@ class Recipe:
         keeps = [x.keep for x in plain if x.keep is not None and not x.keep.by_age]
         if any(keep.scorer.repeats for keep in keeps):
             self._check_repeats(keeps)
+
+    def _check_sliding(self) -> None:
+        """Check the formats of packed windows."""
+        formats = self.store.sides
+        if not formats or formats.keys() != self.store.quantized.keys():
+            raise RecipeError(
+                'sliding="packed" packs windows in kvloom\'s own format, which this store has not; '
+                'leave it out, or use a recipe that packs, such as "near-lossless"'
+            )
+        if self.store.pre_rope or self.store.calibrated:
+            raise RecipeError(
+                'sliding="packed" takes formats without pre_rope and without calibration; leave it '
+                "out, or use rtn, kivi or turbo"
+            )
 
     def _check_repeats(self, keeps: Sequence[Keep]) -> None:
         """Check a recipe for which the model repeats the prompt, given all keeps by score."""
@@ -351,7 +372,7 @@ class Recipe:
 
     def _overridden(self, override: LayerOverride) -> Recipe:
         try:
-            return replace(self, layers=(), **override.parts)
+            return replace(self, layers=(), sliding="exact", **override.parts)
         except RecipeError as error:
             raise RecipeError(f"layers {override.where!r}: {error}") from error
 
@@ -370,9 +391,31 @@ class Recipe:
         if recall is not None and list(numbers).index(number) < recall.full_layers:
             parts["recall"] = None
         try:
-            return _interned(replace(self, layers=(), tuned=None, **parts))
+            plain = replace(self, layers=(), tuned=None, sliding="exact", **parts)
+            return _interned(plain)
         except RecipeError as error:  # overrides that fit one by one, but not together
             raise RecipeError(f"layer {number}: {error}") from error
+
+    @property
+    def packs_windows(self) -> bool:
+        """Whether layers with a sliding window are packed."""
+        return self.sliding == "packed"
+
+    @property
+    def in_windows(self) -> Recipe:
+        """The plain recipe of packed windows: formats and the newest exact tokens alone."""
+        return _interned(Recipe(store=self.store, protect=Protect(recent=self.protect.recent)))
+
+    def expired(self, tokens: int, window: int, prompt: bool = False) -> int:
+        """Return how many of the oldest tokens a packed window does not store.
+
+        These are whole blocks that no later query sees. prompt: blocks before which a prompt need
+        not be packed: where packing begins changes no block.
+        """
+        unit = self.store.block_tokens * -(-_EXPIRED // self.store.block_tokens)
+        if prompt:
+            unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
+        return max(0, tokens - (window - 1)) // unit * unit
 
     def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Return, for each of these layers, its rank among those of its group, and their count.
@@ -398,7 +441,10 @@ class Recipe:
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
-        if not geometry.layers and not self.exact:
+        packs_windows = self.packs_windows and bool(geometry.sliding)
+        if packs_windows and (problems := self._sliding_problems(geometry)):
+            return problems
+        if not geometry.layers and not self.exact and not packs_windows:
             return [
                 "it would compress nothing, as no layer of the model has plain full attention; use "
                 'transformers\' own cache, or recipe "full", whose report says what the layers have'
@@ -419,6 +465,27 @@ class Recipe:
             return [str(error)]
         return [
             f"layer{'s' if len(where) > 1 else ''} {listed(where)}: {problem}"
+            for problem, where in layers_of.items()
+        ]
+
+    def _sliding_problems(self, geometry: Geometry) -> list[str]:
+        """Return why windows cannot be packed, one sentence each."""
+        layers_of: dict[str, list[int]] = {}
+        exact = max(
+            recent + (1 if fmt is None else getattr(fmt, "residual", 1))
+            for fmt, recent in _sides(self)
+        )
+        for layer in geometry.sliding:
+            problems = self.in_windows._problems(layer.geometry, 1)
+            if layer.window < exact + _EXPIRED:
+                problems.append(
+                    f"its window of {layer.window} tokens is too short for the {exact} that may be "
+                    "exact"
+                )
+            for problem in [layer.problem] if layer.problem else problems:
+                layers_of.setdefault(problem, []).append(layer.number)
+        return [
+            f'layers {listed(where)}: sliding="packed" does not fit: {problem}; leave it out'
             for problem, where in layers_of.items()
         ]
 
@@ -461,6 +528,19 @@ class Recipe:
         )
         return sum(rows) * batch
 
+    def sliding_nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
+        """Return the bytes of the layers with a sliding window right after such a prompt."""
+        return sum(self.window_nbytes(tokens, layer) for layer in geometry.sliding) * batch
+
+    def window_nbytes(self, tokens: int, layer: SlidingLayer) -> int:
+        """Return the bytes that one row has in one of these layers right after such a prompt."""
+        if not self.packs_windows:
+            return min(tokens, layer.window) * layer.geometry.layer_token_nbytes()
+        plain = self.in_windows
+        before = plain.expired(tokens, layer.window, prompt=True)
+        expired = plain.expired(tokens, layer.window) - before
+        return _predict_tokens(plain, tokens - before, layer.geometry, expired)
+
     # text
 
     def to_dict(self) -> dict[str, Any]:
@@ -472,6 +552,8 @@ class Recipe:
         for name in ("layers", "start"):
             if not data[name]:
                 del data[name]
+        if not self.packs_windows:
+            del data["sliding"]
         return data
 
     @classmethod
@@ -574,6 +656,7 @@ def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
 
 # --- predicted bytes, of a cache right after a prompt ---------------------------------------------
 
+_EXPIRED = 32  # tokens, at least, that a packed window drops at a time
 _INDEX = 4  # bytes of an int32 position, and of a score in fp32
 _SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
@@ -617,12 +700,15 @@ def predicted_layer_nbytes(
     return total + g.kv_heads * _INDEX * kept * numbers
 
 
-def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry) -> int:
-    """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers."""
+def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry, expired: int = 0) -> int:
+    """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers.
+
+    expired: the oldest of these, packed ones, that are dropped again.
+    """
     total, packed_in_both = 0, tokens
     for (fmt, recent), d in zip(_sides(recipe), g.dims, strict=True):
-        packed = 0 if fmt is None else fmt.to_pack(tokens, recent)
-        total += (tokens - packed) * g.kv_heads * d * g.dtype.itemsize
+        packed = 0 if fmt is None else fmt.to_pack(tokens, recent) - expired
+        total += (tokens - expired - packed) * g.kv_heads * d * g.dtype.itemsize
         if fmt is not None:
             total += fmt.nbytes(packed, d, g.kv_heads)
             packed_in_both = min(packed_in_both, packed)

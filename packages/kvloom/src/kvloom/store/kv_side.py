@@ -77,11 +77,12 @@ class KVSide(Stateful):
     ) -> None:
         """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
 
-        The packed part of x never enters the tail. nonpadding: bool [B, 1 or Hk, N] of all tokens
-        of this side and of x, False for padding. positions: returns their positions, to pack keys
-        before RoPE.
+        Of packed tokens whole groups are dropped. The packed part of x never enters the tail.
+        nonpadding: bool [B, 1 or Hk, N] of all tokens of this side and of x, False for padding.
+        positions: returns their positions, to pack keys before RoPE.
         """
         begin = self.packed_count
+        drop -= self._drop_packed(drop)
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
         surplus = drop
         if self.packed is not None:
@@ -94,6 +95,20 @@ class KVSide(Stateful):
                 places = positions(begin + drop, begin + surplus)
             self.packed.append(exact[:, :, drop:surplus], nonpadding, places)
         self.tail.replace(exact[:, :, surplus:])
+
+    def drop_front(self, n: int) -> None:
+        """Drop the n oldest tokens; of packed ones whole groups."""
+        exact = n - self._drop_packed(n)
+        if exact:
+            self.tail.drop_front(exact)
+
+    def _drop_packed(self, n: int) -> int:
+        """Drop the n oldest tokens, as far as they are packed; return how many are."""
+        n = min(n, self.packed_count)
+        if n:
+            assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
+            self.packed.drop_front(n)
+        return n
 
     def pack(
         self,

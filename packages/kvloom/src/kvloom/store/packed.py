@@ -142,10 +142,14 @@ class PackedTokens(Stateful):
 
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
-        live, ends = self.live, self._rows(n)
-        removed = tuple(x[:, :, :end] for x, end in zip(live, ends, strict=True))
-        self._replace((x[:, :, end:] for x, end in zip(live, ends, strict=True)), self.count - n)
+        removed = tuple(x[:, :, :end] for x, end in zip(self.live, self._rows(n), strict=True))
+        self.drop_front(n)
         return removed
+
+    def drop_front(self, n: int) -> None:
+        """Drop the n oldest tokens: whole groups."""
+        pairs = zip(self.live, self._rows(n), strict=True)
+        self._replace((x[:, :, end:] for x, end in pairs), self.count - n)
 
     def restore(self, removed: Sequence[Tensor], n: int) -> None:
         """Prepend n offloaded tokens, as `offload` returned them."""

@@ -50,7 +50,10 @@ def test_files_and_overrides_combine(tmp_path, monkeypatch):
         ("kivi@frist 2=full", "where='frist 2' does not name layers"),
         ("kivi@first 2", """'kivi@first 2': spell layers as in "kivi@first 2=full\""""),
         ("kivi@first 2=ful", "no recipe named 'ful' (did you mean 'full'?)"),
-        ("kivi@0=full:start=3", "layers '0': 'full:start=3' has layers or a start of its own"),
+        (
+            "kivi@0=full:start=3",
+            "layers '0': 'full:start=3' has layers, a start or sliding of its own",
+        ),
         ("kivi:start=", "option 'start' of recipe 'kivi' needs a value"),
         ("kivi:start=2k", "option 'start' of recipe 'kivi' must be a whole number, not '2k'"),
         ("kivi:start=-1", "start=-1 must be a whole number of tokens, 0 or more"),

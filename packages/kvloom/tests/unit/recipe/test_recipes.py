@@ -89,7 +89,7 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:bit=2", ["no option 'bit'", "did you mean 'bits'", "bits, group, residual, meta"]),
         ("kivi:residuals=64", ["no option 'residuals'", "did you mean 'residual'"]),
         ("kivi-4:bits=4", ["'kivi-4' has no option 'bits'", "group, residual, meta"]),
-        ("full:bits=2", ["'full' has no option 'bits'", "it has no options"]),
+        ("full:bits=2", ["'full' has no option 'bits'", "it has start, sliding"]),
         ("kivi:bits", ["option 'bits' of recipe 'kivi' needs a value", "bits=…"]),
         ("kivi:bits=", ["needs a value"]),
         ("kivi:bits=two", ["option 'bits' of recipe 'kivi' must be a number, not 'two'"]),

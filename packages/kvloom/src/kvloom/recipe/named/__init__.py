@@ -95,10 +95,10 @@ def _check(name: str, build: Any) -> None:
     for option, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
-        if option == "start":
+        if option in ("start", "sliding"):
             raise RecipeError(
-                f"recipe {name!r} cannot have an option 'start', which every recipe has already; "
-                "rename it"
+                f"recipe {name!r} cannot have an option {option!r}, which every recipe has "
+                "already; rename it"
             )
         if parameter.default is parameter.empty or option not in hints:
             raise RecipeError(

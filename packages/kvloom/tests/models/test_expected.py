@@ -13,6 +13,7 @@ import naive_recipes as rules
 from backends import by_reference
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
+from kvloom.keep import Rotated
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
@@ -40,9 +41,9 @@ def test_the_tokens_that_later_queries_expect_stay(name):
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
-@pytest.mark.parametrize("chunk", [20, 100])
+@pytest.mark.parametrize(("chunk", "contribution"), [(20, True), (100, True), (100, False)])
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
-def test_the_tokens_that_rotated_queries_need_most_stay(name, chunk):
+def test_the_tokens_that_rotated_queries_need_most_stay(name, chunk, contribution):
     ids, model = IDS["input_ids"][:1], zoo.build(name)
     calls, past = recorded(model), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -50,13 +51,40 @@ def test_the_tokens_that_rotated_queries_need_most_stay(name, chunk):
     inv_freq, scale = None, 1.0  # OPT scales its queries before attention
     if name != "opt":
         inv_freq, scale = model.model.rotary_emb.inv_freq.double().numpy(), 16**-0.5
-    cache = prefilled(zoo.build(name), f"{ROTATED},chunk={chunk}", input_ids=ids)
-    for number, ((q, k), found) in enumerate(zip(calls, logical(cache), strict=True)):
+    recipe = f"{ROTATED},chunk={chunk},contribution={str(contribution).lower()}"
+    cache = prefilled(zoo.build(name), recipe, input_ids=ids)
+    layers = zip(calls, past.layers, logical(cache), strict=True)
+    for number, ((q, k), layer, found) in enumerate(layers):
         rotation = None if name == "smollm3" and number == 1 else inv_freq
         r = q.shape[1] // k.shape[1]
         for h in range(k.shape[1]):
             scores = rules.rotated(q[0, h * r : (h + 1) * r], k[0, h], scale, rotation, 4, chunk)
+            if contribution:  # the norm of the layer's input is one factor for all
+                scores *= layer.values[0, h].double().norm(dim=-1).numpy()
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
+
+
+@by_reference
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt2", "falcon-gqa", "qwen3-next"])
+def test_a_score_reads_the_norms_of_the_layers_inputs(name, monkeypatch):
+    model, found = zoo.build(name), []
+    score = Rotated.__call__
+
+    def noted(scorer, step):
+        found.append(step.norms)
+        return score(scorer, step)
+
+    monkeypatch.setattr(Rotated, "__call__", noted)
+    cache = prefilled(model, ROTATED)
+    numbers = cache.geometry.numbers
+    kvloom.detach(model)
+    with torch.no_grad():
+        states = model(**IDS, output_hidden_states=True).hidden_states
+    real = IDS["attention_mask"].bool()
+    for number, norms in zip(numbers, found, strict=True):
+        expected = states[number].norm(dim=-1)
+        torch.testing.assert_close(norms[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert not any(layer._forward_pre_hooks for layer in compat.decoder_layers(model))
 
 
 @by_reference
@@ -98,6 +126,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
         "expected:tokens=40,layers=pyramid",
         "rotated:tokens=40,recent=8,store=kivi-4",
         "rotated:fraction=0.5,heads=0.2,layers=joint",
+        "rotated:tokens=40,recent=8,start=400",
         "knorm:tokens=40,recent=8",
         "knorm:tokens=160,store=kivi",
         "vatp:tokens=40",

@@ -152,6 +152,8 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
+    if evictor.joint or evictor.keep.fit is not None:
+        queries = evictor.needed(queries)
     if not evictor.joint:
         evict(state, queries, Decision(scores))
         return

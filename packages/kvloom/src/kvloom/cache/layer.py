@@ -134,6 +134,12 @@ class LayerCache:
         return self.state.needs_ids
 
     @property
+    def reads_norms(self) -> bool:
+        """Whether the next step may need the norms of the layer's input, for a score."""
+        evictor = self.state.evictor
+        return self.recipe.reads_norms and evictor is not None and evictor.scoring
+
+    @property
     def recording(self) -> bool:
         """Whether `crop` may remove the tokens of each step."""
         return self.state.recording
@@ -193,16 +199,20 @@ class LayerCache:
         alibi: Alibi | None = None,
         ids: Tensor | None = None,
         sink_logits: Tensor | None = None,
+        norms: Tensor | None = None,
     ) -> Tensor:
         """Attend q [B, Hq, T, D] to all stored tokens and to k, v [B, Hk, T, D]; store k, v.
 
         scale: factor of q @ k. visible: bool [B, seen + T], False for padding. softcap: bound of
         the logits, where the model has one. alibi: the bias by position, where the model has it.
         ids: int64 [B, T], token ids, where a rule reads them. sink_logits: fp32 [Hq], of attention
-        sinks that the model has learned. Returns and raises as `run` does.
+        sinks that the model has learned. norms: fp32 [B, T], of the layer's input, where a score
+        reads them. Returns and raises as `run` does.
         """
         visible = None if visible is None else visible[:, None]
-        queries = Queries(q, scale, visible, softcap, alibi, ids, sink_logits=sink_logits)
+        queries = Queries(
+            q, scale, visible, softcap, alibi, ids, sink_logits=sink_logits, norms=norms
+        )
         return self.run(StepInputs(queries, k, v))
 
     def run(self, step: StepInputs, shared: bool = False) -> Tensor:

@@ -28,7 +28,7 @@ from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 
-VERSION = 6
+VERSION = 7
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 

@@ -166,6 +166,14 @@ class ScoreEvictor(Evictor):
 
     # --- eviction ---------------------------------------------------------------------------------
 
+    def needed(self, queries: Queries) -> Queries:
+        """Return what of a step's queries an eviction needs, once they have scored."""
+        fit = self.keep.fit
+        if fit is None:
+            return queries.without_queries()
+        assert queries.visible is None or queries.visible.shape[2] == queries.tokens
+        return queries._replace(q=fit.rows(queries.q, queries.visible), products=None)
+
     def keep_prompt(
         self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
     ) -> tuple[Tensor, Tensor]:
@@ -179,6 +187,7 @@ class ScoreEvictor(Evictor):
         slots, choice = self.choose(t, queries.visible)
         if slots is None:
             return k, v
+        v = self._fitted(segment, k, v, slots, choice, self.needed(queries))
         self._fill_ragged(k, v, choice, queries, trace)
         segment.note_kept(slots, t, self._needs_index(queries, trace))
         return self._kept_keys(gather(k, slots), slots, t), gather(v, slots)
@@ -194,7 +203,11 @@ class ScoreEvictor(Evictor):
         self._note(segment, trace)
         slots, choice = self.choose(n, visible, decision.counts)
         if slots is not None:
-            self._fill_ragged(segment.exact_keys(), segment.exact_values(), choice, queries, trace)
+            k, v = segment.exact_keys(), segment.exact_values()
+            v = self._fitted(segment, k, v, slots, choice, queries)
+            self._fill_ragged(k, v, choice, queries, trace)
+            if self.keep.fit is not None:
+                segment.values.tail.replace(v)
             segment.keep(slots, self._needs_index(queries, trace))
             tail = segment.keys.tail
             tail.replace(self._kept_keys(tail.view(), slots, n))
@@ -271,6 +284,37 @@ class ScoreEvictor(Evictor):
     def _needs_index(self, queries: Queries, trace: Trace | None) -> bool:
         """Return whether a part of the layer needs the logical indices of tokens that stay."""
         return True
+
+    def _fitted(
+        self,
+        segment: Segment,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        choice: RaggedChoice | None,
+        queries: Queries,
+    ) -> Tensor:
+        """Return the exact values v [B, Hk, N, D] of a prompt, fitted where tokens stay.
+
+        segment: where the tokens at slots int64 [B, Hk, M] will be stored. queries: as `needed`
+        returned them.
+        """
+        fit, n = self.keep.fit, k.shape[2]
+        if fit is None:
+            return v
+        places = slots[..., None].expand(*slots.shape, k.shape[3])
+        kept = segment.keys.as_stored(gather(k, slots), segment.keys.recent)
+        keys = k.scatter(2, places, kept)
+        stays = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device).scatter(2, slots, True)
+        if self.ragged is not None and choice is not None and choice.contested is not None:
+            contested = choice.contested
+            wide = torch.zeros_like(stays)
+            wide[..., : contested.shape[2]] = contested
+            flat = self.ragged.keys.as_stored(k[wide][None, None], 0)
+            keys[wide], stays = flat[0, 0], stays | wide
+        index = torch.arange(n, device=k.device).expand(1, 1, -1)
+        step = self.scorer.step(queries, k, v, queries.visible, index, n, None)
+        return fit(step, stays, keys)
 
     def _fill_ragged(
         self,

@@ -63,14 +63,28 @@ class StepScorer(Stateful):
         fp32 [B, Hq, N], added to the logits.
         """
         number, self.steps = self.steps, self.steps + 1
+        step = self.step(queries, k, v, visible, index, seen, bias, number)
+        return self.scorer(step) if self.built_in else checked(self.scorer, step)
+
+    def step(
+        self,
+        queries: Queries,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor | None,
+        index: Tensor,
+        seen: int,
+        bias: Tensor | None,
+        number: int = 0,
+    ) -> Step:
+        """Return the input of a score: as for `score`; number: of the step."""
         k = query_keys(queries.q, k, v)
-        step = Step(
+        return Step(
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
             visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
-            head=self.head, ids=queries.ids,
+            head=self.head, ids=queries.ids, norms=queries.norms,
         )  # fmt: skip
-        return self.scorer(step) if self.built_in else checked(self.scorer, step)
 
 
 class RunningScores(Buffer):

@@ -25,7 +25,8 @@ class Queries(NamedTuple):
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
     products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
     of attention sinks, where the model has them; scores leave them out. causal: False where tokens
-    see each other by a mask of the model, as those of an image do.
+    see each other by a mask of the model, as those of an image do. norms: fp32 [B, T], the norm of
+    the layer's input at each query, where a score reads it.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Queries(NamedTuple):
     products: Tensor | None = None
     sink_logits: Tensor | None = None
     causal: bool = True
+    norms: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -59,37 +61,45 @@ class Queries(NamedTuple):
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
         if ids is not None:
             ids = ids[:, begin:end]
+        norms = None if self.norms is None else self.norms[:, begin:end]
         return self._replace(
-            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, ids=ids, products=None
-        )
+            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, ids=ids, products=None,
+            norms=norms,
+        )  # fmt: skip
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
-        return self._replace(q=self.q[:, :, :0].clone(), products=None, ids=None)
+        return self._replace(q=self.q[:, :, :0].clone(), products=None, ids=None, norms=None)
 
     def after(self, earlier: Queries | None) -> Queries:
         """Return the queries of an earlier step and these behind them."""
         if earlier is None:
             return self
-        ids = None
-        if self.ids is not None and earlier.ids is not None:
-            ids = torch.cat([earlier.ids, self.ids], dim=1)
-        return self._replace(q=torch.cat([earlier.q, self.q], dim=2), products=None, ids=ids)
+        ids, norms = (
+            None if x is None or before is None else torch.cat([before, x], dim=1)
+            for before, x in ((earlier.ids, self.ids), (earlier.norms, self.norms))
+        )
+        q = torch.cat([earlier.q, self.q], dim=2)
+        return self._replace(q=q, products=None, ids=ids, norms=norms)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
         left = max(0, self.tokens - tokens)
-        q, ids = self.q[:, :, :left], None if self.ids is None else self.ids[:, :left]
+        q = self.q[:, :, :left]
+        ids, norms = (None if x is None else x[:, :left] for x in (self.ids, self.norms))
         visible = self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
-        return self._replace(q=q, visible=visible, ids=ids)  # ALiBi may count from a removed token
+        # ALiBi may count from a removed token
+        return self._replace(q=q, visible=visible, ids=ids, norms=norms)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
         """Apply fn to the tensors, along the batch dimension; drop the products."""
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
-        ids = None if self.ids is None else fn(self.ids)
-        return self._replace(q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None)
+        ids, norms = (None if x is None else fn(x) for x in (self.ids, self.norms))
+        return self._replace(
+            q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None, norms=norms
+        )
 
 
 class StepInputs(NamedTuple):
@@ -136,7 +146,7 @@ class Uncommitted(Stateful):
     theirs, where a part will score with them once it is certain which tokens stay (else none).
     """
 
-    tensors = ("q", "ids")
+    tensors = ("q", "ids", "norms")
     uncounted = ("visible",)
     counters = ("tokens", "scale", "softcap")
     fixed = True  # a step replaces this object
@@ -146,15 +156,19 @@ class Uncommitted(Stateful):
     softcap: float | None
     alibi: Alibi | None  # not saved: the next step brings its own
     ids: Tensor | None
+    norms: Tensor | None
 
     def __init__(self, tokens: int, queries: Queries) -> None:
         self.tokens = tokens
         self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids = queries[:6]
+        self.norms = queries.norms
 
     @property
     def queries(self) -> Queries:
         """The queries of these tokens."""
-        return Queries(self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids)
+        return Queries(
+            self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, norms=self.norms
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

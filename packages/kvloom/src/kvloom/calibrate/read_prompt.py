@@ -82,7 +82,7 @@ class ReadPrompt:
         for number, reader in self.readers.items():
             cache.replace(number, reader)
         read_tokens(model, ids, cache)
-        self.modules = _decoder_layers(model)
+        self.modules = compat.decoder_layers(model)
         inputs = {number: reader.inputs for number, reader in self.readers.items()}
         tokens = {number: _Tokens(step.k, step.v, None) for number, step in inputs.items()}
         self.exact, logits = self._base(tokens)
@@ -264,13 +264,6 @@ class _Candidates(TogetherLayer):
         for member in self.members:
             member.end_step()
         return out
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of a model's layers, in order; none if they are not one list."""
-    count = compat.decoder_config(model).num_hidden_layers
-    lists = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) == count]
-    return list(lists[0]) if len(lists) == 1 else []
 
 
 @contextmanager

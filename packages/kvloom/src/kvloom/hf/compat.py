@@ -161,6 +161,14 @@ def decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the modules of a model's layers, in order; none if they are not one list."""
+    count = decoder_config(model).num_hidden_layers
+    modules = decoder(model).modules()
+    lists = [x for x in modules if isinstance(x, torch.nn.ModuleList) and len(x) == count]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
 def unwrap(model: Any) -> PreTrainedModel:
     """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
 

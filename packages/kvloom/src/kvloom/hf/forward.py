@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from . import attention, compat, repetition
-from .routed import RoutedCache
+from .routed import RoutedCache, RoutedLayer, compressed_part
 
 
 class RoutedForward:
@@ -64,7 +65,7 @@ class RoutedForward:
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
-        with token_ids(cache, args, kwargs), cache.step(), routed:
+        with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), routed:
             out = self._run(args, kwargs)
             if repeated is not None:
                 repeated.run()
@@ -215,3 +216,27 @@ def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterat
     finally:
         for layer in layers:
             layer.ids = None
+
+
+@contextmanager
+def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
+    """Give the layers whose scores read them the norms of their inputs, within a call.
+
+    A model whose layers are not one list of modules that take hidden states [B, T, D] gives none.
+    """
+    parts = enumerate(map(compressed_part, cache.layers))
+    reading = [(i, layer) for i, layer in parts if layer is not None and layer.reads_norms]
+    modules = compat.decoder_layers(model) if reading else []
+    with ExitStack() as hooks:
+        for number, layer in reading if modules else ():
+            note = partial(_note_norms, layer)
+            hook = modules[number].register_forward_pre_hook(note, with_kwargs=True)
+            hooks.callback(hook.remove)
+        yield
+
+
+def _note_norms(layer: RoutedLayer, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Note the norm of each token's hidden state, fp32 [B, T]."""
+    x = kwargs.get("hidden_states", args[0] if args else None)
+    if isinstance(x, torch.Tensor) and x.dim() == 3:
+        layer.norms = x.detach().float().norm(dim=-1)

@@ -79,6 +79,7 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
+        self.norms: Tensor | None = None  # of the layer's input in this call: see `reads_norms`
         self.latents: tuple[Tensor, Tensor] | None = None
         """The step's positional parts and latents, until attention comes."""
 
@@ -121,6 +122,11 @@ class RoutedLayer(CacheLayerMixin):
         past_k, past_v = self.cache.past_window()
         return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
 
+    @property
+    def reads_norms(self) -> bool:
+        """Whether the next step needs the norms of the layer's input."""
+        return self.cache.reads_norms
+
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.
 
@@ -151,6 +157,9 @@ class RoutedLayer(CacheLayerMixin):
         if self.ids is not None:
             ids = self.ids.to(step.k.device)
             step = step._replace(queries=step.queries._replace(ids=ids))
+        if self.norms is not None:
+            norms, self.norms = self.norms.to(step.k.device), None
+            step = step._replace(queries=step.queries._replace(norms=norms))
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
         return run(step)

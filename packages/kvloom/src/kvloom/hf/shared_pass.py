@@ -167,9 +167,15 @@ class _FanOutLayer(RoutedLayer):
         """Whether the leader or a follower reads the queries of the prompt."""
         return super().reads_queries or any(layer.reads_queries for _, layer in self.followers)
 
+    @property
+    def reads_norms(self) -> bool:
+        """Whether the leader or a follower reads the norms of the layer's input."""
+        return super().reads_norms or any(layer.reads_norms for _, layer in self.followers)
+
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in the leader; store the prompt in the followers."""
         first = self.awaits_attention  # not of a layer that shares these keys and values
+        norms = self.norms
         out = super().attend(step)
         if not first:
             return out
@@ -183,7 +189,7 @@ class _FanOutLayer(RoutedLayer):
                 continue
             begin = self.clock()
             with follower.failing(Exception):
-                queries = step.queries._replace(ids=layer.ids)
+                queries = step.queries._replace(ids=layer.ids, norms=norms)
                 outside_inference_mode(layer.cache.prefill)(step._replace(queries=queries))
             follower.seconds += self.clock() - begin
         return out

@@ -1,6 +1,7 @@
 """Which tokens stay."""
 
 from .expected import Expected
+from .fit import Fit
 from .policy import POSITIONS, Budget, Keep, Outliers
 from .reconstruction import Reconstruction
 from .rotated import Rotated
@@ -27,6 +28,7 @@ __all__ = [
     "Budget",
     "Dilated",
     "Expected",
+    "Fit",
     "Keep",
     "KeyNorm",
     "Mass",

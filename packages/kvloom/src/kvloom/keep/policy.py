@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import RecipeError
 from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
+from .fit import Fit
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -191,6 +192,7 @@ class Keep:
         shared: All layers use one score, the sum of theirs, and so keep the same tokens.
         positions: "original", or "renumbered": as if the evicted tokens had never been there.
         seed: Of noise and of random scores; its lowest 32 bits count.
+        fit: How the values of the tokens that stay are fitted; None: they stay as they are.
 
     Raises:
         RecipeError: A value is out of range, or two do not combine.
@@ -204,9 +206,10 @@ class Keep:
     shared: bool = False
     positions: str = "original"
     seed: int = 0
+    fit: Fit | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "budget", "when", "group", "shared", "positions", "seed")
+        check_fields(self, "budget", "when", "group", "shared", "positions", "seed", "fit")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         check_choice("when", self.when, WHEN)
@@ -222,6 +225,13 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt"'
             )
+        if self.fit is not None and not (self.scorer.of_prompt and self.scorer.rotates):
+            raise RecipeError(
+                f"fit needs the prompt's queries and their rotation, which score "
+                f"{self.scorer.kind!r} does not keep; use the score rotated"
+            )
+        if self.fit is not None and self.positions != "original":
+            raise RecipeError('fit attends to tokens where they are; use positions="original"')
         if (self.limit is not None) != (self.when == "limit"):
             raise RecipeError(
                 f"limit={self.limit!r} with when={self.when!r}; give a limit with "

@@ -27,25 +27,42 @@ class Rotated(Scorer):
     itself, at their own distance and without the sinks: they stand for the tokens that a repetition
     would have repeated before it.
 
+    A weight alone does not say what a token adds to the residual stream. With `contribution`, the
+    score is multiplied by the norm of the token's value and divided by the mean norm of the layer's
+    input. So the scores of layers and heads that compete for a budget can be compared.
+
     Attributes:
         chunk: Tokens of a chunk.
         sinks: The first tokens of the prompt, which every query sees.
+        contribution: Whether a token counts by what it adds. In models whose layers do not take
+            hidden states [B, T, D] as their first argument, only the norm of its value counts.
     """
 
     chunk: int = 2048
     sinks: int = 4
+    contribution: bool = True
     kind: ClassVar[str] = "rotated"
     rotates: ClassVar[bool] = True
     of_prompt: ClassVar[bool] = True
     reads_bias: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "sinks")
+        check_fields(self, "chunk", "sinks", "contribution")
         check_whole("chunk", self.chunk, 1)
         check_whole("sinks", self.sinks, 0)
 
+    @property
+    def reads_norms(self) -> bool:
+        """Whether it reads `Step.norms`."""
+        return self.contribution
+
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]; 0 for tokens of a chunk without queries."""
+        weights = self._weights(step)
+        return weights * _contributions(step) if self.contribution else weights
+
+    def _weights(self, step: Step) -> Tensor:
+        """Return the largest weights fp32 [B, Hk, N]."""
         n = step.k.shape[2]
         sinks = first_tokens(n, self.sinks, step.visible, step.k.device)
         chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
@@ -78,3 +95,15 @@ class Rotated(Scorer):
         )
         end = repeated.shape[2]
         return doubled.mass(largest=True)[..., end + lo - hi : end]
+
+
+def _contributions(step: Step) -> Tensor:
+    """Return the norm of each value over the mean norm of the layer's input, fp32 [B, Hk, N]."""
+    values = step.v.float().norm(dim=-1)
+    if step.norms is None:
+        return values
+    norms, count = step.norms, step.norms.shape[1]
+    if step.visible_queries is not None:
+        real = step.visible_queries[:, 0]
+        norms, count = norms * real, real.sum(dim=1)
+    return values / (norms.sum(dim=1) / count)[:, None, None]

@@ -35,6 +35,8 @@ class Step:
         rope: The model's rotary embedding, for scores that need it; None: the model has none.
         ids: int64 [B, N], token ids, for scores with `reads_ids`.
         head: The model's number of the first key/value head, where this process has a part of them.
+        norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
+            `reads_norms`; None where the model does not give it.
     """
 
     q: Tensor
@@ -54,6 +56,7 @@ class Step:
     rope: Rope | None = None
     ids: Tensor | None = None
     head: int = 0
+    norms: Tensor | None = None
 
     def mass(
         self,
@@ -124,6 +127,11 @@ class Scorer:
     of_prompt: ClassVar[bool] = False
     reads_bias: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = False
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether it reads `Step.norms`."""
+        return False
 
     def __call__(self, step: Step) -> Tensor:
         """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""

@@ -209,6 +209,8 @@ class Recipe:
                 "keep drops single tokens at later steps, and packed tokens cannot leave their "
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
             )
+        if keep.fit is not None and self.store.pre_rope:
+            raise RecipeError("fit reads keys as they are stored after RoPE: leave out pre_rope")
         tokens = keep.budget.tokens
         protected = self.protect.tokens if keep.by_age else self.protect.sinks
         if tokens is not None and tokens <= protected:
@@ -305,6 +307,11 @@ class Recipe:
         scored = self.keep is not None and not self.keep.by_age
         indexed = self.recall is not None and self.recall.index.reads_queries
         return scored or indexed or self.protect.outliers is not None
+
+    @property
+    def reads_norms(self) -> bool:
+        """Whether the score reads the norms of the layers' inputs."""
+        return self.keep is not None and self.keep.scorer.reads_norms
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -677,6 +684,7 @@ def predicted_layer_nbytes(
         outliers = recipe.protect.outliers
         ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
         read = queries if recipe.reads_queries else 0
+        read += 4 * tokens if recipe.reads_norms else 0
         return stored + read + (8 if separate_sinks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens

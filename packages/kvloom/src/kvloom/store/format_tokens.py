@@ -66,6 +66,10 @@ class FormatTokens(Stateful):
     def __len__(self) -> int:
         return self.count
 
+    def empty(self) -> FormatTokens:
+        """Return a prefix of this format without tokens."""
+        return FormatTokens(self.fmt)
+
     def append(
         self, x: Tensor, nonpadding: Tensor | None = None, positions: Tensor | None = None
     ) -> None:

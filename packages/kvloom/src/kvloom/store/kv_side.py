@@ -197,6 +197,20 @@ class KVSide(Stateful):
             x = x[:, :, :0]
         self.tail.replace(x)
 
+    def as_stored(self, x: Tensor, recent: int, nonpadding: Tensor | None = None) -> Tensor:
+        """Return a prompt x [B, Hk, N, D] as it is read once this side has stored it.
+
+        recent: the newest tokens that stay exact. nonpadding: bool [B, 1 or Hk, N].
+        """
+        if self.packed is None:
+            return x
+        count = self.packed.fmt.to_pack(x.shape[2], recent)
+        if not count:
+            return x
+        trial = self.packed.empty()
+        trial.append(x[:, :, :count], None if nonpadding is None else nonpadding[:, :, :count])
+        return torch.cat([trial.view().tensor(), x[:, :, count:]], dim=2)
+
     def take(self, blocks: Tensor, unit: int) -> None:
         """Keep only some blocks of `unit` tokens, in a new order, of a side that `fill` filled.
 

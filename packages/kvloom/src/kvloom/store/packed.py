@@ -95,6 +95,10 @@ class PackedTokens(Stateful):
         """Bytes of all tensors."""
         return 0 if self.allocation is None else sum(x.nbytes for x in self.allocation.tensors)
 
+    def empty(self) -> PackedTokens:
+        """Return a prefix of this format without tokens."""
+        return PackedTokens(self.fmt, self.calibrated, self.rope)
+
     @property
     def live(self) -> PackedTensors:
         """Codes, scales and zeros of all tokens, without spare room; views."""

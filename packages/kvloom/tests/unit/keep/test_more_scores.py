@@ -89,6 +89,23 @@ def test_padding_in_front_changes_no_score(rope):
     assert (found[..., :10] == 0).all()
 
 
+def test_a_contribution_is_a_weight_times_a_value_norm_over_the_mean_input_norm():
+    norms = torch.rand(B, N) + 1
+    one = step(norms=norms)
+    weights = Rotated(contribution=False)(one)
+    values = one.v.double().norm(dim=-1)
+    expected = weights * values / norms.mean(dim=1)[:, None, None]
+    torch.testing.assert_close(Rotated()(one).double(), expected.double(), rtol=1e-5, atol=0)
+    without = Rotated()(step())  # of a model that does not give the norms
+    torch.testing.assert_close(without.double(), weights * values, rtol=1e-5, atol=0)
+    visible = (torch.arange(N) >= 10).expand(B, 1, N)
+    norms[:, :10] = 1e9  # of padding
+    padded = step(norms=norms, visible=visible, visible_queries=visible)
+    weights = Rotated(contribution=False)(padded)
+    expected = weights * values / norms[:, 10:].mean(dim=1)[:, None, None]
+    torch.testing.assert_close(Rotated()(padded).double(), expected.double(), rtol=1e-5, atol=0)
+
+
 def test_the_mean_of_rotations():
     rope, x = Rope(INV_FREQ), torch.randn(2, 3, D)
     by = torch.tensor([0, 3, 50])
@@ -128,6 +145,7 @@ def test_the_base_of_a_value_aware_score_is_written_down(base):
         (lambda: ValueAware(Reconstruction()), "must be a score of attention, such as mass"),
         (lambda: Rotated(chunk=0), "chunk"),
         (lambda: Rotated(sinks=-1), "sinks"),
+        (lambda: Rotated(contribution=2), "contribution=2 must be True or False"),
         (lambda: Keep(Budget(8), Rotated()), "whole prompt, so it cannot score steps"),
         (lambda: Outliers(8, Rotated()), "rotates the prompt's queries, which outliers"),
         (lambda: Outliers(8, Expected()), "rotates the prompt's queries, which outliers"),

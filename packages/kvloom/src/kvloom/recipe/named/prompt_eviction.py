@@ -19,6 +19,7 @@ from ...errors import RecipeError
 from ...keep import (
     Budget,
     Expected,
+    Fit,
     Keep,
     KeyNorm,
     Mass,
@@ -167,21 +168,27 @@ def rotated(
     positions: str = "original",
     store: str = "full",
     heads: float = 1.0,
+    contribution: bool = True,
+    fit: bool = False,
 ) -> Recipe:
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
     The queries of a repeated token are nearly its own queries, so they are rotated to the positions
     behind the prompt. A token's score is the largest weight that such a query pays to it, over all
-    query heads of its key/value head. `Rotated` has the formula. It needs no token ids, and no
-    positions that the model has not learned.
+    query heads of its key/value head, times the norm of its value, over the mean norm of the
+    layer's input. `Rotated` has the formula. It needs no token ids, and no positions that the model
+    has not learned.
 
     chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
+    contribution: false leaves the two norms out. fit: change the values that stay, so that they
+    replace all values (`Fit`).
 
     Departures: no paper has this score. It refuses ALiBi and latents (MLA).
     """
     return _once(
-        Rotated(chunk, sinks), tokens, fraction, sinks, recent,
+        Rotated(chunk, sinks, contribution), tokens, fraction, sinks, recent,
         group="max", layers=layers, positions=positions, heads=heads, store=store,
+        fit=Fit(chunk, sinks) if fit else None,
     )  # fmt: skip
 
 
@@ -270,12 +277,13 @@ def _once(
     heads: float = 1.0,
     positions: str = "original",
     store: str = "full",
+    fit: Fit | None = None,
 ) -> Recipe:
     budget = Budget(
         None if fraction else tokens, fraction or None, recent, layers,
         heads=None if heads == 1 else heads,
     )  # fmt: skip
-    keep = Keep(budget, scorer, when="prompt", group=group, positions=positions)
+    keep = Keep(budget, scorer, when="prompt", group=group, positions=positions, fit=fit)
     return _stored_as(store, Recipe(keep=keep, protect=Protect(sinks)))
 
 

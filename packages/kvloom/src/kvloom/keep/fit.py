@@ -1,0 +1,121 @@
+"""Values fitted to the tokens that stay (after Attention Matching, arXiv:2602.16284).
+
+Decides the values alone: which tokens stay, and how their keys are stored, is given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..registry.fields import check_fields, check_whole
+from .scorer import Step
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Change the values of the tokens that stay, so that attention to them replaces all tokens.
+
+    The prompt's queries, rotated behind the prompt as by `Rotated`, attend to all tokens of a chunk
+    and the sinks: Y = softmax(A) V. Attention to the tokens that stay, with their keys as they are
+    stored, has the weights X. Ridge regression finds the values closest to the kept ones:
+
+        V' = V + (X'X + ridge d 1)^-1 X' (Y - X V),  d the mean of the diagonal of X'X
+
+    A head keeps its values where the system cannot be solved, or the error does not shrink. In
+    later chunks, the values of the sinks are no more changed.
+
+    Attributes:
+        chunk: Tokens of a chunk.
+        sinks: The first tokens of the prompt, which every query sees.
+        every: Every so many-th query is a row of the regression.
+        ridge: How much a large change of values costs.
+    """
+
+    chunk: int = 2048
+    sinks: int = 4
+    every: int = 3
+    ridge: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_fields(self, "chunk", "sinks", "every", "ridge")
+        check_whole("chunk", self.chunk, 1)
+        check_whole("sinks", self.sinks, 0)
+        check_whole("every", self.every, 1)
+        if self.ridge < 0:
+            raise RecipeError(f"ridge={self.ridge!r} must be 0 or more")
+
+    def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
+        """Return the queries of the regression [B, Hq, M, D], of a prompt's queries q.
+
+        They are those of every so many-th token that is not padding. visible: bool [B, 1, N].
+        """
+        if visible is None:
+            return q[:, :, :: self.every].clone()
+        slots = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)[:, :: self.every]
+        return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+
+    def __call__(self, step: Step, kept: Tensor, keys: Tensor) -> Tensor:
+        """Return values [B, Hk, N, D]: fitted ones of the tokens that stay, the others unchanged.
+
+        step: of a whole prompt; its queries are those of `rows`. kept: bool [B, Hk, N], the tokens
+        that stay. keys: [B, Hk, N, D], theirs as they are stored.
+        """
+        fitted, heads = step.v.clone(), step.k.shape[1]
+        for row in range(len(step.k)):
+            real = slice(None) if step.visible is None else step.visible[row, 0]
+            queries = step.q[row].unflatten(0, (heads, -1))
+            for head in range(heads):
+                values = self._of_head(
+                    step, queries[head], step.k[row, head, real], step.v[row, head, real],
+                    kept[row, head, real], keys[row, head, real],
+                )  # fmt: skip
+                fitted[row, head, real] = values.to(fitted.dtype)
+        return fitted
+
+    def _of_head(
+        self, step: Step, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Return the values of one head, fp32 [N, D]; q: [R, M, D], of its query heads."""
+        values = v.float().clone()
+        for lo in range(0, len(k), self.chunk):
+            hi = min(len(k), lo + self.chunk)
+            first = min(self.sinks, lo)
+            seen = torch.cat([torch.arange(first), torch.arange(lo, hi)]).to(k.device)
+            rows = q[:, -(-lo // self.every) : -(-hi // self.every)].flatten(0, 1)
+            back = lo - hi  # turning keys back turns queries further
+            y = self._weights(step, rows, k[seen], back) @ v[seen].float()
+            stay = seen[kept[seen]]
+            x = self._weights(step, rows, keys[stay], back)
+            free = stay >= lo
+            solved = _solve(x[:, free], y - x @ values[stay], self.ridge)
+            if solved is not None:
+                values[stay[free]] += solved
+        return values
+
+    def _weights(self, step: Step, q: Tensor, k: Tensor, back: int) -> Tensor:
+        """Return the attention weights fp32 [rows, N] of q to keys that are rotated back."""
+        if step.rope is not None:
+            by = torch.tensor(back, device=k.device)[None, None, None]
+            k = step.rope.rotate(k[None, None], by)[0, 0]
+        logits = q.float() @ k.float().T * step.scale
+        if step.softcap is not None:
+            logits = step.softcap * torch.tanh(logits / step.softcap)
+        return logits.softmax(dim=-1)
+
+
+def _solve(x: Tensor, missing: Tensor, ridge: float) -> Tensor | None:
+    """Return the change of values fp32 [N, D] by ridge regression; None if it does not help.
+
+    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
+    """
+    gram = x.T @ x
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if failed:
+        return None
+    change = torch.cholesky_solve(x.T @ missing, factor)
+    return change if (missing - x @ change).norm() < missing.norm() else None

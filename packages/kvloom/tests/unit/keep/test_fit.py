@@ -1,0 +1,129 @@
+"""Fitted values: ridge regression on the prompt's rotated queries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_more_scores import INV_FREQ, B, D, HK, HQ, N, step
+
+import naive_recipes as rules
+from kvloom.errors import RecipeError
+from kvloom.keep import Budget, Expected, Fit, Keep, Rotated
+from kvloom.positions.rope import Rope
+from kvloom.recipe import Recipe, resolve
+
+R = HQ // HK
+
+
+def fitted(fit: Fit, one, kept, keys):
+    one.q = fit.rows(one.q, one.visible)
+    return fit(one, kept, keys)
+
+
+def chosen(seed: int = 0, share: float = 0.5) -> torch.Tensor:
+    kept = torch.rand(B, HK, N, generator=torch.Generator().manual_seed(seed)) < share
+    kept[..., :4] = kept[..., -3:] = True
+    return kept
+
+
+def weights(q, k, scale, softcap, by, inv_freq):
+    """Softmax in float64 of queries that are rotated `by` positions."""
+    if inv_freq is not None:
+        q = rules.turned(q, by, inv_freq)
+    logits = q @ k.T * scale
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
+    e = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(("every", "ridge", "softcap"), [(1, 0.01, None), (3, 0.2, 4.0)])
+def test_the_values_are_those_of_the_formula(every, ridge, softcap, rotates):
+    rope = Rope(INV_FREQ) if rotates else None
+    one, kept = step(rope=rope, softcap=softcap), chosen()
+    q_all, k_all, v_all = (x.double().numpy() for x in (one.q, one.k, one.v))
+    keys = one.k + 0.1 * torch.randn(one.k.shape, generator=torch.Generator().manual_seed(3))
+    found = fitted(Fit(every=every, ridge=ridge), one, kept, keys)
+    inv_freq = INV_FREQ.double().numpy() if rotates else None
+    for b in range(B):
+        for h in range(HK):
+            s = kept[b, h].numpy()
+            q = q_all[b, R * h : R * h + R, ::every].reshape(-1, D)
+            k, v = k_all[b, h], v_all[b, h]
+            y = weights(q, k, 0.5, softcap, N, inv_freq) @ v
+            x = weights(q, keys[b, h].double().numpy()[s], 0.5, softcap, N, inv_freq)
+            gram = x.T @ x
+            delta = np.diag(gram).mean()
+            change = np.linalg.solve(gram + ridge * delta * np.eye(len(gram)), x.T @ (y - x @ v[s]))
+            np.testing.assert_allclose(found[b, h][s], v[s] + change, rtol=1e-2, atol=2e-4)
+            assert np.linalg.norm(y - x @ (v[s] + change)) < np.linalg.norm(y - x @ v[s])
+            assert torch.equal(found[b, h][~s].double(), torch.from_numpy(v[~s]))
+
+
+def test_values_stay_where_all_tokens_stay_or_the_system_is_singular():
+    every_token = torch.ones(B, HK, N, dtype=torch.bool)
+    one = step()
+    assert torch.equal(fitted(Fit(ridge=0.0), one, every_token, one.k), one.v)
+    one, kept = step(), chosen()
+    one.k[:, :, kept[0, 0]] = one.k[:, :, :1]  # equal keys, and no ridge: a singular system
+    kept = kept[:1, :1].expand(B, HK, N)
+    assert torch.equal(fitted(Fit(ridge=0.0), one, kept, one.k), one.v)
+    one = step()
+    one.v[0, 0, 5] = torch.nan  # another head is fitted
+    values = fitted(Fit(), one, chosen(), one.k)
+    assert torch.equal(values[0, 0, ~torch.isnan(one.v[0, 0, :, 0])],
+                       one.v[0, 0, ~torch.isnan(one.v[0, 0, :, 0])])  # fmt: skip
+    assert not torch.equal(values[1, 1], one.v[1, 1])
+
+
+@pytest.mark.parametrize("chunk", [9, 2048])
+def test_padding_changes_nothing(chunk):
+    visible = (torch.arange(N) >= 10).expand(B, 1, N)
+    padded = step(visible=visible)
+    kept, keys, whole = chosen(1), padded.k * 1.1, step()
+    alone = step(seen=20)
+    alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
+    found = fitted(Fit(chunk), padded, kept, keys)
+    expected = fitted(Fit(chunk), alone, kept[..., 10:], keys[:, :, 10:])
+    torch.testing.assert_close(found[:, :, 10:], expected)
+    assert torch.equal(found[:, :, :10], padded.v[:, :, :10])
+
+
+def test_the_sinks_are_fitted_with_the_first_chunk_alone():
+    one, kept = step(), chosen(2)
+    first = step(seen=12)
+    first.q, first.k, first.v = (x[:, :, :12] for x in (one.q, one.k, one.v))
+    expected = fitted(Fit(12, 2), first, kept[..., :12], one.k[:, :, :12])
+    found = fitted(Fit(12, 2), one, kept, one.k)
+    torch.testing.assert_close(found[:, :, :12], expected)
+    assert not torch.equal(found[:, :, 12:], one.v[:, :, 12:])
+
+
+def test_a_recipe_with_a_fit_is_written_down():
+    recipe = resolve("rotated:fraction=0.2,fit=true,chunk=512,sinks=2")
+    assert recipe.keep.fit == Fit(512, 2)
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+    assert resolve("rotated").keep.fit is None
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Fit(chunk=0), "chunk"),
+        (lambda: Fit(every=0), "every"),
+        (lambda: Fit(sinks=-1), "sinks"),
+        (lambda: Fit(ridge=-1.0), "ridge=-1.0 must be 0 or more"),
+        (lambda: Fit(ridge="x"), "ridge='x' must be a number"),
+        (lambda: Keep(Budget(8), Expected(), when="prompt", fit=Fit()), "use the score rotated"),
+        (
+            lambda: Keep(Budget(8), Rotated(), when="prompt", positions="renumbered", fit=Fit()),
+            'use positions="original"',
+        ),
+        (lambda: resolve("rotated:fit=true,store=skvq"), "leave out pre_rope"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(build, message):
+    with pytest.raises(RecipeError, match=message):
+        build()

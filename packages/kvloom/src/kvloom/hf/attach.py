@@ -16,7 +16,7 @@ from ..recipe.spec import Recipe
 from . import compat, rotary, self_check
 from .cache import Cache
 from .guard import Owner
-from .metadata import load_layer_metadata
+from .metadata import load_layer_metadata, recipe_for
 from .routing import attachment, set_attachment, unroute
 from .states import state_nbytes
 
@@ -128,7 +128,7 @@ def attach(
     model = compat.supported_model(model)
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
-    load_layer_metadata(model, recipe)
+    load_layer_metadata(model, recipe_for(model, recipe))
     rotary.renumbering(model, recipe)
     self_check.admit(model, Cache, check)
     result = report(model, recipe)
@@ -181,6 +181,11 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
+    if recipe_for(model, recipe).repeating != recipe:
+        notes.append(
+            "note: the model's queries cannot be rotated to other positions, so it reads each "
+            "prompt twice, as with kvzip"
+        )
     if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
         notes.append(
             "note: a prompt attends exactly, so log-likelihoods from one forward pass (as lm-eval "

@@ -13,7 +13,7 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
 from .guard import Owner
-from .metadata import load_layer_metadata
+from .metadata import load_layer_metadata, recipe_for
 from .routed import RoutedCache, RoutedLayer
 from .routing import route
 
@@ -49,7 +49,7 @@ class Cache(RoutedCache):
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
-        fitted = self.recipe.fitted(self.geometry)
+        fitted = recipe_for(model, self.recipe)
         metadata = load_layer_metadata(model, fitted)
         ropes, learned = rotary.renumbering(model, fitted)
         self_check.admit(model, type(self), check)

@@ -131,6 +131,17 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
     return {number: rope or identity for number, rope in zip(numbers, ropes, strict=True)}
 
 
+def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
+    """Return the recipe as the layers of a model follow it: see `Recipe.fitted`."""
+    fitted = recipe.fitted(compat.geometry(model))
+    if fitted.repeating is not fitted:
+        try:
+            rotary.layer_ropes(model)
+        except UnsupportedModel:
+            return fitted.repeating
+    return fitted
+
+
 def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | None:
     """Return the rotary embedding of a layer, for a score; None if it has none."""
     try:

@@ -35,7 +35,7 @@ from ..recipe.spec import Recipe
 from ..store import LayerMetadata, files
 from ..store.calibration import checksum
 from . import compat, shard, stock
-from .metadata import identity, load_layer_metadata
+from .metadata import identity, load_layer_metadata, recipe_for
 from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
 
@@ -101,7 +101,7 @@ def _restore(
             "prefill and save the cache again"
         ) from error
     try:
-        metadata = load_layer_metadata(model, recipe)
+        metadata = load_layer_metadata(model, recipe_for(model, recipe))
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
     if _tables(metadata) != about["calibration"]:

@@ -15,6 +15,8 @@ from ..errors import RecipeError
 from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
 from .fit import Fit
+from .reconstruction import Reconstruction
+from .rotated import Rotated
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -296,6 +298,13 @@ class Keep:
     def drops(self, tokens: int) -> bool:
         """Return whether a layer with `tokens` tokens evicts down to its budget."""
         return self.limit is None or tokens > self.limit
+
+    @property
+    def repeating(self) -> Keep:
+        """This, by a repetition of the prompt in place of its rotated queries, without a fit."""
+        if not isinstance(self.scorer, Rotated):
+            return self
+        return replace(self, scorer=Reconstruction(self.scorer.chunk), fit=None)
 
     @property
     def needs_all_heads(self) -> bool:

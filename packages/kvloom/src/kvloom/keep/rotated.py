@@ -102,8 +102,8 @@ def _contributions(step: Step) -> Tensor:
     values = step.v.float().norm(dim=-1)
     if step.norms is None:
         return values
-    norms, count = step.norms, step.norms.shape[1]
+    mean = step.norms.mean(dim=1)
     if step.visible_queries is not None:
         real = step.visible_queries[:, 0]
-        norms, count = norms * real, real.sum(dim=1)
-    return values / (norms.sum(dim=1) / count)[:, None, None]
+        mean = (step.norms * real).sum(dim=1) / real.sum(dim=1)
+    return values / mean[:, None, None]

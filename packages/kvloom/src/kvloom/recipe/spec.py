@@ -436,15 +436,29 @@ class Recipe:
     # a model
 
     def fitted(self, geometry: Geometry) -> Recipe:
-        """Return the recipe as layers of a model follow it; it changes for latents alone.
+        """Return the recipe as layers of a model follow it; it changes for latents and ALiBi alone.
 
         Latents have formats of their own (`Store.of_latents`). They have one key/value head, so
-        heads do not compete for a budget.
+        heads do not compete for a budget. Neither latents nor ALiBi allow `Rotated`: see
+        `repeating`.
         """
+        recipe = self.repeating if geometry.alibi or geometry.latent else self
         if not geometry.latent:
-            return self
-        layers = tuple(replace(override, **_of_latents(override.parts)) for override in self.layers)
-        return replace(self, layers=layers, **_of_latents({"keep": self.keep, "store": self.store}))
+            return recipe
+        keep, store = recipe.keep, recipe.store
+        layers = tuple(replace(x, **_of_latents(x.parts)) for x in recipe.layers)
+        return replace(recipe, layers=layers, **_of_latents({"keep": keep, "store": store}))
+
+    @property
+    def repeating(self) -> Recipe:
+        """The recipe for models whose queries cannot be rotated to other positions.
+
+        The score `Rotated` becomes the one that it stands for: the model repeats the prompt.
+        """
+        keep = None if self.keep is None else self.keep.repeating
+        layers = tuple(_repeating(override) for override in self.layers)
+        same = keep == self.keep and layers == self.layers
+        return self if same else replace(self, keep=keep, layers=layers)
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
@@ -456,7 +470,7 @@ class Recipe:
                 "it would compress nothing, as no layer of the model has plain full attention; use "
                 'transformers\' own cache, or recipe "full", whose report says what the layers have'
             ]
-        if geometry.latent and (reason := _latent_problem(self)):
+        if geometry.latent and (reason := _latent_problem(self.repeating)):
             return [reason]
         if (fitted := self.fitted(geometry)) != self:
             return fitted.problems(geometry)
@@ -584,6 +598,11 @@ class Recipe:
             RecipeError: The file cannot be read, or the document is not a recipe.
         """
         return text.read_toml(source, cls.from_dict)
+
+
+def _repeating(override: LayerOverride) -> LayerOverride:
+    keep = override.keep
+    return replace(override, keep=keep.repeating) if isinstance(keep, Keep) else override
 
 
 def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:

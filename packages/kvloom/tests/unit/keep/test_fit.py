@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_more_scores import INV_FREQ, B, D, HK, HQ, N, step
+from test_more_scores import HK, HQ, INV_FREQ, B, D, N, step
 
 import naive_recipes as rules
 from kvloom.errors import RecipeError

@@ -29,7 +29,7 @@ def main() -> None:
     record.options(__doc__)
     for name, options in COMMANDS.items():
         path = record.results() / f"{name}.json"
-        command = [sys.executable, "-m", "kvloom", "bench", *options, "--json", str(path)]
+        command = [sys.executable, "-m", "kvloom_lab", "bench", *options, "--json", str(path)]
         print(" ".join(command[1:]), flush=True)
         subprocess.run(command, check=True)
 

@@ -115,7 +115,7 @@ def calibrate(model: object, name: str) -> None:
     """Calibrate a model that has no calibration beside its weights; takes minutes."""
     path = Path(model.config._name_or_path) / CALIBRATION_FILE
     if not path.exists():
-        command = [sys.executable, "-m", "kvloom", "calibrate", name, "--out", str(path)]
+        command = [sys.executable, "-m", "kvloom_lab", "calibrate", name, "--out", str(path)]
         subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)
 
 

@@ -47,7 +47,7 @@ PEERS = {
     ),
     "quantized": Peer(
         (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),
-        ("-m", "kvloom", "bench", "generate", "--recipes", "full,kivi,kivi-4",
+        ("-m", "kvloom_lab", "bench", "generate", "--recipes", "full,kivi,kivi-4",
          "--baselines", "dynamic,quanto,hqq"),
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ import kvloom
 import kvloom_lab
 import probe
 import tiny
-from kvloom.calibrate import ReadPrompt, read_prompt
+from kvloom.calibrate import ReadPrompt
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
 from kvloom.recipe import LayerOverride, Recipe
@@ -118,7 +118,7 @@ def test_one_layer_equals_a_recipe_whose_other_layers_evict_alike(
         assert kl[0].max() < 1e-5
     assert kl[1].min() > 0
     torch.testing.assert_close(kl[1], read.whole([recipe])[0], rtol=1e-3, atol=1e-5)
-    monkeypatch.setattr(read_prompt, "_decoder_layers", lambda model: [])  # nothing is skipped
+    monkeypatch.setattr(compat, "decoder_layers", lambda model: [])  # nothing is skipped
     whole = ReadPrompt(model, ids(model, CONTEXT), ids(model, 12, seed=1), step=12)
     torch.testing.assert_close(kl, scored(whole), rtol=1e-3, atol=1e-5)
 

@@ -19,6 +19,8 @@ from sampling import slow_except
 
 EXPECTED = "expected:tokens=24,recent=6,future=50"
 ROTATED = "rotated:tokens=24,recent=6"
+KVZIP = "kvzip:tokens=24,recent=6"
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
@@ -88,10 +90,23 @@ def test_a_score_reads_the_norms_of_the_layers_inputs(name, monkeypatch):
 
 
 @by_reference
-@pytest.mark.parametrize("name", sorted({"mpt", "bloom", "falcon-alibi"}))
-def test_rotated_queries_and_alibi_are_refused(name):
-    with pytest.raises(IncompatibleRecipe, match=r"adds a bias by position \(ALiBi\); use another"):
-        kvloom.Cache(zoo.build(name), ROTATED)
+@pytest.mark.parametrize("name", ["mpt", "falcon-alibi", "deepseek-v3", "dynamic"])
+def test_a_model_whose_queries_cannot_be_rotated_repeats_the_prompt(name):
+    if name == "dynamic":
+        model = zoo.build("llama-gqa", rope_parameters=DYNAMIC)
+    elif name in zoo.CONFIGS:
+        model = zoo.build(name)
+    else:
+        pytest.skip("this transformers caches no latents")
+    rotated, repeated = (prefilled(model, x) for x in (f"{ROTATED},fit=true", KVZIP))
+    for one, other in zip(logical(rotated), logical(repeated), strict=True):
+        assert torch.equal(one, other)
+    assert "reads each prompt twice" in str(kvloom.attach(model, ROTATED))
+    assert "reads each prompt twice" not in str(kvloom.attach(model, KVZIP))
+    kvloom.detach(model)
+    if name in ("deepseek-v3", "dynamic"):
+        with pytest.raises(IncompatibleRecipe, match="use another score"):
+            kvloom.Cache(model, EXPECTED)
 
 
 @pytest.mark.parametrize("recipe", [EXPECTED, ROTATED])
@@ -104,8 +119,6 @@ def test_rotated_queries_and_alibi_are_refused(name):
 )
 def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
     model = zoo.build(name)
-    if "rotated" in recipe and compat.geometry(model).alibi:
-        return
     together = prefilled(model, recipe)
     for row, pad in enumerate((0, 17, 40)):
         ids = IDS["input_ids"][row : row + 1, pad:]
@@ -139,11 +152,3 @@ def test_predicted_bytes_are_exact(spelled):
         model(ids, past_key_values=cache)
     assert cache.nbytes == recipe.nbytes(ids.shape[1], compat.geometry(model))
     assert kvloom.Recipe.from_toml(recipe.to_toml()) == recipe
-
-
-@by_reference
-def test_a_rotary_embedding_that_changes_with_the_length_is_refused():
-    model = zoo.build("llama-gqa", rope_parameters={"rope_type": "dynamic", "factor": 2.0,
-                                                    "rope_theta": 1e4})  # fmt: skip
-    with pytest.raises(IncompatibleRecipe, match="rotary embedding; use another score"):
-        kvloom.Cache(model, EXPECTED)

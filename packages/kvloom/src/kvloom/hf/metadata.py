@@ -134,7 +134,7 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
 def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     """Return the recipe as the layers of a model follow it: see `Recipe.fitted`."""
     fitted = recipe.fitted(compat.geometry(model))
-    if fitted.repeating is not fitted:
+    if fitted.rotates_queries:
         try:
             rotary.layer_ropes(model)
         except UnsupportedModel:

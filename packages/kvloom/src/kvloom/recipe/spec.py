@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..errors import IncompatibleRecipe, RecipeError
-from ..keep import Budget, Keep, Outliers
+from ..keep import Budget, Keep, Outliers, Rotated
 from ..recall import Recall
 from ..registry.fields import check_choice, check_fields, check_whole
 from ..store import Packed, Store
@@ -457,8 +457,13 @@ class Recipe:
         """
         keep = None if self.keep is None else self.keep.repeating
         layers = tuple(_repeating(override) for override in self.layers)
-        same = keep == self.keep and layers == self.layers
-        return self if same else replace(self, keep=keep, layers=layers)
+        return replace(self, keep=keep, layers=layers) if self.rotates_queries else self
+
+    @property
+    def rotates_queries(self) -> bool:
+        """Whether a layer has the score `Rotated`."""
+        keeps = (x.keep for x in self._plain)
+        return any(keep is not None and isinstance(keep.scorer, Rotated) for keep in keeps)
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""

@@ -49,17 +49,16 @@ RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
     "balanced": (None,),
     "small": (None, 1 / 5),
     "tiny": (None,),
-    "micro": (None,),
 }
 OTHERS = (
-    "near-lossless", "balanced", "small", "tiny", "micro", "kivi-4", "kivi:bits=3", "kivi",
+    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
     "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml", "kivi-sinks4.toml", "turbo:bits=4,sinks=4",
     "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4", "rtn:bits=4", "rtn", "kitty",
     "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true", "skvq:group=32", "quest",
     "clusterkv", "clusterkv-2bit",
 )  # fmt: skip
 FEW = (
-    "near-lossless", "balanced", "small", "tiny", "micro", "kivi-4", "kivi:bits=3", "kivi",
+    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
     "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv", "clusterkv-2bit", "h2o",
     "keyformer", "snapkv", "streaming", "minikv", "minikv-snap", "snapkv+kivi-4.toml",
 )  # fmt: skip

@@ -14,7 +14,7 @@ import kvloom
 import kvloom_lab
 import probe
 import tiny
-from kvloom.calibrate import ReadPrompt
+from kvloom.calibrate import ReadPrompt, read_prompt
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.hf import compat
 from kvloom.recipe import LayerOverride, Recipe

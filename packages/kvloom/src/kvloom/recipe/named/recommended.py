@@ -2,10 +2,9 @@
 
 Keys are rotated and quantized by range per channel, as by `kivi:rotate=true`. Values are rotated
 and rounded to fixed levels per token, as by `turbo`. `near-lossless` and `balanced` store the first
-tokens exactly. `small`, `tiny` and `micro` evict once after the prompt, by `rotated`, and fit the
-values that stay; all heads of all layers compete for one budget, as in KVzip's code and AdaKV. They
-keep the first tokens and pack them with the others. No paper combines these; none needs a
-calibration.
+tokens exactly. `small` and `tiny` evict once after the prompt, by KVzip's score; all heads of all
+layers compete for one budget, as in KVzip's code and AdaKV. They keep the first tokens and pack
+them with the others. No paper combines these; none needs a calibration.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import replace
 
 from ...store import Packed, Store
 from ..spec import Protect, Recipe
-from .prompt_eviction import rotated
+from .prompt_eviction import kvzip
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
@@ -36,16 +35,14 @@ def small(
     sinks: int = 4,
     heads: float = 0.2,
 ) -> Recipe:
-    """Four tenths of the prompt by rotated queries, with fitted values, as in `near-lossless`.
+    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless`.
 
     heads: the share of its budget that every head is certain of; with 1, heads do not compete.
-    Models whose queries cannot be rotated (ALiBi, latents) read the prompt twice, as by `kvzip`.
     """
     layers = "uniform" if heads == 1 else "joint"
-    chosen = rotated(
-        fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers,
-        fit=True,
-    )  # fmt: skip
+    chosen = kvzip(
+        fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
+    )
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
@@ -59,19 +56,6 @@ def tiny(
     heads: float = 0.2,
 ) -> Recipe:
     """The same with a quarter of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks, heads)
-
-
-def micro(
-    fraction: float = 0.15,
-    recent: int = 64,
-    chunk: int = 2048,
-    group: int = 32,
-    residual: int = 32,
-    sinks: int = 4,
-    heads: float = 0.2,
-) -> Recipe:
-    """The same with a seventh of the prompt."""
     return small(fraction, recent, chunk, group, residual, sinks, heads)
 
 

@@ -26,7 +26,8 @@ def test_a_geometry_has_the_windows_of_sliding_attention():
     assert geometry(model).sliding == ()
     model = zoo.build("gemma4-shared")
     kinds, layers = stock_kinds(model), geometry(model).sliding
-    assert set(kinds) == {"full_attention", "sliding_attention", "DummyLayer"}
+    # Transformers 5.10 makes no layer where a layer shares those of an earlier one.
+    assert set(kinds) - {"DummyLayer"} == {"full_attention", "sliding_attention"}
     assert [layer.number for layer in layers] == [
         i for i, kind in enumerate(kinds) if kind == "sliding_attention"
     ]

@@ -183,7 +183,8 @@ def rotated(
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
     replace all values (`Fit`).
 
-    Departures: no paper has this score. It refuses ALiBi and latents (MLA).
+    Departures: no paper has this score. With ALiBi, latents (MLA) and a rotary embedding that
+    changes with the length, the model repeats the prompt instead, as for `kvzip`.
     """
     return _once(
         Rotated(chunk, sinks, contribution), tokens, fraction, sinks, recent,

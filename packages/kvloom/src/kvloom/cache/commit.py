@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..kernels.attend.regions import Region
+from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Phase
 from .joint import decide
 from .latents import query_keys
@@ -74,6 +75,9 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     assert isinstance(segment, Segment), "a layer with slots never settles"
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
+    if isinstance(evictor, BlockEvictor):
+        _settle_block(state, evictor, segment, queries, new)
+        return
     by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
@@ -104,6 +108,9 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
     if isinstance(storage, SlotStorage):
         assert isinstance(evictor, StepEvictor)
         evictor.evict_from_slots(storage, decision.scores, queries.visible, state.trace)
+        return
+    if isinstance(evictor, BlockEvictor):
+        evictor.evict_block(storage, decision, queries, state.trace)
         return
     evictor.evict_from_segment(storage, decision, queries, state.trace)
     state.storage = evictor.next_storage(storage, state.recording)
@@ -147,6 +154,25 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
         _vote(state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen))
     else:  # the model has not repeated the prompt yet
         evictor.wait(Phase.REPEATING, queries.without_queries())
+
+
+def _settle_block(
+    state: LayerState, evictor: BlockEvictor, segment: Segment, queries: Queries, new: KV | None
+) -> None:
+    """Store a step's tokens exactly; then score and evict from a block that is due.
+
+    new: keys and values that are not stored yet (None: all are stored).
+    """
+    if new is not None:
+        k, v = _without_sinks(state, queries, new)
+        if k.shape[2]:
+            segment.append(k, v)
+    block = evictor.due(segment)
+    if block is None:
+        evictor.hold(queries)
+        return
+    queries = evictor.take_queries(queries, len(segment) - block.used)
+    _vote(state, queries, evictor.score_block(segment, queries, block))
 
 
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:

@@ -29,7 +29,7 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
         variances = [vote.var(dim=-1).mean().item() for vote in votes]
         heavy = [evictor.divided(variances) for evictor in evictors]
     counts: Sequence[Tensor | None] = [None] * len(votes)
-    if first.keep.budget.layers == "joint" and first.budget_tokens < votes[0].shape[-1]:
+    if first.divides_heads(votes[0].shape[-1]):
         counts = _divide_heads(evictors, votes)
     return [Decision(*each) for each in zip(votes, heavy, counts, strict=True)]
 
@@ -48,10 +48,7 @@ def _divide_heads(evictors: Sequence[ScoreEvictor], votes: Sequence[Tensor]) -> 
     ranked, contested, unit = [], 0, 1
     for evictor, vote in zip(evictors, votes, strict=True):
         assert evictor.ragged is not None
-        assert evictor.waiting is not None
-        assert evictor.heavy is not None
-        visible = evictor.waiting.visible
-        scores, tokens = evictor.ragged.ranked(vote, evictor.heavy, evictor.recent, visible)
+        scores, tokens = evictor.ranked(vote)
         ranked.append(scores.to(votes[0].device))
         contested, unit = contested + tokens, evictor.ragged.unit
     heads = [scores.shape[1] for scores in ranked]

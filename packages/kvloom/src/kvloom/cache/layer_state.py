@@ -19,10 +19,11 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide, LayerMetadata
+from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
 from .retriever import Retriever
-from .score_evictor import STRATEGIES, PromptEvictor, ScoreEvictor
+from .score_evictor import LimitEvictor, PromptEvictor, ScoreEvictor, StepEvictor
 from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
@@ -30,6 +31,14 @@ from .step import Queries, Trace, Uncommitted
 
 VERSION = 7
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
+
+STRATEGIES: dict[str, type[ScoreEvictor]] = {
+    "prompt": PromptEvictor,
+    "step": StepEvictor,
+    "limit": LimitEvictor,
+    "block": BlockEvictor,
+}
+"""The evictor of each `Keep.when`."""
 
 
 class LayerState(Stateful):
@@ -75,18 +84,24 @@ class LayerState(Stateful):
         """Remove all tokens."""
         recipe, metadata, rank = self.recipe, self.metadata, self.rank
         keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
-        scored = keep is not None and not keep.by_age  # sinks stay in place: their score is inf
-        self.storage: Storage = Segment(
-            KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
-            KVSide(recipe.store.values, recents[1], metadata.values),
-        )
-        self.segment.first = 0 if scored else sinks
-        self.sinks = Sinks(sinks) if sinks and not scored else None
+        scored = keep is not None and not keep.by_age
+        in_blocks = keep is not None and keep.block is not None
+        in_place = scored and not in_blocks  # sinks stay in the segment: their score is inf
+        self.storage: Storage = Segment()
+        if not in_blocks:  # whose segment has exact tokens alone
+            self.storage = Segment(
+                KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
+                KVSide(recipe.store.values, recents[1], metadata.values),
+            )
+        self.segment.first = 0 if in_place else sinks
+        self.sinks = Sinks(sinks) if sinks and not in_place else None
         self.evictor: Evictor | None = None
         if keep is not None and scored:
             ropes = self.rope, metadata.rope
             strategy = STRATEGIES[keep.when]
             self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, metadata.head)
+            if isinstance(self.evictor, BlockEvictor):
+                self.sinks = self.evictor.sinks_store
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe, metadata.latent)

@@ -1,8 +1,8 @@
-"""Tokens of a prompt that heads keep in different numbers: those that they compete for.
+"""Tokens that heads keep in different numbers: those that they compete for.
 
 Decides how they are chosen and stored. Every head keeps equally many other tokens in the layer's
-segment. These tokens never change after the prompt, so those of all rows and heads lie one after
-the other, without padding, and a table has each head's span.
+segment. A token never changes once it is stored, so those of all rows and heads lie one after the
+other, without padding, and a table has each head's span.
 """
 
 from __future__ import annotations
@@ -48,11 +48,8 @@ class RaggedTokens(Stateful):
         keep, store = recipe.keep, recipe.store
         assert keep is not None
         assert keep.budget.heads is not None
-        self.safeguard, self.unit, self.sinks = (
-            keep.budget.heads,
-            store.block_tokens,
-            recipe.protect.sinks,
-        )
+        self.safeguard, self.unit = keep.budget.heads, store.block_tokens
+        self.sinks = recipe.protect.sinks
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
         self.logical_index: Tensor | None = None
@@ -131,14 +128,50 @@ class RaggedTokens(Stateful):
         choice: which tokens these are, as `choose` returned it. visible: bool [B, 1, seen], False
         for padding. index: whether to remember their logical indices.
         """
-        if choice.contested is None:
+        if choice.contested is not None:
+            self.add(k, v, choice.contested, choice.counts, 0, visible, index)
+
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        chosen: Tensor,
+        counts: Tensor,
+        first: int,
+        visible: Tensor | None,
+        index: bool,
+    ) -> None:
+        """Store chosen tokens of k, v [B, Hk, N, D] behind those that each head has.
+
+        chosen: bool [B, Hk, N], of each head `counts` int64 [B, Hk], whole units. first: the
+        logical index of the first of the N tokens. visible, index: as for `fill`.
+        """
+        rows, _, slots = places = chosen.nonzero(as_tuple=True)
+        logical = slots + first
+        nonpadding = None if visible is None else visible[rows, 0, logical][None, None]
+        older = 0 if self.spans is None else len(self.keys)
+        self.keys.add(k[places][None, None], nonpadding)
+        self.values.add(v[places][None, None], nonpadding)
+        spans, before, known = _spans(counts), self.spans, self.logical_index
+        self.logical_index = logical.int() if index else None
+        self.spans = spans
+        if before is None:
             return
-        rows, _, slots = places = choice.contested.nonzero(as_tuple=True)
-        nonpadding = None if visible is None else visible[rows, 0, slots][None, None]
-        self.keys.fill(k[places][None, None], nonpadding)
-        self.values.fill(v[places][None, None], nonpadding)
-        self.spans = _spans(choice.counts)
-        self.logical_index = slots.int() if index else None
+        if index:
+            if known is None:  # no row had padding, so each sees its first token
+                known = self.logical_index.new_zeros(older)  # type: ignore[union-attr]
+            self.logical_index = torch.cat([known, logical.int()])
+        starts = torch.stack([before.bounds[..., 0], older + spans.bounds[..., 0]], dim=-1)
+        parts = torch.stack([before.bounds[..., 1], counts], dim=-1)
+        self._take(_ranges(starts.flatten() // self.unit, parts.flatten() // self.unit))
+        self.spans = _spans(parts.sum(dim=-1))
+
+    def _take(self, blocks: Tensor) -> None:
+        """Keep only some blocks of `unit` tokens, in a new order: see `KVSide.take`."""
+        self.keys.take(blocks, self.unit)
+        self.values.take(blocks, self.unit)
+        if self.logical_index is not None:
+            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()
 
     def regions(self, visible: Tensor | None) -> list[Region]:
         """Return the tokens as a region; an empty list before they are stored.
@@ -148,7 +181,7 @@ class RaggedTokens(Stateful):
         if self.spans is None:
             return []
         mask = None
-        if visible is not None:
+        if visible is not None and self.logical_index is not None:
             index = self.logical()
             mask = visible.expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
         return [Region(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
@@ -169,11 +202,7 @@ class RaggedTokens(Stateful):
         bounds = self.spans.bounds
         rows = fn(torch.arange(len(bounds), device=bounds.device))
         first, count = bounds[rows].flatten(0, 1).unbind(dim=-1)
-        blocks = _ranges(first // self.unit, count // self.unit)
-        self.keys.take(blocks, self.unit)
-        self.values.take(blocks, self.unit)
-        if self.logical_index is not None:
-            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()
+        self._take(_ranges(first // self.unit, count // self.unit))
         self.spans = _spans(count.view(len(rows), -1))
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:

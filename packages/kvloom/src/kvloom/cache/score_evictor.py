@@ -1,15 +1,16 @@
 """Eviction by score: when a layer's tokens are scored, and which of them stay.
 
 The prompt's own queries score it, and the tokens with the highest scores stay, within the budget.
-Decides when tokens are scored and which of them are evicted, by one of three strategies:
+Decides when tokens are scored and which of them are evicted, by one of these strategies:
 `PromptEvictor` evicts once, after the prompt; `StepEvictor` at every step (in `SlotStorage`, where
-nothing moves); `LimitEvictor` whenever a layer has more tokens than a limit.
+nothing moves); `LimitEvictor` whenever a layer has more tokens than a limit. `block_evictor` has
+one more.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class ScoreEvictor(Evictor):
     repetition or for other layers, and the scores that they gave (None: none).
     """
 
-    counters = ("heavy", "recent", "prompt_tokens")
-    children = ("scores", "scorer", "repetition", "ragged")
+    counters: ClassVar[tuple[str, ...]] = ("heavy", "recent", "prompt_tokens")
+    children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
     repetition: RepetitionScores | None = None
     heavy: int | None
 
@@ -101,8 +102,12 @@ class ScoreEvictor(Evictor):
 
     @property
     def budget_tokens(self) -> int:
-        """The most tokens that the layer keeps between steps."""
+        """The most tokens that the layer keeps between steps, or keeps of a first prompt."""
         return (self.heavy or 0) + self.recent
+
+    def divides_heads(self, tokens: int) -> bool:
+        """Return whether heads of all layers compete for the tokens of a vote."""
+        return self.keep.budget.layers == "joint" and self.budget_tokens < tokens
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
@@ -163,6 +168,16 @@ class ScoreEvictor(Evictor):
         """Take the scores of another evictor, whose cache holds the same prompt."""
         assert self.repetition is not None
         self.repetition.scores = None if scores is None else scores.clone()
+
+    def ranked(self, vote: Tensor) -> tuple[Tensor, int]:
+        """Return the scores for which heads compete, and how many of these tokens they win.
+
+        vote: the scores of the layer, fp32 [B, Hk, N]. See `RaggedTokens.ranked`.
+        """
+        assert self.ragged is not None
+        assert self.waiting is not None
+        assert self.heavy is not None
+        return self.ragged.ranked(vote, self.heavy, self.recent, self.waiting.visible)
 
     # --- eviction ---------------------------------------------------------------------------------
 
@@ -449,11 +464,3 @@ class StepEvictor(LimitEvictor):
         keys, values, scores, index = slots.in_order()
         self.scores.put(scores)
         return Segment.kept_of(keys, values, index, slots.seen)
-
-
-STRATEGIES: dict[str, type[ScoreEvictor]] = {
-    "prompt": PromptEvictor,
-    "step": StepEvictor,
-    "limit": LimitEvictor,
-}
-"""The evictor of each `Keep.when`."""

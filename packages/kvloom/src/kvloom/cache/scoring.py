@@ -62,8 +62,11 @@ class StepScorer(Stateful):
         logical index of each token. seen: the number of tokens seen, the step's included. bias:
         fp32 [B, Hq, N], added to the logits.
         """
-        number, self.steps = self.steps, self.steps + 1
-        step = self.step(queries, k, v, visible, index, seen, bias, number)
+        return self.score_step(self.step(queries, k, v, visible, index, seen, bias))
+
+    def score_step(self, step: Step) -> Tensor:
+        """Return the scores fp32 [B, Hk, N] of a step that `step` returned."""
+        self.steps += 1
         return self.scorer(step) if self.built_in else checked(self.scorer, step)
 
     def step(
@@ -75,13 +78,12 @@ class StepScorer(Stateful):
         index: Tensor,
         seen: int,
         bias: Tensor | None,
-        number: int = 0,
     ) -> Step:
-        """Return the input of a score: as for `score`; number: of the step."""
+        """Return the input of a score: as for `score`."""
         k = query_keys(queries.q, k, v)
         return Step(
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
-            visible_queries=queries.visible_queries, index=index, seen=seen, number=number,
+            visible_queries=queries.visible_queries, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
             head=self.head, ids=queries.ids, norms=queries.norms,
         )  # fmt: skip

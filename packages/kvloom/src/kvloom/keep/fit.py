@@ -58,42 +58,66 @@ class Fit:
         slots = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)[:, :: self.every]
         return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
 
-    def __call__(self, step: Step, kept: Tensor, keys: Tensor) -> Tensor:
+    def __call__(
+        self,
+        step: Step,
+        kept: Tensor,
+        keys: Tensor,
+        free: Tensor | None = None,
+        without_query: int = 0,
+    ) -> Tensor:
         """Return values [B, Hk, N, D]: fitted ones of the tokens that stay, the others unchanged.
 
-        step: of a whole prompt; its queries are those of `rows`. kept: bool [B, Hk, N], the tokens
-        that stay. keys: [B, Hk, N, D], theirs as they are stored.
+        step: its queries are those of `rows`. kept: bool [B, Hk, N], the tokens that stay. keys:
+        [B, Hk, N, D], theirs as they are stored. free: bool [B, Hk, N], the tokens whose values may
+        change (None: all that stay). without_query: the first tokens, which had no query.
         """
         fitted, heads = step.v.clone(), step.k.shape[1]
+        free = kept if free is None else free & kept
         for row in range(len(step.k)):
             real = slice(None) if step.visible is None else step.visible[row, 0]
             queries = step.q[row].unflatten(0, (heads, -1))
+            first = without_query
+            if step.visible is not None:
+                first = int(step.visible[row, 0, :without_query].sum())
             for head in range(heads):
                 values = self._of_head(
                     step, queries[head], step.k[row, head, real], step.v[row, head, real],
-                    kept[row, head, real], keys[row, head, real],
+                    kept[row, head, real], free[row, head, real], keys[row, head, real], first,
                 )  # fmt: skip
                 fitted[row, head, real] = values.to(fitted.dtype)
         return fitted
 
     def _of_head(
-        self, step: Step, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, keys: Tensor
+        self,
+        step: Step,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor,
+        free: Tensor,
+        keys: Tensor,
+        first: int,
     ) -> Tensor:
-        """Return the values of one head, fp32 [N, D]; q: [R, M, D], of its query heads."""
+        """Return the values of one head, fp32 [N, D].
+
+        q: [R, M, D], of its query heads; M are every so many-th token from `first` on.
+        """
         values = v.float().clone()
         for lo in range(0, len(k), self.chunk):
             hi = min(len(k), lo + self.chunk)
-            first = min(self.sinks, lo)
-            seen = torch.cat([torch.arange(first), torch.arange(lo, hi)]).to(k.device)
-            rows = q[:, -(-lo // self.every) : -(-hi // self.every)].flatten(0, 1)
+            sinks = torch.arange(min(self.sinks, lo))
+            seen = torch.cat([sinks, torch.arange(lo, hi)]).to(k.device)
+            begin, end = (-(-max(0, i - first) // self.every) for i in (lo, hi))
+            rows = q[:, begin:end].flatten(0, 1)
             back = lo - hi  # turning keys back turns queries further
             y = self._weights(step, rows, k[seen], back) @ v[seen].float()
             stay = seen[kept[seen]]
             x = self._weights(step, rows, keys[stay], back)
-            free = stay >= lo
-            solved = _solve(x[:, free], y - x @ values[stay], self.ridge)
+            changing = free[stay] & (stay >= lo)
+            solved = _solve(x[:, changing], y - x @ values[stay], self.ridge)
             if solved is not None:
-                values[stay[free]] += solved
+                values[stay[changing]] += solved
         return values
 
     def _weights(self, step: Step, q: Tensor, k: Tensor, back: int) -> Tensor:
@@ -112,6 +136,8 @@ def _solve(x: Tensor, missing: Tensor, ridge: float) -> Tensor | None:
 
     x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
     """
+    if not x.numel():
+        return None
     gram = x.T @ x
     gram.diagonal().add_(ridge * gram.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(gram)

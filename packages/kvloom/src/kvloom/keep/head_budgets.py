@@ -25,6 +25,15 @@ def shares(heavy: int, evicted: int, safeguard: float, heads: int, unit: int) ->
     return heavy - -(-units * unit // heads), units * unit
 
 
+def whole_shares(granted: int, safeguard: float, heads: int, unit: int) -> tuple[int, int]:
+    """Return such shares of `granted` tokens of all heads together, both in whole units.
+
+    granted: whole units. The first share is of each head, the second of all of them.
+    """
+    certain = int(granted * safeguard) // (heads * unit) * unit
+    return certain, granted - heads * certain
+
+
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
     """Return the tokens of each head, int64 [B, H]: multiples of `unit` that sum to B * `tokens`.
 

@@ -24,6 +24,7 @@ WHEN = {
     "step": "after the prompt and at every step",
     "prompt": "once, after the first prompt",
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
+    "block": "after the first prompt, and from each later block of `block` tokens, once",
 }
 HEAD_GROUPS = ("sum", "mean", "max")
 FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
@@ -188,8 +189,11 @@ class Keep:
         budget: How many tokens stay, protected sinks included.
         scorer: The score that decides which tokens stay.
         when: "step": after the prompt and at every step; "prompt": once, after the first prompt;
-            "limit": down to the budget whenever a layer has more than `limit` tokens.
+            "limit": down to the budget whenever a layer has more than `limit` tokens; "block":
+            after the first prompt, and then from each block of `block` tokens that is older than
+            the recent ones. A token is scored and stored once.
         limit: Tokens that a layer may have before it evicts, for when="limit".
+        block: Tokens of a block, for when="block".
         group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
         shared: All layers use one score, the sum of theirs, and so keep the same tokens.
         positions: "original", or "renumbered": as if the evicted tokens had never been there.
@@ -209,9 +213,12 @@ class Keep:
     positions: str = "original"
     seed: int = 0
     fit: Fit | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "budget", "when", "group", "shared", "positions", "seed", "fit")
+        if self.block is not None:
+            check_whole("block", self.block, 1, " of tokens")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         check_choice("when", self.when, WHEN)
@@ -222,10 +229,10 @@ class Keep:
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
                 "it as the rule of protect.outliers, or another score"
             )
-        if self.scorer.of_prompt and self.when != "prompt":
+        if self.scorer.of_prompt and self.when not in ("prompt", "block"):
             raise RecipeError(
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
-                f'(when={self.when!r}); use when="prompt"'
+                f'(when={self.when!r}); use when="prompt" or "block"'
             )
         if self.fit is not None and not (self.scorer.of_prompt and self.scorer.rotates):
             raise RecipeError(
@@ -239,6 +246,13 @@ class Keep:
                 f"limit={self.limit!r} with when={self.when!r}; give a limit with "
                 'when="limit", and only then'
             )
+        if (self.block is not None) != (self.when == "block"):
+            raise RecipeError(
+                f"block={self.block!r} with when={self.when!r}; give a block with "
+                'when="block", and only then'
+            )
+        if self.block is not None:
+            self._check_blocks()
         if self.budget.heads is not None:
             self._check_heads()
         smallest = self.budget.tokens or 1
@@ -248,13 +262,32 @@ class Keep:
                 f"use {smallest} or more"
             )
 
+    def _check_blocks(self) -> None:
+        """Check what eviction from blocks cannot do."""
+        budget = self.budget
+        if budget.fraction is None or budget.heads is None:
+            raise RecipeError(
+                'when="block" keeps a fraction of each block, which heads divide among them; give '
+                "a budget with a fraction and heads (1: heads do not compete)"
+            )
+        if budget.layers not in ("uniform", "joint"):
+            raise RecipeError(
+                f'when="block" keeps the same fraction in all layers; use layers="uniform" or '
+                f'"joint", not {budget.layers!r}'
+            )
+        if self.scorer.repeats:
+            raise RecipeError(
+                f"score {self.scorer.kind!r} repeats the first prompt, and no later block; use the "
+                'score rotated, or when="prompt"'
+            )
+
     def _check_heads(self) -> None:
         """Check what heads with different numbers of tokens cannot do."""
         heads = f"heads={self.budget.heads:g}"
-        if self.when != "prompt" or self.by_age:
+        if self.when not in ("prompt", "block") or self.by_age:
             raise RecipeError(
                 f"{heads} divides a budget over heads by the scores of the prompt, once; use it "
-                'with a score and when="prompt"'
+                'with a score and when="prompt" or "block"'
             )
         if self.positions != "original":
             raise RecipeError(
@@ -304,7 +337,13 @@ class Keep:
         """This, by a repetition of the prompt in place of its rotated queries, without a fit."""
         if not isinstance(self.scorer, Rotated):
             return self
-        return replace(self, scorer=Reconstruction(self.scorer.chunk), fit=None)
+        once = self.after_prompt
+        return replace(once, scorer=Reconstruction(self.scorer.chunk), fit=None)
+
+    @property
+    def after_prompt(self) -> Keep:
+        """This, with later blocks complete."""
+        return self if self.block is None else replace(self, when="prompt", block=None)
 
     @property
     def needs_all_heads(self) -> bool:

@@ -204,7 +204,8 @@ class Recipe:
             )
 
     def _check_keep(self, keep: Keep) -> None:
-        if not self.store.exact and (keep.when != "prompt" or keep.by_age):
+        whole_blocks = keep.when in ("prompt", "block")
+        if not self.store.exact and (not whole_blocks or keep.by_age):
             raise RecipeError(
                 "keep drops single tokens at later steps, and packed tokens cannot leave their "
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
@@ -618,7 +619,8 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
         changed["store"] = parts["store"].of_latents
     if keep is not None and keep.budget.heads is not None:
         layers = "uniform" if keep.budget.layers == "joint" else keep.budget.layers
-        changed["keep"] = replace(keep, budget=replace(keep.budget, heads=None, layers=layers))
+        budget = replace(keep.budget, heads=None, layers=layers)
+        changed["keep"] = replace(keep.after_prompt, budget=budget)
     return changed
 
 
@@ -702,7 +704,7 @@ def predicted_layer_nbytes(
     keep, sinks = recipe.keep, recipe.protect.sinks
     if recipe.start and tokens <= recipe.start:
         # sinks that are stored by themselves have room for all of them
-        separate_sinks = sinks if keep is None or keep.by_age else 0
+        separate_sinks = sinks if keep is None or keep.by_age or keep.block else 0
         stored = max(tokens, separate_sinks) * g.layer_token_nbytes()
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         outliers = recipe.protect.outliers
@@ -719,6 +721,8 @@ def predicted_layer_nbytes(
         total += sinks * g.layer_token_nbytes()
         total += 8 if sinks else 0  # the position of the row's first token that is not padding
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
+    if keep.block is not None:
+        return _predict_blocks(recipe, tokens, g)
     room = keep.rooms(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
     equal, contested = keep.head_shares(tokens, kept, g.kv_heads, recipe.store.block_tokens)
@@ -730,6 +734,21 @@ def predicted_layer_nbytes(
     scored, placed = keep.when != "prompt", g.alibi or recipe.store.pre_rope
     numbers = scored + (kept < tokens and (scored or placed))  # a score, and a position
     return total + g.kv_heads * _INDEX * kept * numbers
+
+
+def _predict_blocks(recipe: Recipe, tokens: int, g: Geometry) -> int:
+    """Return the bytes of one layer that evicts from blocks: see `cache.block_evictor`."""
+    keep, sinks, unit = recipe.keep, recipe.protect.sinks, recipe.store.block_tokens
+    assert keep is not None
+    stored = max(0, tokens - sinks)
+    count = max(0, stored - keep.budget.window(tokens)) // unit * unit
+    total = (sinks + stored - count) * g.layer_token_nbytes() + (8 if sinks else 0)
+    if not count:  # the queries wait for a block
+        queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
+        return total + queries + (4 * tokens if recipe.reads_norms else 0)
+    wanted = g.kv_heads * (keep.budget.resolve(tokens) - sinks - stored + count)
+    granted = max(0, min(g.kv_heads * count, wanted // unit * unit))
+    return total + _predict_ragged(recipe, granted, g)
 
 
 def _predict_tokens(recipe: Recipe, tokens: int, g: Geometry, expired: int = 0) -> int:

@@ -186,8 +186,8 @@ class KVSide(Stateful):
         encoding = fmt.encoding if isinstance(fmt, Packed) else fmt
         return KVView(packed, exact.data, encoding, exact.start, tail)
 
-    def fill(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
-        """Store x [B, Hk, N, D] in an empty side: all of it packed, or all exact.
+    def add(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
+        """Add x [B, Hk, N, D] to a side that `add` alone fills: all of it packed, or all exact.
 
         Packed tokens fill whole groups and bytes. nonpadding: bool [B, Hk, N], False for padding.
         """
@@ -195,7 +195,7 @@ class KVSide(Stateful):
             assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
             self.packed.append(x, nonpadding)
             x = x[:, :, :0]
-        self.tail.replace(x)
+        self.tail.replace(x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2))
 
     def as_stored(self, x: Tensor, recent: int, nonpadding: Tensor | None = None) -> Tensor:
         """Return a prompt x [B, Hk, N, D] as it is read once this side has stored it.
@@ -212,7 +212,7 @@ class KVSide(Stateful):
         return torch.cat([trial.view().tensor(), x[:, :, count:]], dim=2)
 
     def take(self, blocks: Tensor, unit: int) -> None:
-        """Keep only some blocks of `unit` tokens, in a new order, of a side that `fill` filled.
+        """Keep only some blocks of `unit` tokens, in a new order, of a side that `add` filled.
 
         blocks: int64 [M], which may name a block several times.
         """

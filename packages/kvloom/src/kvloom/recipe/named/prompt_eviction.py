@@ -170,6 +170,7 @@ def rotated(
     heads: float = 1.0,
     contribution: bool = True,
     fit: bool = False,
+    block: int = 0,
 ) -> Recipe:
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
@@ -181,7 +182,8 @@ def rotated(
 
     chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
-    replace all values (`Fit`).
+    replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
+    later tokens stay.
 
     Departures: no paper has this score. With ALiBi, latents (MLA) and a rotary embedding that
     changes with the length, the model repeats the prompt instead, as for `kvzip`.
@@ -189,7 +191,7 @@ def rotated(
     return _once(
         Rotated(chunk, sinks, contribution), tokens, fraction, sinks, recent,
         group="max", layers=layers, positions=positions, heads=heads, store=store,
-        fit=Fit(chunk, sinks) if fit else None,
+        fit=Fit(chunk, sinks) if fit else None, block=block,
     )  # fmt: skip
 
 
@@ -279,12 +281,16 @@ def _once(
     positions: str = "original",
     store: str = "full",
     fit: Fit | None = None,
+    block: int = 0,
 ) -> Recipe:
     budget = Budget(
         None if fraction else tokens, fraction or None, recent, layers,
-        heads=None if heads == 1 else heads,
+        heads=None if heads == 1 and not block else heads,
     )  # fmt: skip
-    keep = Keep(budget, scorer, when="prompt", group=group, positions=positions, fit=fit)
+    keep = Keep(
+        budget, scorer, when="block" if block else "prompt", group=group, positions=positions,
+        fit=fit, block=block or None,
+    )  # fmt: skip
     return _stored_as(store, Recipe(keep=keep, protect=Protect(sinks)))
 
 

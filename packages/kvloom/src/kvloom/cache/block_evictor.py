@@ -1,0 +1,233 @@
+"""Eviction from blocks of tokens, once each, while a text grows.
+
+Decides when a block is scored and which of its tokens stay. A layer's first tokens are in `Sinks`,
+and its newest ones are exact, in its segment. Once a block is older than the recent tokens, the
+queries since the last block score it. The tokens that stay go to `RaggedTokens`, in their final
+format. No token is scored or packed twice. The first block is that of the first prompt.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..keep import Step, head_budgets
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
+from ..store.buffer import Buffer
+from .evictor import Phase
+from .ragged import RaggedTokens
+from .score_evictor import Decision, ScoreEvictor
+from .segment import Segment
+from .sinks import Sinks
+from .step import Queries, Trace
+
+
+class Block(NamedTuple):
+    """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
+
+    used: the exact tokens, those of the block included, that score it. queries: theirs, which the
+    tokens of a former block have lost.
+    """
+
+    tokens: int
+    granted: int
+    used: int
+    queries: int = 0
+
+
+class BlockEvictor(ScoreEvictor):
+    """Evicts from each block of tokens once: see the module.
+
+    sinks_store: the layer's first tokens. offered, granted: tokens of a head that were in blocks so
+    far, and those that all heads kept. queries, norms: of the steps since the last block,
+    [B, Hq, N, D] and [B, 1, N, 1]. block: the one that waits for the scores of other layers.
+    """
+
+    counters = (*ScoreEvictor.counters, "offered", "granted")
+    children = (*ScoreEvictor.children, "queries", "norms")
+    ragged: RaggedTokens
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layer: int,
+        budget_rank: tuple[int, int],
+        rope: Rope | None = None,
+        score_rope: Rope | None = None,
+        head: int = 0,
+    ) -> None:
+        super().__init__(recipe, layer, budget_rank, rope, score_rope, head)
+        self.ragged = RaggedTokens(recipe)
+        self.sinks_store = Sinks(recipe.protect.sinks)
+        self.queries, self.norms = Buffer(), Buffer()
+        self.offered, self.granted = 0, 0
+        self.block: Block | None = None
+
+    @property
+    def scoring(self) -> bool:
+        """Whether scores decide which tokens stay: those of every block."""
+        return True
+
+    @property
+    def defers(self) -> bool:
+        """Whether the layer stores a prompt exactly before it evicts some of it."""
+        return True
+
+    # --- when a block is due ----------------------------------------------------------------------
+
+    def due(self, segment: Segment) -> Block | None:
+        """Return the block whose turn it is; None: there are too few exact tokens yet.
+
+        The block and the recent tokens behind it score it; all tokens do so in a first prompt,
+        whose budget includes the tokens that stay exact. What rounding to whole units leaves of a
+        block's budget is granted to the next block.
+        """
+        keep, unit = self.keep, self.ragged.unit
+        step = keep.block if self.offered else unit
+        assert step is not None
+        assert keep.budget.fraction is not None
+        count = max(0, len(segment) - self.recent) // step * step
+        if not count:
+            return None
+        heads = segment.exact_keys().shape[1]
+        used = len(segment)
+        if self.offered:
+            used = count + self.recent
+            wanted = heads * keep.budget.fraction * (self.offered + count) - self.granted
+        else:
+            exact = self.sinks + len(segment) - count
+            wanted = heads * (keep.budget.resolve(self.prompt_tokens) - exact)
+        return Block(count, max(0, min(heads * count, int(wanted) // unit * unit)), used)
+
+    def hold(self, queries: Queries) -> None:
+        """Hold the queries of a step: they score the block that its tokens belong to."""
+        self.queries.append(queries.q)
+        if queries.norms is not None:
+            self.norms.append(queries.norms[:, None, :, None])
+
+    def forget(self, tokens: int) -> None:
+        """Drop the queries of the newest `tokens` tokens, which a crop removes."""
+        for held in (self.queries, self.norms):
+            if len(held):
+                held.drop_back(min(tokens, len(held)))
+
+    # --- its scores -------------------------------------------------------------------------------
+
+    def score_block(self, segment: Segment, queries: Queries, block: Block) -> Tensor:
+        """Return the scores fp32 [B, Hk, tokens] of a block, minus infinity for padding.
+
+        queries: as `take_queries` returned them.
+        """
+        self.block = block._replace(queries=queries.tokens)
+        scores = self.scorer.score_step(self._step(segment, queries))
+        scores = scores[..., self.sinks : self.sinks + block.tokens]
+        visible = segment.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
+        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+
+    def take_queries(self, queries: Queries, later: int) -> Queries:
+        """Return the held queries and those of a step behind them, without the `later` newest.
+
+        From now on, it holds those alone.
+        """
+        if len(self.queries):
+            norms = None
+            if queries.norms is not None and len(self.norms) == len(self.queries):
+                norms = torch.cat([self.norms.view()[:, 0, :, 0], queries.norms], dim=1)
+            q = torch.cat([self.queries.view(), queries.q], dim=2)
+            queries = queries._replace(q=q, products=None, norms=norms)
+            self.queries.clear()
+            self.norms.clear()
+        end = queries.tokens - later
+        if later:
+            self.hold(queries.slice(end, queries.tokens))
+        return queries.slice(0, end)
+
+    def needed(self, queries: Queries) -> Queries:
+        """Return what of the queries of a block an eviction needs, once they have scored."""
+        fit = self.keep.fit
+        if fit is None:
+            return queries.without_queries()
+        return queries._replace(q=fit.rows(queries.q, queries.visible_queries), products=None)
+
+    def divides_heads(self, tokens: int) -> bool:
+        """Return whether heads of all layers compete for the tokens of a vote."""
+        return self.keep.budget.layers == "joint"
+
+    def ranked(self, vote: Tensor) -> tuple[Tensor, int]:
+        """Return the scores for which heads compete, and how many of these tokens they win."""
+        certain, contested = self._shares(vote.shape[1])
+        return vote.sort(dim=-1, descending=True).values[..., certain:], contested
+
+    def _shares(self, heads: int) -> tuple[int, int]:
+        assert self.block is not None
+        granted, ragged = self.block.granted, self.ragged
+        return head_budgets.whole_shares(granted, ragged.safeguard, heads, ragged.unit)
+
+    def _step(self, segment: Segment, queries: Queries) -> Step:
+        """Return the input of a score: the sinks, all exact tokens, and these queries."""
+        assert self.block is not None
+        used, sinks = self.block.used, self.sinks_store
+        seen = segment.first + used
+        first = sinks.region(seen, queries.visible)
+        k = torch.cat([first.keys.tail, segment.exact_keys()[:, :, :used]], dim=2)
+        v = torch.cat([first.values.tail, segment.exact_values()[:, :, :used]], dim=2)
+        index, rest = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
+        index = torch.cat([index, rest.expand(len(index), -1, -1)], dim=-1)
+        visible, exact = first.visible, segment.mask(sinks.hide(queries.visible), 0, used)
+        if exact is not None:
+            if visible is None:
+                visible = exact.new_ones(len(exact), 1, sinks.count)
+            visible = torch.cat([visible, exact], dim=-1)
+        return self.scorer.step(queries, k, v, visible, index, seen, None)
+
+    # --- eviction ---------------------------------------------------------------------------------
+
+    def evict_block(
+        self, segment: Segment, decision: Decision, queries: Queries, trace: Trace | None
+    ) -> None:
+        """Store the tokens of the block that stay, and drop the block from the exact tokens.
+
+        queries: as `needed` returned them.
+        """
+        block, scores, ragged = self.block, decision.scores, self.ragged
+        assert block is not None
+        certain, _ = self._shares(scores.shape[1])
+        counts = decision.counts
+        if counts is None:
+            counts = head_budgets.divide(*self.ranked(scores), ragged.unit)
+        counts = counts + certain
+        stays = head_budgets.select(scores, 0, counts)[1]
+        if trace is not None:
+            index = segment.logical(0, block.tokens, scores.device)
+            trace.scored = index.expand_as(scores), scores
+        k = segment.exact_keys()[:, :, : block.tokens]
+        v = self._block_values(segment, queries, stays, block)
+        padded = queries.visible is not None or ragged.logical_index is not None
+        if ragged.stored or block.granted:
+            ragged.add(
+                k, v, stays, counts, segment.first, queries.visible, padded or trace is not None
+            )
+        self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
+        segment.drop_front(block.tokens)
+        segment.trim()
+        self.block, self.phase = None, Phase.DONE
+
+    def _block_values(
+        self, segment: Segment, queries: Queries, stays: Tensor, block: Block
+    ) -> Tensor:
+        """Return the values of a block [B, Hk, tokens, D], fitted where tokens stay."""
+        fit, n = self.keep.fit, block.tokens
+        if fit is None or not block.granted:
+            return segment.exact_values()[:, :, :n]
+        step = self._step(segment, queries)
+        kept = torch.ones(step.k.shape[:3], dtype=torch.bool, device=step.k.device)
+        kept[..., self.sinks : self.sinks + n] = stays
+        free = torch.zeros_like(kept)
+        free[..., self.sinks : self.sinks + n] = stays
+        keys = step.k.clone()
+        keys[free] = self.ragged.keys.as_stored(step.k[free][None, None], 0)[0, 0]
+        values = fit(step, kept, keys, free, step.k.shape[2] - block.queries)
+        return values[:, :, self.sinks : self.sinks + n]

@@ -126,21 +126,21 @@ def kvzip(q, k, scale, sinks, chunk):
 
 
 def rotated(q, k, scale, inv_freq, sinks, chunk):
-    """Scores of one head's tokens by its queries [R, N, D], rotated behind each chunk; k: [N, D].
+    """Scores of one head's tokens by its queries, rotated behind each chunk; k: [N, D].
 
-    A row at a time. inv_freq: of RoPE, which q and k have; None: none.
+    A row at a time. q: [R, T, D], of the last T tokens. inv_freq: of RoPE, which q and k have;
+    None: none.
     """
-    scores = np.zeros(len(k))
+    scores, before = np.zeros(len(k)), len(k) - q.shape[1]
     for lo in range(0, len(k), chunk):
         hi = min(len(k), lo + chunk)
         seen = [*range(min(sinks, lo)), *range(lo, hi)]
         for head in q:
-            for j in range(lo, hi):
-                later = head[j]
-                if inv_freq is not None:
-                    later = turned(head[j : j + 1], hi - lo, inv_freq)[0]
+            for j in range(max(lo, before), hi):
+                own = head[j - before]
+                later = own if inv_freq is None else turned(own[None], hi - lo, inv_freq)[0]
                 far = np.exp(k[seen] @ later * scale)
-                near = np.exp(k[max(lo, sinks) : j + 1] @ head[j] * scale)
+                near = np.exp(k[max(lo, sinks) : j + 1] @ own * scale)
                 weights = far[len(seen) - (hi - lo) :] / (far.sum() + near.sum())
                 scores[lo:hi] = np.maximum(scores[lo:hi], weights)
     return scores

@@ -228,6 +228,6 @@ class BlockEvictor(ScoreEvictor):
         free = torch.zeros_like(kept)
         free[..., self.sinks : self.sinks + n] = stays
         keys = step.k.clone()
-        keys[free] = self.ragged.keys.as_stored(step.k[free][None, None], 0)[0, 0]
+        keys[free] = self.ragged.keys.as_packed(step.k[free][None, None])[0, 0]
         values = fit(step, kept, keys, free, step.k.shape[2] - block.queries)
         return values[:, :, self.sinks : self.sinks + n]

@@ -36,7 +36,8 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
         visible = None if queries.visible is None else queries.visible[:, :, past:]
         regions.append(Region.exact(k, v, visible=visible, bias=bias, own=t))
     if state.evictor is not None and state.evictor.ragged is not None:
-        regions += state.evictor.ragged.regions(queries.visible)
+        hidden = queries.visible if state.sinks is None else state.sinks.hide(queries.visible)
+        regions += state.evictor.ragged.regions(hidden)
     return regions
 
 

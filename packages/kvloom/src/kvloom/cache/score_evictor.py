@@ -325,7 +325,7 @@ class ScoreEvictor(Evictor):
             contested = choice.contested
             wide = torch.zeros_like(stays)
             wide[..., : contested.shape[2]] = contested
-            flat = self.ragged.keys.as_stored(k[wide][None, None], 0)
+            flat = self.ragged.keys.as_packed(k[wide][None, None])
             keys[wide], stays = flat[0, 0], stays | wide
         index = torch.arange(n, device=k.device).expand(1, 1, -1)
         step = self.scorer.step(queries, k, v, queries.visible, index, n, None)

@@ -205,11 +205,16 @@ class KVSide(Stateful):
         if self.packed is None:
             return x
         count = self.packed.fmt.to_pack(x.shape[2], recent)
-        if not count:
+        nonpadding = None if nonpadding is None else nonpadding[:, :, :count]
+        return torch.cat([self.as_packed(x[:, :, :count], nonpadding), x[:, :, count:]], dim=2)
+
+    def as_packed(self, x: Tensor, nonpadding: Tensor | None = None) -> Tensor:
+        """Return x [B, Hk, N, D] as it is read once `add` has stored it; nonpadding: as there."""
+        if self.packed is None or not x.shape[2]:
             return x
         trial = self.packed.empty()
-        trial.append(x[:, :, :count], None if nonpadding is None else nonpadding[:, :, :count])
-        return torch.cat([trial.view().tensor(), x[:, :, count:]], dim=2)
+        trial.append(x, nonpadding)
+        return trial.view().tensor()
 
     def take(self, blocks: Tensor, unit: int) -> None:
         """Keep only some blocks of `unit` tokens, in a new order, of a side that `add` filled.

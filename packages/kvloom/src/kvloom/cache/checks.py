@@ -21,11 +21,11 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     if traits != state.traits:
         check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
         state.traits = traits
-    if not queries.causal and state.recipe.reads_queries:
+    if not queries.sees_past and state.recipe.reads_queries:
         raise CacheMisuse(
-            f"{state.name}: recipe {state.recipe.name!r} scores the prompt causally, and tokens of "
-            "this one see later ones (an image, a bidirectional prefix); use a recipe without "
-            'scores of the prompt, such as "near-lossless" or "quest"'
+            f"{state.name}: recipe {state.recipe.name!r} scores the prompt, and tokens of this one "
+            "do not see all earlier ones (packed sequences), which no score knows; use a recipe "
+            'without scores of the prompt, such as "near-lossless" or "quest"'
         )
     if state.outliers is not None and queries.ids is None and state.needs_ids:
         raise CacheMisuse(

@@ -29,7 +29,7 @@ from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 
-VERSION = 7
+VERSION = 8
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 STRATEGIES: dict[str, type[ScoreEvictor]] = {

@@ -85,7 +85,7 @@ class StepScorer(Stateful):
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
             visible_queries=queries.visible_queries, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
-            head=self.head, ids=queries.ids, norms=queries.norms,
+            head=self.head, ids=queries.ids, norms=queries.norms, ahead=queries.ahead,
         )  # fmt: skip
 
 

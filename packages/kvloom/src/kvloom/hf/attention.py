@@ -89,7 +89,10 @@ def attention(
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     attended, first, several = None, not layer.cache.seen, query.shape[2] > 1
     in_window = layer.window is not None
-    causal = in_window or not hasattr(attention_mask, "_kvloom_is_stock")
+    ahead, sees_past = None, True
+    if hasattr(attention_mask, "_kvloom_is_stock") and not in_window:
+        ahead, sees_past = _later_tokens(layer, attention_mask)
+    causal = ahead is None and sees_past
     visible = (tokens_in_window if in_window else visible_tokens)(layer, attention_mask)
     if attention_mask is None and several and not _causal(module, kwargs):
         raise _not_causal(layer)
@@ -99,7 +102,9 @@ def attention(
         k, v = (key, value) if first else layer.behind_window(key, value)
         attended = _by_model(module, query, k, v, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = Queries(query, scale, visible, kwargs.get("softcap"), causal=causal)
+    queries = Queries(
+        query, scale, visible, kwargs.get("softcap"), ahead=ahead, sees_past=sees_past
+    )
     if (sinks := kwargs.get("s_aux")) is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
     step = StepInputs(queries, key, value, attended)
@@ -260,14 +265,43 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
     if hasattr(mask, "_kvloom_is_stock"):
-        if layer.cache.seen:
-            raise _not_causal(layer)
         found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
         return found
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"
     )
+
+
+def _later_tokens(layer: RoutedLayer, mask: Any) -> tuple[Tensor | None, bool]:
+    """Return `Queries.ahead` and `Queries.sees_past` of a mask of the model, [B or 1, 1, T, N].
+
+    Raises `CacheMisuse` where it hides stored tokens: packed tokens have no mask for each query.
+    """
+    if not hasattr(mask, "_kvloom_later"):
+        mask._kvloom_later = _measured(mask)
+    ahead, sees_past = mask._kvloom_later
+    if layer.cache.seen and not sees_past:
+        raise _not_causal(layer)
+    return ahead, sees_past
+
+
+def _measured(mask: Any) -> tuple[Tensor | None, bool]:
+    """Return how far behind its own token each query sees, and whether it sees all up to there."""
+    visible = mask._kvloom_visible
+    sees = (mask if mask.dtype == torch.bool else mask == 0).as_subclass(Tensor)[:, :1]
+    rows, _, t, n = sees.shape if visible is None else (len(visible), *sees.shape[1:])
+    sees = sees.expand(rows, -1, -1, -1)[:, 0]
+    index = torch.arange(n, device=sees.device)
+    own, real = index[n - t :], sees.new_ones(rows, n)
+    if visible is not None:
+        real = visible[:, 0].to(sees.device)
+    last = n - 1 - sees.flip(-1).byte().argmax(dim=-1)
+    ahead = ((last - own) * real[:, n - t :]).clamp(min=0)
+    wanted = (index <= (own + ahead)[..., None]) & real[:, None]
+    same = (sees == wanted).all(dim=-1) | ~real[:, n - t :]
+    alone = mask.shape[1] == 1  # else a mask for each head
+    return ahead if bool(ahead.any()) else None, alone and bool(same.all())
 
 
 def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:

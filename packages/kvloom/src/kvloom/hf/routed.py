@@ -145,7 +145,7 @@ class RoutedLayer(CacheLayerMixin):
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         again = self.arrived()
-        if step.queries.visible is not None:
+        if step.queries.visible is not None or step.queries.ahead is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
@@ -549,11 +549,12 @@ class RoutedCache(transformers.Cache):
 
 
 def on_one_device(step: StepInputs) -> StepInputs:
-    """Return a step whose mask is on the device of its queries."""
-    q, visible = step.queries.q, step.queries.visible
-    if visible is None or visible.device == q.device:
+    """Return a step whose masks are on the device of its queries."""
+    q, visible, ahead = step.queries.q, step.queries.visible, step.queries.ahead
+    if all(x is None or x.device == q.device for x in (visible, ahead)):
         return step
-    return step._replace(queries=step.queries._replace(visible=visible.to(q.device)))
+    visible, ahead = (None if x is None else x.to(q.device) for x in (visible, ahead))
+    return step._replace(queries=step.queries._replace(visible=visible, ahead=ahead))
 
 
 def _removed(tokens: int, seen: int) -> int:

@@ -244,12 +244,31 @@ unpack = Op(
 
 
 def _mass_case(
-    q: Tensor, k: Tensor, scale: float, *, noise: Noise | None = None, **_: Any
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    noise: Noise | None = None,
+    ahead: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Hashable]:
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
-    return k, (shape, q.dtype, k.dtype, kind, q.requires_grad and torch.is_grad_enabled())
+    gradient = q.requires_grad and torch.is_grad_enabled()
+    return k, (shape, q.dtype, k.dtype, kind, ahead is None, gradient)
+
+
+def _mass_problems(module: Any) -> Any:
+    """Return `Backend.problems` of a module of attention mass, which asks its `problems`."""
+
+    def problems(
+        q: Tensor, k: Tensor, *_: Any, noise: Any = None, ahead: Any = None, **__: Any
+    ) -> list[str]:
+        reasons: list[str] = module.problems(q, k, noise)
+        return reasons if ahead is None else [*reasons, "queries see later tokens, as in an image"]
+
+    return problems
 
 
 column_mass = Op(
@@ -258,13 +277,13 @@ column_mass = Op(
     _mass_case,
     cpu=Backend(
         run=mass_cpu.column_mass,
-        problems=lambda q, k, *_, noise=None, **__: mass_cpu.problems(q, k, noise),
+        problems=_mass_problems(mass_cpu),
         load=lambda *_, **__: mass_cpu.compiled(),
         coverage=str(mass_cpu.COVERAGE),
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, **__: mass_triton.problems(q, k, noise),
+        problems=_mass_problems(mass_triton),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),
     ),

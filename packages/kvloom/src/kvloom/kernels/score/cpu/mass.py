@@ -149,7 +149,7 @@ def _options(
     b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    visible, visible_queries, _, bias, _, noise, _, _ = options
+    visible, visible_queries, _, bias, _, noise, *_ = options
     if visible is None and visible_queries is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0

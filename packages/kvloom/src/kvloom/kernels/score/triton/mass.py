@@ -46,7 +46,8 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
-    visible, visible_queries, softcap, bias, window, noise, tau, largest = MassOptions(**options)
+    given_options = MassOptions(**options)
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, _ = given_options
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:

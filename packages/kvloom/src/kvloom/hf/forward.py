@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,8 +65,10 @@ class RoutedForward:
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
+        reading = nullcontext() if repeated is None else repeated.reading()
         with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), routed:
-            out = self._run(args, kwargs)
+            with reading:
+                out = self._run(args, kwargs)
             if repeated is not None:
                 repeated.run()
             return out

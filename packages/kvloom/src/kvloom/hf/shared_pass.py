@@ -107,6 +107,8 @@ def prefill_together(
             for follower in followers:
                 with follower.failing(CacheMisuse):
                     running.enter_context(token_ids(follower.cache, (), inputs))
+                if follower.repetition is not None:
+                    running.enter_context(follower.repetition.reading())
             logits, seconds = _read_prompt(model, leader, followers, clock, inputs)
     except BaseException:
         for cache in caches:

@@ -375,9 +375,9 @@ def _causal(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
 
 def _not_causal(layer: RoutedLayer) -> CacheMisuse:
     return CacheMisuse(
-        f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (an "
-        "image, a bidirectional prefix, packed sequences), which kvloom does not compute; use "
-        "plain text, or transformers.DynamicCache(config=model.config) as past_key_values"
+        f"{layer.cache.name}: tokens of this input do not see all tokens before the last one that "
+        "they see (packed sequences), or see later ones without a mask, which kvloom does not "
+        "compute; use transformers.DynamicCache(config=model.config) as past_key_values"
     )
 
 

@@ -305,15 +305,15 @@ DEFECTS = [
     # --- kernels -----------------------------------------------------------------------------
     _defect(
         "kernels", "kernels/attend/reference.py",
-        "logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)",
-        "logits.masked_fill_(ahead.triu_(n - t + 1), -torch.inf)",
+        "logits.masked_fill_(later.triu_(n - t + lo + 1), -torch.inf)",
+        "logits.masked_fill_(later.triu_(n - t + 1), -torch.inf)",
         "causality ignores where a block of query rows begins",
         "packages/kvloom/tests/kernels/test_attend.py",
     ),
     _defect(
         "kernels", "kernels/score/reference.py",
-        "hidden |= ahead.tril(end - rows - window)",
-        "hidden |= ahead.tril(end - rows - window - 1)",
+        "pairs.tril(end - rows - window)",
+        "pairs.tril(end - rows - window - 1)",
         "a query sees one token more than its window",
         "packages/kvloom/tests/kernels/test_column_mass.py",
     ),

@@ -7,9 +7,11 @@ import copy
 import pytest
 import torch
 
+import kvloom
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse
+from kvloom.keep import Mass
 from kvloom.recipe.resolve import resolve
 from steps import CORE, RECIPES, SCALE, build, draw, padded
 
@@ -51,6 +53,16 @@ def test_a_draft_with_such_tokens_is_refused():
     with pytest.raises(CacheMisuse, match="give the image in a call without a draft"):
         seeing(layer, *draw(1, 2), ahead)
     assert layer.seen == 40
+
+
+def test_queries_that_wait_for_a_block_are_refused():
+    keep = kvloom.Keep(
+        kvloom.Budget(fraction=0.5, recent=8, heads=1.0), Mass(), when="block", block=32
+    )
+    layer = build(kvloom.Recipe(keep), *draw(0, 300))
+    with pytest.raises(CacheMisuse, match="use the score rotated, or when=prompt"):
+        seeing(layer, *draw(1, 2), torch.tensor([[1, 0]]))
+    assert layer.seen == 300
 
 
 def test_a_prompt_in_two_parts_keeps_what_each_query_sees():

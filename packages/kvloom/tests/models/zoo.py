@@ -191,8 +191,23 @@ WITH_IMAGES = {
         text_config=CONFIGS["llama-gqa"](), image_token_id=IMAGE_TOKEN,
         vision_config={**_VISION, "model_type": "clip_vision_model"},
     ),
+    "qwen2-vl": lambda: tf.Qwen2VLConfig(
+        text_config={
+            **_COMMON, "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]
+            },
+        },
+        vision_config={
+            "depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 16,
+            "mlp_ratio": 1,
+        },
+        image_token_id=IMAGE_TOKEN, vision_start_token_id=191, vision_end_token_id=192,
+        video_token_id=193,
+    ),
 }  # fmt: skip
-"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal."""
+"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal, and
+causal with positions on three axes."""
 
 
 def build_with_images(name: str) -> tf.PreTrainedModel:
@@ -214,6 +229,10 @@ def image_prompt(model: tf.PreTrainedModel, before: int, after: int, seed: int =
     ids = torch.cat([text[:, :before], image, text[:, before:]], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["pixel_values"] = torch.randn(1, 3, 32, 32, generator=generator)
+    if model.config.model_type == "qwen2_vl":
+        inputs["pixel_values"] = torch.randn(16, 2 * 3 * 16 * 16, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
     if model.config.model_type == "gemma3":
         inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
     elif model.config.model_type == "paligemma":

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
+from ..keep import Rotated
 from . import attention, compat, repetition
 from .routed import RoutedCache, RoutedLayer, compressed_part
 
@@ -75,6 +76,7 @@ class RoutedForward:
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the module with a kvloom cache."""
+        _check_positions(kwargs)
         if compat.refuses_caches(self.model):
             kwargs = {**kwargs, "use_cache": False}
         return self.forward(*args, **kwargs)
@@ -145,6 +147,28 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
         )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise attention.no_weights(cache.compressed[0])
+
+
+def _check_positions(kwargs: dict[str, Any]) -> None:
+    """Raise `CacheMisuse` where a recipe derives positions from the order of tokens in an image.
+
+    Position ids [axes, B, T] of three axes differ within an image (M-RoPE). `Rotated` moves queries
+    by equal distances on all axes, whatever their positions.
+    """
+    positions, cache = kwargs.get("position_ids"), kwargs["past_key_values"]
+    if positions is None or positions.dim() != 3 or bool((positions[-3:] == positions[-1]).all()):
+        return
+    for layer in cache.routed:
+        keep = layer.cache.recipe.keep
+        if keep is None:
+            continue
+        by_order = keep.scorer.rotates and not isinstance(keep.scorer, Rotated)
+        if by_order or keep.positions != "original":
+            raise CacheMisuse(
+                f"{layer.cache.name}: the recipe derives positions from the order of tokens, and "
+                "those of this image have positions on several axes; use positions=original and "
+                "another score, such as snapkv"
+            )
 
 
 def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:

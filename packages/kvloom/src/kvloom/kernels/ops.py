@@ -259,31 +259,23 @@ def _mass_case(
     return k, (shape, q.dtype, k.dtype, kind, ahead is None, gradient)
 
 
-def _mass_problems(module: Any) -> Any:
-    """Return `Backend.problems` of a module of attention mass, which asks its `problems`."""
-
-    def problems(
-        q: Tensor, k: Tensor, *_: Any, noise: Any = None, ahead: Any = None, **__: Any
-    ) -> list[str]:
-        reasons: list[str] = module.problems(q, k, noise)
-        return reasons if ahead is None else [*reasons, "queries see later tokens, as in an image"]
-
-    return problems
-
-
 column_mass = Op(
     "column_mass",
     score_reference.column_mass,
     _mass_case,
     cpu=Backend(
         run=mass_cpu.column_mass,
-        problems=_mass_problems(mass_cpu),
+        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_cpu.problems(
+            q, k, noise, ahead
+        ),
         load=lambda *_, **__: mass_cpu.compiled(),
         coverage=str(mass_cpu.COVERAGE),
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=_mass_problems(mass_triton),
+        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_triton.problems(
+            q, k, noise, ahead
+        ),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),
     ),

@@ -40,6 +40,11 @@ class MassOptions(NamedTuple):
     ahead: Tensor | None = None
 
 
+def ahead_problem(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None) -> str | None:
+    """Return why no kernel sums the attention of queries to later tokens."""
+    return None if ahead is None else "queries see later tokens, as in an image"
+
+
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 

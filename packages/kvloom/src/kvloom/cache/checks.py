@@ -27,10 +27,6 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
             "do not see all earlier ones (packed sequences), which no score knows; use a recipe "
             'without scores of the prompt, such as "near-lossless" or "quest"'
         )
-    if state.outliers is not None and queries.ids is None and state.needs_ids:
-        raise CacheMisuse(
-            f"{state.name}: the rule for outliers reads token ids; run the layer by its model"
-        )
     tokens, evictor = state.seen + k.shape[2], state.evictor
     if evictor is not None and evictor.phase is Phase.EMPTY and tokens > state.recipe.start:
         evictor.check_prompt(tokens)
@@ -46,6 +42,14 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
             closed_up = replace(alibi, position=position, closed_up=True)
             step = step._replace(queries=queries._replace(alibi=closed_up))
     return step
+
+
+def check_ids(state: LayerState, ids: Tensor | None) -> None:
+    """Raise `CacheMisuse` for a step without the token ids that a rule reads."""
+    if ids is None and state.needs_ids:
+        raise CacheMisuse(
+            f"{state.name}: a rule that protects tokens reads token ids; run the layer by its model"
+        )
 
 
 def check_shapes(

@@ -18,7 +18,7 @@ from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
 from . import latents
 from .attention import attend_to, joined
-from .checks import check_range, checked, out_of_range
+from .checks import check_ids, check_range, checked, out_of_range
 from .commit import commit
 from .layer_state import LayerState
 from .reading import attention_ahead, step_regions
@@ -54,6 +54,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 
 def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
+    check_ids(state, inputs.queries.ids)
     step = checked(state, inputs)
     stored = _append(state, step)
     if step.attended is not None:
@@ -109,6 +110,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     """
     if state.seen:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
+    check_ids(state, inputs.queries.ids)
     step = checked(state, inputs)
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens

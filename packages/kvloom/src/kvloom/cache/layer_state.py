@@ -140,8 +140,10 @@ class LayerState(Stateful):
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the next step needs token ids, for the rule that chooses outliers."""
-        return self.outliers is not None and self.outliers.reads_ids and not self.outliers.done
+        """Whether the next step needs token ids, for a rule that protects tokens."""
+        if self.outliers is not None and self.outliers.reads_ids:
+            return not self.outliers.done
+        return self.recipe.protect.reads_ids and not self.prompt_done
 
     @property
     def dropped(self) -> float:

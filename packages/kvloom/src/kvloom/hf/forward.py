@@ -232,8 +232,8 @@ def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterat
     ids = kwargs.get("input_ids", args[0] if args else None)
     if layers and ids is None:
         raise CacheMisuse(
-            "the rule for outliers reads token ids, not inputs_embeds; give input_ids, or use "
-            "another rule"
+            "the recipe protects tokens by a rule that reads token ids, not inputs_embeds; give "
+            "input_ids, or leave the rule out"
         )
     for layer in layers:
         layer.ids = ids

@@ -154,8 +154,13 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, shared=True)
-        if self.ids is not None:
+        if self.ids is not None and self.repeated is None:
             ids = self.ids.to(step.k.device)
+            if ids.shape[1] != step.tokens:
+                raise CacheMisuse(
+                    f"{self.cache.name}: the call gives {ids.shape[1]} token ids and the decoder "
+                    f"reads {step.tokens} tokens; leave out the rule that reads token ids"
+                )
             step = step._replace(queries=step.queries._replace(ids=ids))
         if self.norms is not None:
             norms, self.norms = self.norms.to(step.k.device), None

@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from ..keep import Rotated
 from . import attention, compat, repetition
 from .routed import RoutedCache, RoutedLayer, compressed_part
 
@@ -152,23 +151,13 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
 def _check_positions(kwargs: dict[str, Any]) -> None:
     """Raise `CacheMisuse` where a recipe derives positions from the order of tokens in an image.
 
-    Position ids [axes, B, T] of three axes differ within an image (M-RoPE). `Rotated` moves queries
-    by equal distances on all axes, whatever their positions.
+    Position ids [axes, B, T] of three axes differ within an image (M-RoPE).
     """
     positions, cache = kwargs.get("position_ids"), kwargs["past_key_values"]
     if positions is None or positions.dim() != 3 or bool((positions[-3:] == positions[-1]).all()):
         return
     for layer in cache.routed:
-        keep = layer.cache.recipe.keep
-        if keep is None:
-            continue
-        by_order = keep.scorer.rotates and not isinstance(keep.scorer, Rotated)
-        if by_order or keep.positions != "original":
-            raise CacheMisuse(
-                f"{layer.cache.name}: the recipe derives positions from the order of tokens, and "
-                "those of this image have positions on several axes; use positions=original and "
-                "another score, such as snapkv"
-            )
+        layer.check_axes()
 
 
 def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:

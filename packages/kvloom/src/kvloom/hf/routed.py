@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse, KvloomError
+from ..keep import Rotated
 from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -126,6 +127,22 @@ class RoutedLayer(CacheLayerMixin):
     def reads_norms(self) -> bool:
         """Whether the next step needs the norms of the layer's input."""
         return self.cache.reads_norms
+
+    def check_axes(self) -> None:
+        """Raise `CacheMisuse` if positions on several axes, as in an image, do not fit the recipe.
+
+        `Rotated` moves queries by equal distances on all axes, whatever their positions.
+        """
+        keep = self.cache.recipe.keep
+        if keep is None:
+            return
+        by_order = keep.scorer.rotates and not isinstance(keep.scorer, Rotated)
+        if by_order or keep.positions != "original":
+            raise CacheMisuse(
+                f"{self.cache.name}: the recipe derives positions from the order of tokens, and "
+                "those of this image have positions on several axes; use positions=original and "
+                "another score, such as snapkv"
+            )
 
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.

@@ -25,12 +25,13 @@ def _inference():
         yield
 
 
+def in_image(row, head, q, k):
+    return (q >= 44) & (q < 56) & (k >= 44) & (k < 56)
+
+
 @pytest.fixture
 def model(monkeypatch):
     """A Llama in whose prompts the tokens 44 to 55 are an image and see each other."""
-
-    def in_image(row, head, q, k):
-        return (q >= 44) & (q < 56) & (k >= 44) & (k < 56)
 
     def mask(**arguments):
         return create_causal_mask(**arguments, or_mask_function=in_image)
@@ -106,6 +107,22 @@ def test_a_mask_that_hides_stored_tokens_is_refused_by_name(model, monkeypatch):
     with pytest.raises(CacheMisuse, match="tokens of this input do not see all tokens"):
         model(ids[:, :1], past_key_values=cache)
     assert cache.get_seq_length() == 61
+
+
+@pytest.mark.parametrize("recipe", ["full", RECIPES[3]])
+def test_layers_that_share_keys_read_a_part_of_the_mask(recipe, monkeypatch):
+    """Gemma 4 lets its later layers attend by the last query of a prompt alone."""
+    modeling = pytest.importorskip("transformers.models.gemma4.modeling_gemma4")
+
+    def mask(**arguments):
+        return create_causal_mask(**arguments, or_mask_function=in_image)
+
+    monkeypatch.setattr(modeling, "create_causal_mask", mask)
+    model, options = zoo.build("gemma4-shared"), {"max_new_tokens": 8, "do_sample": False}
+    batch = {x: y[:, :54] for x, y in zoo.batch().items()}  # which ends in the image
+    want = model.generate(**batch, **options)
+    got = model.generate(**batch, **options, past_key_values=kvloom.Cache(model, recipe))
+    assert torch.equal(got, want)
 
 
 def turns(model, cache, count=2):

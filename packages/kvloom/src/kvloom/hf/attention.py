@@ -80,9 +80,7 @@ def attention(
     """
     layer = getattr(key, "_kvloom_layer", None) or expanding_layer(module)
     if layer is None:
-        stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
-        if stock_mask is not None:
-            attention_mask = stock_mask()
+        attention_mask = _stock_mask(attention_mask)
         if kwargs.get("block_indices") is not None:
             attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
@@ -141,11 +139,18 @@ def _by_model(
     arguments: dict[str, Any],
 ) -> Tensor:
     """Return attention [B, Hq, T, D] as the model computes it."""
-    stock_mask = getattr(mask, "_kvloom_stock_mask", None)
-    mask = mask if stock_mask is None else stock_mask()
     attend = _stock_attention(module)
+    mask = _stock_mask(mask)
     out: Tensor = attend(module, query, key, value, mask, scaling=scaling, **arguments)[0]
     return out.transpose(1, 2)
+
+
+def _stock_mask(mask: Any) -> Any:
+    """Return the mask that the model's own implementation takes."""
+    if isinstance(mask, StockMask):
+        return mask.as_subclass(Tensor)
+    make = getattr(mask, "_kvloom_stock_mask", None)
+    return mask if make is None else make()
 
 
 def _to_latents(module: torch.nn.Module, layer: RoutedLayer, step: StepInputs) -> StepInputs:
@@ -182,6 +187,30 @@ class PaddingMask(Tensor):
         mask._kvloom_visible = args[0]._kvloom_visible
         mask._kvloom_stock_mask = _no_stock_mask
         return mask
+
+
+class StockMask(Tensor):
+    """What `mask` returns for a layer that is not plainly causal: the mask of the model itself.
+
+    A slice of queries is such a mask, too. _kvloom_is_stock: True. _kvloom_visible: as of
+    `PaddingMask`.
+    """
+
+    @classmethod
+    def of(cls, made: Tensor, visible: Tensor | None) -> Any:
+        """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
+        mask: Any = made.as_subclass(cls)
+        mask._kvloom_is_stock, mask._kvloom_visible = True, visible
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a slice of queries be a mask of the model; all else is a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.__getitem__ and _is_slice_of_queries(args[1]):
+                return cls.of(result, args[0]._kvloom_visible)
+        return result
 
 
 def _is_slice_of_queries(index: Any) -> bool:
@@ -234,11 +263,11 @@ def mask(
             return made
         model_reads = local_size is not None or is_plainly_causal(config, mask_function, True)
         if model_reads or not _hides_padding_alone(made, padding):
-            made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
+            marked = StockMask.of(made, visible)
             if made.shape[-2] == 1:
                 hides_more = not _hides_padding_alone(made, padding[:, kv_offset:])
-                made._kvloom_hides_more = hides_more  # type: ignore[attr-defined]
-            return made
+                marked._kvloom_hides_more = hides_more
+            return marked
     result = padding.as_subclass(PaddingMask)
     result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
     return result

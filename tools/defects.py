@@ -305,15 +305,33 @@ DEFECTS = [
     # --- kernels -----------------------------------------------------------------------------
     _defect(
         "kernels", "kernels/attend/reference.py",
-        "logits.masked_fill_(ahead.triu_(n - t + lo + 1), -torch.inf)",
-        "logits.masked_fill_(ahead.triu_(n - t + 1), -torch.inf)",
+        "logits.masked_fill_(later.triu_(n - t + lo + 1), -torch.inf)",
+        "logits.masked_fill_(later.triu_(n - t + 1), -torch.inf)",
         "causality ignores where a block of query rows begins",
         "packages/kvloom/tests/kernels/test_attend.py",
     ),
     _defect(
+        "kernels", "kernels/attend/reference.py",
+        "(behind > 0) & (behind <= ahead", "(behind >= 0) & (behind <= ahead",
+        "a token of an image attends to itself twice",
+        "packages/kvloom/tests/laws/test_ahead.py",
+    ),
+    _defect(
         "kernels", "kernels/score/reference.py",
-        "hidden |= ahead.tril(end - rows - window)",
-        "hidden |= ahead.tril(end - rows - window - 1)",
+        "(behind > ahead[:, lo : lo + rows, None])", "(behind > 0 * ahead[:, lo : lo + rows, None])",
+        "a score counts the tokens of an image causally",
+        "packages/kvloom/tests/models/test_image_masks.py",
+    ),
+    _defect(
+        "cache", "cache/scoring.py",
+        "torch.where(old >= self.fixed_from", "torch.where(old == torch.inf",
+        "tokens that stay by their ids are evicted at later steps",
+        "packages/kvloom/tests/models/test_protected_ids.py",
+    ),
+    _defect(
+        "kernels", "kernels/score/reference.py",
+        "pairs.tril(end - rows - window)",
+        "pairs.tril(end - rows - window - 1)",
         "a query sees one token more than its window",
         "packages/kvloom/tests/kernels/test_column_mass.py",
     ),
@@ -439,8 +457,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/attention.py",
-        "if stock_mask is not None:",
-        "if stock_mask is not None and attention_mask.numel():",
+        "return mask if make is None else make()",
+        "return mask if make is None or not mask.numel() else make()",
         "layers of transformers get kvloom's empty mask where nothing is padded",
         "packages/kvloom/tests/sweep/test_sweep.py", "-k", "stay_with",
     ),

@@ -24,6 +24,7 @@ from kvloom import Cache, __version__
 from kvloom.cache import LayerCache, LayerContents, layer_contents
 from kvloom.errors import InputError
 from kvloom.hf import ObservedStep, attachment_restored, observe_steps, read_tokens
+from kvloom.keep import PROTECTED
 from kvloom.progress import Progress
 from kvloom.recipe import Recipe, resolve
 from kvloom.store import Format, Packed
@@ -198,7 +199,7 @@ def runs(marks: Tensor) -> list[int]:
 
 def _plain_scores(scores: Tensor) -> list[float | str | None]:
     def plain(x: float) -> float | str | None:
-        return None if math.isnan(x) else "inf" if x == math.inf else float(f"{x:.4g}")
+        return None if math.isnan(x) else "inf" if x >= PROTECTED else float(f"{x:.4g}")
 
     return [plain(x) for x in scores.tolist()]
 

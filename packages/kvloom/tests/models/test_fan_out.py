@@ -122,3 +122,47 @@ def test_a_cache_that_holds_tokens_is_refused():
     with pytest.raises(CacheMisuse, match="holds tokens already"):
         prefill_together(model, kvloom.Cache(model, "full"), [Follower(used)], **prompt(70))
     assert used.get_seq_length() == 70
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neo", "xglm"])
+def test_padded_rows_at_learned_positions_are_read_apart(name):
+    """Where positions are renumbered, the mask places them; the plain model counts padding."""
+    model = zoo.build(name)
+    recipe = "h2o:tokens=24,positions=renumbered"
+    batch, alone = zoo.batch(), kvloom.Cache(model, recipe)
+    kvloom.attach(model, "full")
+    follower = Follower(kvloom.Cache(model, recipe))
+    with torch.no_grad():
+        model(**batch, past_key_values=alone)
+        prefill_together(model, kvloom.Cache(model, "full"), [follower], **batch)
+        ids, mask = (
+            torch.tensor([[5]] * 3),
+            torch.cat([batch["attention_mask"], torch.ones(3, 1)], 1),
+        )
+        want, got = (
+            model(ids, attention_mask=mask, past_key_values=cache).logits
+            for cache in (alone, follower.cache)
+        )
+    torch.testing.assert_close(got, want)
+
+
+def test_a_prompt_with_an_image_is_shared():
+    """What a score and a repetition read of it, too; and a misfit says why."""
+    model = zoo.build_with_images("qwen2-vl")
+    kvloom.attach(model, "full")
+    recipes = [
+        "snapkv:tokens=24,window=8",
+        "kvzip:tokens=24,recent=8",
+        "expected:tokens=24,recent=8",
+    ]
+    followers = [Follower(kvloom.Cache(model, recipe)) for recipe in recipes]
+    prompt = zoo.image_prompt(model, 30, 20)
+    with torch.no_grad():
+        prefill_together(model, kvloom.Cache(model, "full"), followers, **prompt)
+        for follower, recipe in zip(followers[:2], recipes, strict=False):
+            alone = kvloom.Cache(model, recipe)
+            model(**prompt, past_key_values=alone)
+            for one, two in zip(alone.routed, follower.cache.routed, strict=True):
+                assert torch.equal(*(x.cache.exact_tokens()[0] for x in (one, two)))
+    assert [follower.error is None for follower in followers] == [True, True, False]
+    assert "positions on several axes" in str(followers[2].error)

@@ -84,16 +84,16 @@ def test_an_adapted_model(name, dropout):
     assert cache.get_seq_length() == 0
 
 
-def test_a_mask_that_is_not_causal_in_a_later_turn(turn, monkeypatch):
-    """As an image in a second prompt: its tokens see each other."""
-    image = partial(create_causal_mask, or_mask_function=lambda row, head, q, k: k < 63)
+def test_a_mask_that_hides_earlier_tokens_in_a_later_turn(turn, monkeypatch):
+    """As of packed sequences: the second does not see the first."""
+    packed = partial(create_causal_mask, and_mask_function=lambda row, head, q, k: k > 5)
 
     def second_turn(**arguments):
         seen = arguments["past_key_values"].get_seq_length()
-        return (image if seen else create_causal_mask)(**arguments)
+        return (packed if seen else create_causal_mask)(**arguments)
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", second_turn)
-    model, cache = turn("tokens of this input see later ones")
+    model, cache = turn("tokens of this input do not see all tokens before the last one")
     monkeypatch.undo()
     with torch.no_grad():
         model(input_ids=IDS[:, :5], past_key_values=cache)
@@ -117,4 +117,4 @@ def test_a_module_that_is_not_causal(turn, monkeypatch):
         if arguments["past_key_values"].get_seq_length()
         else create_causal_mask(**arguments),
     )  # fmt: skip
-    turn("tokens of this input see later ones", is_causal=False)
+    turn("or see later ones without a mask", is_causal=False)

@@ -252,9 +252,6 @@ def test_a_model_without_room_for_the_repetition_is_refused(limit, chunk, remedy
 def test_what_cannot_be_repeated_is_refused():
     model = zoo.build("llama-gqa")
     cache = kvloom.Cache(model, KVZIP)
-    embeds = model.get_input_embeddings()(IDS["input_ids"])
-    with pytest.raises(CacheMisuse, match="needs token ids, not inputs_embeds"):
-        model(inputs_embeds=embeds, past_key_values=cache)
     with pytest.raises(CacheMisuse, match="a token that the model lacks; use ids below 199"):
         prefilled(model, "kvzip:instruction=5 199")
     mixed = f"{KVZIP}@0=kvzip:chunk=30"
@@ -279,6 +276,44 @@ def test_what_cannot_be_repeated_is_refused():
 def test_recipes_that_cannot_work_are_refused(spelled, message):
     with pytest.raises(RecipeError, match=message):
         resolve(spelled)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_embeddings_are_repeated_as_their_ids_are(padded):
+    model = zoo.build("llama-gqa")
+    by_ids = IDS if padded else {"input_ids": IDS["input_ids"]}
+    embeds = model.get_input_embeddings()(IDS["input_ids"]).detach()
+    by_embeds = {**by_ids, "inputs_embeds": embeds}
+    del by_embeds["input_ids"]
+    one, two = (logical(prefilled(model, KVZIP, **inputs)) for inputs in (by_ids, by_embeds))
+    assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
+@by_reference
+@pytest.mark.parametrize("name", zoo.WITH_IMAGES)
+def test_an_image_is_repeated_as_the_decoder_has_read_it(name):
+    """Not as the tokens that stand for it in the prompt."""
+    model, read = zoo.build_with_images(name), []
+    note = lambda *call: read.append(call[2]["inputs_embeds"])  # noqa: E731
+    compat.decoder(model).register_forward_pre_hook(note, with_kwargs=True)
+    prefilled(model, "kvzip:tokens=24,recent=4,chunk=30", **zoo.image_prompt(model, 20, 17))
+    first, *chunks = read
+    assert torch.equal(chunks[0], first[:, :30])
+    assert torch.equal(chunks[1], first[:, 22:])
+
+
+@by_reference
+def test_what_a_decoder_reads_beside_embeddings_is_refused_by_name(monkeypatch):
+    """As the features that Qwen3-VL adds to the tokens of an image in its first layers."""
+    model = zoo.build("llama-gqa")
+    forward = type(model.model).forward
+    monkeypatch.setattr(
+        type(model.model), "forward", lambda self, features=None, **x: forward(self, **x)
+    )
+    cache = kvloom.Cache(model, KVZIP)
+    with torch.no_grad(), pytest.raises(CacheMisuse, match="its decoder 'features', which kvloom"):
+        model(**IDS, features=torch.ones(3), past_key_values=cache)
+    assert cache.get_seq_length() == cache.nbytes == 0
 
 
 def test_layers_with_other_recipes_join_in():

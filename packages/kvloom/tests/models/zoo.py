@@ -171,6 +171,75 @@ ADAPTED = (
 )  # fmt: skip
 
 
+_VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 32, "patch_size": 16,
+}  # fmt: skip
+IMAGE_TOKEN, IMAGE_TOKENS = 190, 4
+WITH_IMAGES = {
+    "gemma3": lambda: tf.Gemma3Config(
+        text_config=CONFIGS["gemma3"](), vision_config=_VISION,
+        mm_tokens_per_image=IMAGE_TOKENS, image_token_id=IMAGE_TOKEN,
+    ),
+    "paligemma": lambda: tf.PaliGemmaConfig(
+        text_config={**_GQA, "model_type": "gemma"}, projection_dim=64,
+        vision_config={**_VISION, "projection_dim": 64},
+        image_token_id=IMAGE_TOKEN,
+    ),
+    "llava": lambda: tf.LlavaConfig(
+        text_config=CONFIGS["llama-gqa"](), image_token_id=IMAGE_TOKEN,
+        vision_config={**_VISION, "model_type": "clip_vision_model"},
+    ),
+    "qwen2-vl": lambda: tf.Qwen2VLConfig(
+        text_config={
+            **_COMMON, "num_key_value_heads": 2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]
+            },
+        },
+        vision_config={
+            "depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 16,
+            "mlp_ratio": 1,
+        },
+        image_token_id=IMAGE_TOKEN, vision_start_token_id=191, vision_end_token_id=192,
+        video_token_id=193,
+    ),
+}  # fmt: skip
+"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal, and
+causal with positions on three axes."""
+
+
+def build_with_images(name: str) -> tf.PreTrainedModel:
+    """A model of `WITH_IMAGES` in eval mode, fp32."""
+    torch.manual_seed(0)
+    model = tf.AutoModelForImageTextToText.from_config(WITH_IMAGES[name]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4) if parameter.any() else parameter.normal_(std=0.1)
+    return model
+
+
+def image_prompt(model: tf.PreTrainedModel, before: int, after: int, seed: int = 0) -> dict:
+    """A row of text, an image and text, as the model's processor would give it."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(3, IMAGE_TOKEN, (1, before + after), generator=generator)
+    image = torch.full((1, IMAGE_TOKENS), IMAGE_TOKEN)
+    ids = torch.cat([text[:, :before], image, text[:, before:]], dim=1)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["pixel_values"] = torch.randn(1, 3, 32, 32, generator=generator)
+    if model.config.model_type == "qwen2_vl":
+        inputs["pixel_values"] = torch.randn(16, 2 * 3 * 16 * 16, generator=generator)
+        inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
+        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    if model.config.model_type == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    elif model.config.model_type == "paligemma":
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    return inputs
+
+
 def build(name: str, seed: int = 0, **changes) -> tf.PreTrainedModel:
     """A model in eval mode, fp32, with weights large enough for attention to matter."""
     torch.manual_seed(seed)

@@ -29,13 +29,14 @@ def attend_to(
     products: bool = False,
     plan: OpPlan[..., reference.AttentionState] | None = None,
     sink_logits: Tensor | None = None,
+    ahead: reference.AttentionState | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
     operation as a layer has bound it (None: bind it for this call). sink_logits: fp32 [Hq], of
-    attention sinks that the model has learned. Returns [B, Hq, T, D] in q's dtype, and the products
-    if a kernel returned them (else None).
+    attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
+    [B, Hq, T, D] in q's dtype, and the products if a kernel returned them (else None).
     """
     only = regions[0] if len(regions) == 1 else None
     if only is None or only.where is not None or only.own < only.keys.tokens:
@@ -47,15 +48,15 @@ def attend_to(
             state = run(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
-            out = state.out
+            out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products
-    if only is not None and _fused(only, q.shape[2], softcap):
+    if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
         out = reference.sdpa(
             q, only.keys.tail, only.values.tail, scale,
             causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
         )  # fmt: skip
         return out, None
-    states: list[reference.AttentionState] = []
+    states = [] if ahead is None else [ahead]
     for region in regions:
         if region.where is None and any(isinstance(view.packed, FormatView) for view in region[:2]):
             states += _by_format(q, region, scale, softcap)

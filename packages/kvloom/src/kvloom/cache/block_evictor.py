@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
@@ -104,6 +105,7 @@ class BlockEvictor(ScoreEvictor):
 
     def hold(self, queries: Queries) -> None:
         """Hold the queries of a step: they score the block that its tokens belong to."""
+        self._check_causal(queries)
         self.queries.append(queries.q)
         if queries.norms is not None:
             self.norms.append(queries.norms[:, None, :, None])
@@ -133,17 +135,26 @@ class BlockEvictor(ScoreEvictor):
         From now on, it holds those alone.
         """
         if len(self.queries):
+            self._check_causal(queries)
             norms = None
             if queries.norms is not None and len(self.norms) == len(self.queries):
                 norms = torch.cat([self.norms.view()[:, 0, :, 0], queries.norms], dim=1)
             q = torch.cat([self.queries.view(), queries.q], dim=2)
-            queries = queries._replace(q=q, products=None, norms=norms)
+            queries = queries._replace(q=q, products=None, norms=norms, ahead=None)
             self.queries.clear()
             self.norms.clear()
         end = queries.tokens - later
         if later:
             self.hold(queries.slice(end, queries.tokens))
         return queries.slice(0, end)
+
+    def _check_causal(self, queries: Queries) -> None:
+        """Raise `CacheMisuse` for queries that wait, if a score must know what they have seen."""
+        if self.keep.scorer.weighs and queries.ahead is not None and bool(queries.ahead.any()):
+            raise CacheMisuse(
+                f"score {self.keep.scorer.kind!r} weighs later blocks causally, and tokens of this "
+                "step see later ones (an image); use the score rotated, or when=prompt"
+            )
 
     def needed(self, queries: Queries) -> Queries:
         """Return what of the queries of a block an eviction needs, once they have scored."""

@@ -21,15 +21,11 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     if traits != state.traits:
         check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
         state.traits = traits
-    if not queries.causal and state.recipe.reads_queries:
+    if not queries.sees_past and state.recipe.reads_queries:
         raise CacheMisuse(
-            f"{state.name}: recipe {state.recipe.name!r} scores the prompt causally, and tokens of "
-            "this one see later ones (an image, a bidirectional prefix); use a recipe without "
-            'scores of the prompt, such as "near-lossless" or "quest"'
-        )
-    if state.outliers is not None and queries.ids is None and state.needs_ids:
-        raise CacheMisuse(
-            f"{state.name}: the rule for outliers reads token ids; run the layer by its model"
+            f"{state.name}: recipe {state.recipe.name!r} scores the prompt, and tokens of this one "
+            "do not see all earlier ones (packed sequences), which no score knows; use a recipe "
+            'without scores of the prompt, such as "near-lossless" or "quest"'
         )
     tokens, evictor = state.seen + k.shape[2], state.evictor
     if evictor is not None and evictor.phase is Phase.EMPTY and tokens > state.recipe.start:
@@ -46,6 +42,14 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
             closed_up = replace(alibi, position=position, closed_up=True)
             step = step._replace(queries=queries._replace(alibi=closed_up))
     return step
+
+
+def check_ids(state: LayerState, ids: Tensor | None) -> None:
+    """Raise `CacheMisuse` for a step without the token ids that a rule reads."""
+    if ids is None and state.needs_ids:
+        raise CacheMisuse(
+            f"{state.name}: a rule that protects tokens reads token ids; run the layer by its model"
+        )
 
 
 def check_shapes(

@@ -81,6 +81,8 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
+        if prompt:
+            state.score_evictor.note_ids(queries.ids)
         _settle_scored(state, segment, queries, new)
         return
     _store(state, segment, queries, new, prompt)
@@ -178,6 +180,7 @@ def _settle_block(
 def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
+    scores = evictor.marked(scores)
     if evictor.joint or evictor.keep.fit is not None:
         queries = evictor.needed(queries)
     if not evictor.joint:
@@ -245,6 +248,7 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
     tokens = queries.tokens + (0 if before is None else before.tokens)
     needed = (
         (evictor is not None and evictor.scoring and not evictor.repeats)
+        or state.needs_ids
         or (state.outliers is not None and not state.outliers.done)
         or (state.retriever is not None and state.retriever.learns)
     )

@@ -18,10 +18,10 @@ from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
 from . import latents
 from .attention import attend_to, joined
-from .checks import check_range, checked, out_of_range
+from .checks import check_ids, check_range, checked, out_of_range
 from .commit import commit
 from .layer_state import LayerState
-from .reading import step_regions
+from .reading import attention_ahead, step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
 from .step import StepInputs
@@ -54,6 +54,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 
 def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
+    check_ids(state, inputs.queries.ids)
     step = checked(state, inputs)
     stored = _append(state, step)
     if step.attended is not None:
@@ -61,15 +62,16 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
         return step.attended, OpenStep(step, stored, [])
     assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
-    queries, evictor = step.queries, state.evictor
+    queries, evictor, ahead = step.queries, state.evictor, attention_ahead(state, step)
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
+    products_score = scores_step and state.seen > 0 and ahead is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     if state.metadata.latent:
-        out, products = _attend_to_latents(step, regions, state.plan), None
+        out, products = _attend_to_latents(step, regions, state.plan, ahead), None
     else:
         out, products = attend_to(
-            queries.q, regions, queries.scale, queries.softcap, scores_step and state.seen > 0,
-            state.plan, queries.sink_logits,
+            queries.q, regions, queries.scale, queries.softcap, products_score, state.plan,
+            queries.sink_logits, ahead,
         )  # fmt: skip
     if products is not None or queries.q.requires_grad:
         q = queries.q
@@ -89,7 +91,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     queries = step.queries
     out, _ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
-        sink_logits=queries.sink_logits,
+        sink_logits=queries.sink_logits, ahead=attention_ahead(state, step),
     )  # fmt: skip
     return out
 
@@ -108,6 +110,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     """
     if state.seen:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
+    check_ids(state, inputs.queries.ids)
     step = checked(state, inputs)
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
@@ -139,12 +142,15 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
 
 
 def _attend_to_latents(
-    step: StepInputs, regions: list[Region], plan: OpPlan[..., AttentionState] | None = None
+    step: StepInputs,
+    regions: list[Region],
+    plan: OpPlan[..., AttentionState] | None = None,
+    ahead: AttentionState | None = None,
 ) -> Tensor:
-    """Attend absorbed queries to a latent layer; plan: of one query."""
+    """Attend absorbed queries to a latent layer; plan: of one query; ahead: as for `attend_to`."""
     scale = step.queries.scale
     q, regions = latents.absorbed(step.queries.q, regions, scale)
-    out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None)
+    out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, ahead=ahead)
     return out if step.expand is None else step.expand(out)
 
 

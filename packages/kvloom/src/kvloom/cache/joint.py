@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..keep import head_budgets
+from ..keep import PROTECTED, head_budgets
 from .score_evictor import Decision, ScoreEvictor
 
 
@@ -26,7 +26,8 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
         votes = [total.to(vote.device) for vote in votes]
     heavy = [evictor.heavy for evictor in evictors]
     if first.heavy is None:
-        variances = [vote.var(dim=-1).mean().item() for vote in votes]
+        free = [vote.masked_fill(vote >= PROTECTED, 0.0) for vote in votes]
+        variances = [vote.var(dim=-1).mean().item() for vote in free]
         heavy = [evictor.divided(variances) for evictor in evictors]
     counts: Sequence[Tensor | None] = [None] * len(votes)
     if first.divides_heads(votes[0].shape[-1]):

@@ -131,7 +131,7 @@ class LayerCache:
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the next step needs token ids, for the rule that chooses outliers."""
+        """Whether the next step needs token ids, for a rule that protects tokens."""
         return self.state.needs_ids
 
     @property

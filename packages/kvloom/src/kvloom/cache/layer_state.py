@@ -29,7 +29,7 @@ from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 
-VERSION = 7
+VERSION = 8
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 STRATEGIES: dict[str, type[ScoreEvictor]] = {
@@ -140,8 +140,10 @@ class LayerState(Stateful):
 
     @property
     def needs_ids(self) -> bool:
-        """Whether the next step needs token ids, for the rule that chooses outliers."""
-        return self.outliers is not None and self.outliers.reads_ids and not self.outliers.done
+        """Whether the next step needs token ids, for a rule that protects tokens."""
+        if self.outliers is not None and self.outliers.reads_ids:
+            return not self.outliers.done
+        return self.recipe.protect.reads_ids and not self.prompt_done
 
     @property
     def dropped(self) -> float:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
+from ..kernels.attend.reference import AttentionState, attend
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
+from .latents import query_keys
 from .layer_state import LayerState
 from .segment import Segment
 from .slot_storage import SlotStorage
@@ -29,16 +31,37 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
     if past:
         regions += _past_regions(state, queries, t if stored else 0)
     if not stored:
-        bias = None
-        if queries.alibi is not None:
-            index = torch.arange(past, past + t, device=k.device)
-            bias = queries.alibi.bias(index.expand(1, 1, -1))
-        visible = None if queries.visible is None else queries.visible[:, :, past:]
+        visible, bias = _own_masks(queries, past, t)
         regions.append(Region.exact(k, v, visible=visible, bias=bias, own=t))
     if state.evictor is not None and state.evictor.ragged is not None:
         hidden = queries.visible if state.sinks is None else state.sinks.hide(queries.visible)
         regions += state.evictor.ragged.regions(hidden)
     return regions
+
+
+def attention_ahead(state: LayerState, step: StepInputs) -> AttentionState | None:
+    """Attend to those tokens of a step that its queries see behind their own; None: there are none.
+
+    No kernel and no region knows such tokens, so this is merged with the attention to the others.
+    """
+    queries, k, v, *_ = step
+    if queries.ahead is None:
+        return None
+    visible, bias = _own_masks(queries, state.seen, step.tokens)
+    keys = query_keys(queries.q, k, v)
+    return attend(
+        queries.q, keys, v, queries.scale, visible=visible, softcap=queries.softcap, bias=bias,
+        ahead=queries.ahead,
+    )  # fmt: skip
+
+
+def _own_masks(queries: Queries, past: int, tokens: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask bool [B, 1, T] and the bias fp32 [B or 1, Hq, T] of a step's own tokens."""
+    bias = None
+    if queries.alibi is not None:
+        index = torch.arange(past, past + tokens, device=queries.q.device)
+        bias = queries.alibi.bias(index.expand(1, 1, -1))
+    return None if queries.visible is None else queries.visible[:, :, past:], bias
 
 
 def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Region]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..keep import Budget, Keep, budgets, choose, sinks_first
+from ..keep import PROTECTED, Budget, Keep, budgets, choose, protect_ids, sinks_first
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
@@ -50,7 +50,8 @@ class ScoreEvictor(Evictor):
 
     heavy, recent: the budget: heavy hitters (None: not known yet) and newest tokens. prompt_tokens:
     of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
-    repetition or for other layers, and the scores that they gave (None: none).
+    repetition or for other layers, and the scores that they gave (None: none). protected: bool
+    [B, 1, N], the tokens of a first prompt that stay by their ids, until they are scored.
     """
 
     counters: ClassVar[tuple[str, ...]] = ("heavy", "recent", "prompt_tokens")
@@ -75,11 +76,12 @@ class ScoreEvictor(Evictor):
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.scorer.rotates else None
         self.scorer = StepScorer(keep.scorer, keep.group, seed, head, rotation)
-        self.scores = RunningScores(keep.scorer, self.sinks)
+        self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.reads_ids)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
         self.waiting: Queries | None = None
         self.vote: Tensor | None = None
+        self.protected: Tensor | None = None
 
     # --- its budget -------------------------------------------------------------------------------
 
@@ -142,6 +144,18 @@ class ScoreEvictor(Evictor):
         visible = segment.mask(queries.visible)
         return self.scorer.score(queries, keys, values, visible, index, seen, bias)
 
+    def note_ids(self, ids: Tensor | None) -> None:
+        """Note which tokens of a first prompt stay by their ids int64 [B, N], given where read."""
+        protect = self.recipe.protect
+        if protect.reads_ids:
+            assert ids is not None
+            self.protected = protect_ids(ids, protect.ids, protect.ids_except)
+
+    def marked(self, scores: Tensor) -> Tensor:
+        """Return scores fp32 [B, Hk, N], the first ones with `PROTECTED` for protected tokens."""
+        protected, self.protected = self.protected, None
+        return scores if protected is None else scores.masked_fill(protected, PROTECTED)
+
     def wait(self, phase: Phase, queries: Queries, vote: Tensor | None = None) -> None:
         """Begin to wait for a repetition, or for other layers with the scores `vote`."""
         self.phase, self.waiting, self.vote = phase, queries, vote
@@ -197,7 +211,7 @@ class ScoreEvictor(Evictor):
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
         scores = self.scorer.score(queries, k, v, queries.visible, index, t, bias)
-        self.scores.add(scores, queries.visible)
+        self.scores.add(self.marked(scores), queries.visible)
         self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
         if slots is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..keep import Scorer, Step, built_in, checked, protect_sinks
+from ..keep import PROTECTED, Scorer, Step, built_in, checked, protect_sinks
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -85,19 +85,22 @@ class StepScorer(Stateful):
             q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
             visible_queries=queries.visible_queries, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
-            head=self.head, ids=queries.ids, norms=queries.norms,
+            head=self.head, ids=queries.ids, norms=queries.norms, ahead=queries.ahead,
         )  # fmt: skip
 
 
 class RunningScores(Buffer):
     """Scores fp32 [B, Hk, N, 1], oldest token first; the first `sinks` tokens have plus inf.
 
-    scorer: joins the scores of a step to those before.
+    scorer: joins the scores of a step to those before. protects_ids: whether tokens may have the
+    score `PROTECTED`.
     """
 
-    def __init__(self, scorer: Scorer, sinks: int) -> None:
+    def __init__(self, scorer: Scorer, sinks: int, protects_ids: bool = False) -> None:
         super().__init__()
         self.scorer, self.sinks = scorer, sinks
+        self.fixed_from = PROTECTED if protects_ids else torch.inf
+        self.fixes = bool(sinks) or protects_ids
 
     @property
     def scores(self) -> Tensor:
@@ -119,9 +122,9 @@ class RunningScores(Buffer):
         self.put(self.joined(torch.cat([self.scores, new], dim=-1), scores))
 
     def joined(self, old: Tensor, scores: Tensor) -> Tensor:
-        """Return scores after a step; sinks keep theirs."""
+        """Return scores after a step; sinks and protected tokens keep theirs."""
         joined = self.scorer.join(old, scores)
-        return torch.where(old == torch.inf, old, joined) if self.sinks else joined
+        return torch.where(old >= self.fixed_from, old, joined) if self.fixes else joined
 
     def keep(self, slots: Tensor) -> None:
         """Keep only the scores of the tokens at slots int64 [B, Hk, M]."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,10 @@ class Queries(NamedTuple):
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
     products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
-    of attention sinks, where the model has them; scores leave them out. causal: False where tokens
-    see each other by a mask of the model, as those of an image do. norms: fp32 [B, T], the norm of
-    the layer's input at each query, where a score reads it.
+    of attention sinks, where the model has them; scores leave them out. norms: fp32 [B, T], the
+    norm of the layer's input at each query, where a score reads it. ahead: int64 [B, T], how many
+    later tokens each query sees by a mask of the model, as those of an image do (None: none).
+    sees_past: False where such a mask hides earlier tokens, which no score knows.
     """
 
     q: Tensor
@@ -37,8 +38,9 @@ class Queries(NamedTuple):
     ids: Tensor | None = None
     products: Tensor | None = None
     sink_logits: Tensor | None = None
-    causal: bool = True
     norms: Tensor | None = None
+    ahead: Tensor | None = None
+    sees_past: bool = True
 
     @property
     def tokens(self) -> int:
@@ -53,23 +55,22 @@ class Queries(NamedTuple):
     def slice(self, begin: int, end: int) -> Queries:
         """Return the queries begin to end, which see the tokens up to them; without products."""
         after = self.tokens - end
-        visible, alibi, ids = self.visible, self.alibi, self.ids
+        visible, alibi = self.visible, self.alibi
         if visible is not None:
             visible = visible[:, :, : visible.shape[2] - after]
         if alibi is not None:
             position = alibi.position
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
-        if ids is not None:
-            ids = ids[:, begin:end]
-        norms = None if self.norms is None else self.norms[:, begin:end]
         return self._replace(
-            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, ids=ids, products=None,
-            norms=norms,
+            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None,
+            **self._by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
-        return self._replace(q=self.q[:, :, :0].clone(), products=None, ids=None, norms=None)
+        return self._replace(
+            q=self.q[:, :, :0].clone(), products=None, ids=None, norms=None, ahead=None
+        )
 
     def after(self, earlier: Queries | None) -> Queries:
         """Return the queries of an earlier step and these behind them."""
@@ -79,27 +80,38 @@ class Queries(NamedTuple):
             None if x is None or before is None else torch.cat([before, x], dim=1)
             for before, x in ((earlier.ids, self.ids), (earlier.norms, self.norms))
         )
-        q = torch.cat([earlier.q, self.q], dim=2)
-        return self._replace(q=q, products=None, ids=ids, norms=norms)
+        q, ahead = torch.cat([earlier.q, self.q], dim=2), None
+        if earlier.ahead is not None or self.ahead is not None:
+            ahead = torch.cat([earlier._tokens_ahead, self._tokens_ahead], dim=1)
+        return self._replace(q=q, products=None, ids=ids, norms=norms, ahead=ahead)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
         left = max(0, self.tokens - tokens)
-        q = self.q[:, :, :left]
-        ids, norms = (None if x is None else x[:, :left] for x in (self.ids, self.norms))
-        visible = self.visible
+        q, visible = self.q[:, :, :left], self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
         # ALiBi may count from a removed token
-        return self._replace(q=q, visible=visible, ids=ids, norms=norms)
+        return self._replace(q=q, visible=visible, **self._by_query(lambda x: x[:, :left]))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
         """Apply fn to the tensors, along the batch dimension; drop the products."""
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
-        ids, norms = (None if x is None else fn(x) for x in (self.ids, self.norms))
         return self._replace(
-            q=fn(self.q), visible=visible, alibi=alibi, ids=ids, products=None, norms=norms
+            q=fn(self.q), visible=visible, alibi=alibi, products=None, **self._by_query(fn)
         )
+
+    @property
+    def _tokens_ahead(self) -> Tensor:
+        """`ahead`, of zeros where it is None."""
+        if self.ahead is not None:
+            return self.ahead
+        return self.q.new_zeros(self.q.shape[0], self.tokens, dtype=torch.long)
+
+    def _by_query(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Apply fn to the tensors [B, T]."""
+        named = {"ids": self.ids, "norms": self.norms, "ahead": self.ahead}
+        return {name: None if x is None else fn(x) for name, x in named.items()}
 
 
 class StepInputs(NamedTuple):
@@ -146,7 +158,7 @@ class Uncommitted(Stateful):
     theirs, where a part will score with them once it is certain which tokens stay (else none).
     """
 
-    tensors = ("q", "ids", "norms")
+    tensors = ("q", "ids", "norms", "ahead")
     uncounted = ("visible",)
     counters = ("tokens", "scale", "softcap")
     fixed = True  # a step replaces this object
@@ -157,18 +169,20 @@ class Uncommitted(Stateful):
     alibi: Alibi | None  # not saved: the next step brings its own
     ids: Tensor | None
     norms: Tensor | None
+    ahead: Tensor | None
 
     def __init__(self, tokens: int, queries: Queries) -> None:
         self.tokens = tokens
         self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids = queries[:6]
-        self.norms = queries.norms
+        self.norms, self.ahead = queries.norms, queries.ahead
 
     @property
     def queries(self) -> Queries:
         """The queries of these tokens."""
         return Queries(
-            self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, norms=self.norms
-        )
+            self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, norms=self.norms,
+            ahead=self.ahead,
+        )  # fmt: skip
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import CacheMisuse
 from ..state import Mutable, Undo
 from .cycle import attend
 from .layer_state import LayerState
@@ -76,6 +77,11 @@ class Verification:
             outs.append(attend(state, step.slice(0, sure)))
         if sure < step.tokens:
             draft = step.slice(sure, step.tokens)
+            if draft.queries.ahead is not None and bool(draft.queries.ahead.any()):
+                raise CacheMisuse(
+                    f"{state.name}: tokens of this step see later ones (an image), and a draft is "
+                    "read token by token; give the image in a call without a draft"
+                )
             if self.before is None:
                 self.before = Undo(mutable())
             self.steps = (*self.steps, draft)

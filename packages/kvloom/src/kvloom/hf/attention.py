@@ -80,16 +80,17 @@ def attention(
     """
     layer = getattr(key, "_kvloom_layer", None) or expanding_layer(module)
     if layer is None:
-        stock_mask = getattr(attention_mask, "_kvloom_stock_mask", None)
-        if stock_mask is not None:
-            attention_mask = stock_mask()
+        attention_mask = _stock_mask(attention_mask)
         if kwargs.get("block_indices") is not None:
             attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     attended, first, several = None, not layer.cache.seen, query.shape[2] > 1
     in_window = layer.window is not None
-    causal = in_window or not hasattr(attention_mask, "_kvloom_is_stock")
+    ahead, sees_past = None, True
+    if hasattr(attention_mask, "_kvloom_is_stock") and not in_window:
+        ahead, sees_past = _later_tokens(layer, attention_mask)
+    causal = ahead is None and sees_past
     visible = (tokens_in_window if in_window else visible_tokens)(layer, attention_mask)
     if attention_mask is None and several and not _causal(module, kwargs):
         raise _not_causal(layer)
@@ -99,7 +100,9 @@ def attention(
         k, v = (key, value) if first else layer.behind_window(key, value)
         attended = _by_model(module, query, k, v, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    queries = Queries(query, scale, visible, kwargs.get("softcap"), causal=causal)
+    queries = Queries(
+        query, scale, visible, kwargs.get("softcap"), ahead=ahead, sees_past=sees_past
+    )
     if (sinks := kwargs.get("s_aux")) is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
     step = StepInputs(queries, key, value, attended)
@@ -136,11 +139,18 @@ def _by_model(
     arguments: dict[str, Any],
 ) -> Tensor:
     """Return attention [B, Hq, T, D] as the model computes it."""
-    stock_mask = getattr(mask, "_kvloom_stock_mask", None)
-    mask = mask if stock_mask is None else stock_mask()
     attend = _stock_attention(module)
+    mask = _stock_mask(mask)
     out: Tensor = attend(module, query, key, value, mask, scaling=scaling, **arguments)[0]
     return out.transpose(1, 2)
+
+
+def _stock_mask(mask: Any) -> Any:
+    """Return the mask that the model's own implementation takes."""
+    if isinstance(mask, StockMask):
+        return mask.as_subclass(Tensor)
+    make = getattr(mask, "_kvloom_stock_mask", None)
+    return mask if make is None else make()
 
 
 def _to_latents(module: torch.nn.Module, layer: RoutedLayer, step: StepInputs) -> StepInputs:
@@ -177,6 +187,30 @@ class PaddingMask(Tensor):
         mask._kvloom_visible = args[0]._kvloom_visible
         mask._kvloom_stock_mask = _no_stock_mask
         return mask
+
+
+class StockMask(Tensor):
+    """What `mask` returns for a layer that is not plainly causal: the mask of the model itself.
+
+    A slice of queries is such a mask, too. _kvloom_is_stock: True. _kvloom_visible: as of
+    `PaddingMask`.
+    """
+
+    @classmethod
+    def of(cls, made: Tensor, visible: Tensor | None) -> Any:
+        """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
+        mask: Any = made.as_subclass(cls)
+        mask._kvloom_is_stock, mask._kvloom_visible = True, visible
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let a slice of queries be a mask of the model; all else is a tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is Tensor.__getitem__ and _is_slice_of_queries(args[1]):
+                return cls.of(result, args[0]._kvloom_visible)
+        return result
 
 
 def _is_slice_of_queries(index: Any) -> bool:
@@ -229,11 +263,11 @@ def mask(
             return made
         model_reads = local_size is not None or is_plainly_causal(config, mask_function, True)
         if model_reads or not _hides_padding_alone(made, padding):
-            made._kvloom_is_stock, made._kvloom_visible = True, visible  # type: ignore[attr-defined]
+            marked = StockMask.of(made, visible)
             if made.shape[-2] == 1:
                 hides_more = not _hides_padding_alone(made, padding[:, kv_offset:])
-                made._kvloom_hides_more = hides_more  # type: ignore[attr-defined]
-            return made
+                marked._kvloom_hides_more = hides_more
+            return marked
     result = padding.as_subclass(PaddingMask)
     result._kvloom_visible, result._kvloom_stock_mask = visible, stock_mask
     return result
@@ -260,14 +294,43 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
     if hasattr(mask, "_kvloom_is_stock"):
-        if layer.cache.seen:
-            raise _not_causal(layer)
         found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
         return found
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"
     )
+
+
+def _later_tokens(layer: RoutedLayer, mask: Any) -> tuple[Tensor | None, bool]:
+    """Return `Queries.ahead` and `Queries.sees_past` of a mask of the model, [B or 1, 1, T, N].
+
+    Raises `CacheMisuse` where it hides stored tokens: packed tokens have no mask for each query.
+    """
+    if not hasattr(mask, "_kvloom_later"):
+        mask._kvloom_later = _measured(mask)
+    ahead, sees_past = mask._kvloom_later
+    if layer.cache.seen and not sees_past:
+        raise _not_causal(layer)
+    return ahead, sees_past
+
+
+def _measured(mask: Any) -> tuple[Tensor | None, bool]:
+    """Return how far behind its own token each query sees, and whether it sees all up to there."""
+    visible = mask._kvloom_visible
+    sees = (mask if mask.dtype == torch.bool else mask == 0).as_subclass(Tensor)[:, :1]
+    rows, _, t, n = sees.shape if visible is None else (len(visible), *sees.shape[1:])
+    sees = sees.expand(rows, -1, -1, -1)[:, 0]
+    index = torch.arange(n, device=sees.device)
+    own, real = index[n - t :], sees.new_ones(rows, n)
+    if visible is not None:
+        real = visible[:, 0].to(sees.device)
+    last = n - 1 - sees.flip(-1).byte().argmax(dim=-1)
+    ahead = ((last - own) * real[:, n - t :]).clamp(min=0)
+    wanted = (index <= (own + ahead)[..., None]) & real[:, None]
+    same = (sees == wanted).all(dim=-1) | ~real[:, n - t :]
+    alone = mask.shape[1] == 1  # else a mask for each head
+    return ahead if bool(ahead.any()) else None, alone and bool(same.all())
 
 
 def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
@@ -341,9 +404,9 @@ def _causal(module: torch.nn.Module, arguments: dict[str, Any]) -> bool:
 
 def _not_causal(layer: RoutedLayer) -> CacheMisuse:
     return CacheMisuse(
-        f"{layer.cache.name}: tokens of this input see later ones, or not all earlier ones (an "
-        "image, a bidirectional prefix, packed sequences), which kvloom does not compute; use "
-        "plain text, or transformers.DynamicCache(config=model.config) as past_key_values"
+        f"{layer.cache.name}: tokens of this input do not see all tokens before the last one that "
+        "they see (packed sequences), or see later ones without a mask, which kvloom does not "
+        "compute; use transformers.DynamicCache(config=model.config) as past_key_values"
     )
 
 

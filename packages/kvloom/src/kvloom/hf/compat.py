@@ -9,6 +9,7 @@ Written against transformers 5.10 to 5.23.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -153,6 +154,23 @@ def decoder_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def layers_config(model: PreTrainedModel) -> Any:
+    """Return a config whose layers and heads are those of the decoder; not one to change.
+
+    Where the config of an encoder and a decoder (BART) belongs to a decoder alone, its number of
+    layers is still the encoder's: transformers' own view of the decoder corrects it.
+    """
+    config = decoder_config(model)
+    if (
+        config.is_encoder_decoder
+        or config.attribute_map.get("num_hidden_layers") != "encoder_layers"
+    ):
+        return config
+    both = copy.deepcopy(config)
+    both.is_encoder_decoder = True
+    return both.get_text_config(decoder=True)
+
+
 def decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model's text decoder: the module that calls the layers."""
     decoder = model.get_decoder()
@@ -163,7 +181,7 @@ def decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     """Return the modules of a model's layers, in order; none if they are not one list."""
-    count = decoder_config(model).num_hidden_layers
+    count = layers_config(model).num_hidden_layers
     modules = decoder(model).modules()
     lists = [x for x in modules if isinstance(x, torch.nn.ModuleList) and len(x) == count]
     return list(lists[0]) if len(lists) == 1 else []
@@ -207,7 +225,7 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         raise UnsupportedModel(
             f"expected a transformers PreTrainedModel, got {type(model).__name__}"
         )
-    config = decoder_config(model)
+    config = layers_config(model)
     reason = None
     if model.config.is_encoder_decoder:
         reason = "encoder-decoder models are not supported"
@@ -304,7 +322,7 @@ def geometry(model: PreTrainedModel) -> Geometry:
 
     Its heads are those of this process, which may hold a part of the model (`shard`).
     """
-    config, (rank, ranks) = decoder_config(model), shard.heads_shard(model)
+    config, (rank, ranks) = layers_config(model), shard.heads_shard(model)
     q_heads, kv_heads = _heads(config)
     stock = new_stock_layers(model)
     numbers = tuple(i for i, (kind, _) in enumerate(stock) if kind == FULL)
@@ -393,7 +411,7 @@ def is_recording_mode(generation_mode: Any) -> bool:
 
 def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the kind and a new cache layer that transformers itself would use for each layer."""
-    return _new_stock_layers(decoder_config(model))
+    return _new_stock_layers(layers_config(model))
 
 
 def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:

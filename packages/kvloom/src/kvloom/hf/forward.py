@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -65,14 +65,17 @@ class RoutedForward:
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
+        reading = nullcontext() if repeated is None else repeated.reading()
         with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), routed:
-            out = self._run(args, kwargs)
+            with reading:
+                out = self._run(args, kwargs)
             if repeated is not None:
                 repeated.run()
             return out
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the module with a kvloom cache."""
+        _check_positions(kwargs)
         if compat.refuses_caches(self.model):
             kwargs = {**kwargs, "use_cache": False}
         return self.forward(*args, **kwargs)
@@ -145,6 +148,18 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
         raise attention.no_weights(cache.compressed[0])
 
 
+def _check_positions(kwargs: dict[str, Any]) -> None:
+    """Raise `CacheMisuse` where a recipe derives positions from the order of tokens in an image.
+
+    Position ids [axes, B, T] of three axes differ within an image (M-RoPE).
+    """
+    positions, cache = kwargs.get("position_ids"), kwargs["past_key_values"]
+    if positions is None or positions.dim() != 3 or bool((positions[-3:] == positions[-1]).all()):
+        return
+    for layer in cache.routed:
+        layer.check_axes()
+
+
 def nothing_new(cache: Any, tokens: int = 0) -> CacheMisuse:
     """Return the error of a call with `tokens` tokens in all, none of which is new."""
     seen = cache.get_seq_length() if isinstance(cache, RoutedCache) else 0
@@ -206,8 +221,8 @@ def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterat
     ids = kwargs.get("input_ids", args[0] if args else None)
     if layers and ids is None:
         raise CacheMisuse(
-            "the rule for outliers reads token ids, not inputs_embeds; give input_ids, or use "
-            "another rule"
+            "the recipe protects tokens by a rule that reads token ids, not inputs_embeds; give "
+            "input_ids, or leave the rule out"
         )
     for layer in layers:
         layer.ids = ids

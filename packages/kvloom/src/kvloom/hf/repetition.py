@@ -1,13 +1,15 @@
 """The extra forward passes of recipes that score a prompt while the model repeats it (KVzip).
 
 Decides what the model reads again, chunk by chunk, and at which positions. The passes belong to the
-step of the prompt: their tokens are not stored, and a failure undoes the whole step.
+step of the prompt: their tokens are not stored, and a failure undoes the whole step. Where the
+decoder has read embeddings, as of an image, it reads these again; causally, as any repetition.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -24,42 +26,50 @@ from .routed import RoutedCache, outside_inference_mode
 _LEAD = 8
 # Where the model lacks positions, chunks become smaller down to this many tokens: each is a pass.
 _LEAST_CHUNK = 32
+_OF_TOKENS = "inputs_embeds", "per_layer_inputs", "token_type_ids"
+"""Arguments of a decoder [B, P, ...] that it reads again."""
+_OF_CALL = "input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"
 
 
 class Repetition:
-    """The passes that repeat the prompt `ids` int64 [B, P] of an empty cache, once it is stored.
+    """The passes that repeat a prompt of an empty cache, once it is stored.
 
-    mask: the padding mask of the call, [B, P]; positions: its position ids. None: not given. keeps:
-    of the layers that score by the repetition, with equal scorers. chunk: tokens repeated at a
-    time, the scorer's or as many as the model has positions for.
+    prompt: token ids int64 [B, P], or embeddings [B, P, hidden]. mask: the padding mask of the
+    call, [B, P]; positions: its position ids. None: not given. keeps: of the layers that score by
+    the repetition, with equal scorers. chunk: tokens repeated at a time, the scorer's or as many as
+    the model has positions for. given: what the decoder has read, by its argument. problem: why it
+    cannot be repeated.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: RoutedCache,
-        ids: Tensor,
+        prompt: Tensor,
         mask: Tensor | None,
         positions: Tensor | None,
         keeps: Sequence[Keep],
     ) -> None:
         scorer = keeps[0].scorer
         assert isinstance(scorer, Reconstruction)
-        self.model, self.cache, self.ids = model, cache, ids
+        self.model, self.cache, self.prompt = model, cache, prompt
+        self.rows, self.tokens = prompt.shape[:2]
+        self.given: dict[str, Tensor] | None = None  # before the decoder has read the prompt
+        self.problem: str | None = None
         self.mask, self.positions = mask, positions
         self.instruction = scorer.instruction_ids
         self.chunk, self.least = scorer.chunk, min(scorer.chunk, _LEAST_CHUNK)
         config = compat.decoder_config(model)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and not compat.has_alibi(config):
-            room = limit - ids.shape[1] - len(self.instruction) - _LEAD
+            room = limit - self.tokens - len(self.instruction) - _LEAD
             self.chunk = min(self.chunk, room)
-        self.budget = min(keep.budget.resolve(ids.shape[1]) for keep in keeps)
+        self.budget = min(keep.budget.resolve(self.tokens) for keep in keeps)
 
     @property
     def needed(self) -> bool:
         """Whether some layer evicts: a prompt within the budget is not repeated."""
-        return self.budget < self.ids.shape[1]
+        return self.budget < self.tokens
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model lacks positions, or a token of the instruction."""
@@ -70,7 +80,7 @@ class Repetition:
                 f"lacks; use ids below {vocabulary}"
             )
         if self.needed and self.chunk < self.least:
-            prompt = self.ids.shape[1]
+            prompt = self.tokens
             longest = prompt + self.chunk - self.least
             remedy = f"a prompt of at most {longest} tokens, or " if longest > 0 else ""
             raise CacheMisuse(
@@ -86,6 +96,31 @@ class Repetition:
         Two caches with equal rules get equal scores.
         """
         return tuple(layer.cache.repetition_rule for layer in self.cache.routed)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note what the decoder reads in the call of the prompt within the block."""
+        decoder = compat.decoder(self.model)
+        hook = decoder.register_forward_pre_hook(self._note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _note(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.given is not None:
+            return  # it reads a repetition
+        given = {name: x for name, x in kwargs.items() if x is not None}
+        self.given = {name: given[name] for name in _OF_TOKENS if name in given}
+        self.positions = given.get("position_ids", self.positions)
+        others = given.keys() - {*_OF_TOKENS, *_OF_CALL}
+        unknown = sorted(name for name in others if _has_tensors(given[name]))
+        if unknown:
+            self.problem = f"the model gives its decoder {unknown[0]!r}, which kvloom cannot repeat"
+        elif "per_layer_inputs" in given and self.instruction:
+            self.problem = "the model makes no per_layer_inputs of its instruction"
+        elif any(x.shape[:2] != (self.rows, self.tokens) for x in self.given.values()):
+            self.problem = "the decoder reads other tokens than the call was given"
 
     def run(self) -> None:
         """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
@@ -105,10 +140,19 @@ class Repetition:
         """Evict in every layer that waits for scores."""
         for layer in self.cache.routed:
             outside_inference_mode(layer.cache.end_repetition)()
+        self.given = {}
 
     @torch.no_grad()
     def score(self) -> None:
-        """Repeat the prompt if it is needed; every layer notes the scores."""
+        """Repeat the prompt if it is needed; every layer notes the scores.
+
+        Raises `CacheMisuse` where the decoder has read what cannot be repeated.
+        """
+        if self.needed and self.problem is not None:
+            raise CacheMisuse(
+                f"the recipe repeats the prompt, and {self.problem}; use another recipe, such as "
+                "snapkv"
+            )
         decoder = compat.decoder(self.model)
         layers = self.cache.compressed
         try:
@@ -126,7 +170,7 @@ class Repetition:
 
     def _chunks(self) -> Sequence[tuple[int, int, int]]:
         """Return (first token read, first token scored, end) of each chunk of the prompt."""
-        prompt = self.ids.shape[1]
+        prompt = self.tokens
         ends = [*range(0, prompt, self.chunk), prompt]
         return [(max(0, lo - _LEAD), lo, hi) for lo, hi in pairwise(ends)]
 
@@ -135,22 +179,38 @@ class Repetition:
 
         Masks and positions are given where the call of the prompt gave them.
         """
-        rows, prompt = self.ids.shape
-        instruction = self.ids.new_tensor(self.instruction).expand(rows, -1)
-        ids = torch.cat([instruction, self.ids[:, begin:end]], dim=1)
-        new, inputs = torch.ones_like(ids), {}
+        device = self.prompt.device
+        instruction = torch.tensor(self.instruction, dtype=torch.long, device=device)
+        instruction = instruction.expand(self.rows, -1)
+        inputs = dict(self.given or {})
+        if "inputs_embeds" not in inputs:
+            inputs["input_ids"] = self.prompt
+        for name, x in inputs.items():
+            inputs[name] = x = x[:, begin:end]
+            if self.instruction:
+                inputs[name] = torch.cat([self._before(name, instruction), x], dim=1)
+        length = len(self.instruction) + end - begin
+        new = torch.ones(self.rows, length, dtype=torch.long, device=device)
         if self.mask is not None:
-            mask = compat.padding_mask(self.mask, prompt).to(ids.device, torch.long)
+            mask = compat.padding_mask(self.mask, self.tokens).to(device, torch.long)
             new = torch.cat([torch.ones_like(instruction), mask[:, begin:end]], dim=1)
             new, order = new.sort(dim=1, descending=True, stable=True)  # padding goes last
-            ids = ids.gather(1, order)
+            for name, x in inputs.items():
+                places = order.view(*order.shape, *(1,) * (x.dim() - 2)).expand(x.shape)
+                inputs[name] = x.gather(1, places)
             inputs["attention_mask"] = torch.cat([mask, new], dim=1)
-        inputs["input_ids"] = ids
         takes = inspect.signature(decoder.forward).parameters
         if self.positions is not None and "position_ids" in takes:
             last = self.positions.amax(dim=-1, keepdim=True)
             inputs["position_ids"] = last + new.cumsum(dim=-1)
         return inputs
+
+    def _before(self, name: str, instruction: Tensor) -> Tensor:
+        """Return an argument of the decoder for the instruction int64 [B, I]."""
+        if name == "inputs_embeds":
+            embedded: Tensor = self.model.get_input_embeddings()(instruction)
+            return embedded
+        return instruction if name == "input_ids" else torch.zeros_like(instruction)
 
 
 def of_prompt(
@@ -170,13 +230,15 @@ def of_prompt(
             "layers of one recipe repeat the prompt in different chunks or by different "
             "instructions; give all of them the same"
         )
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None:
-        raise CacheMisuse(
-            "the recipe repeats the prompt, so it needs token ids, not inputs_embeds; give "
-            "input_ids, or use another recipe, such as snapkv"
-        )
+    prompt = kwargs.get("input_ids", args[0] if args else None)
+    prompt = kwargs.get("inputs_embeds") if prompt is None else prompt
+    if prompt is None:
+        return None  # the model's own error names what is missing
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    repetition = Repetition(model, cache, ids, mask, positions, keeps)
+    repetition = Repetition(model, cache, prompt, mask, positions, keeps)
     repetition.check()
     return repetition
+
+
+def _has_tensors(x: Any) -> bool:
+    return isinstance(x, Tensor) or (isinstance(x, list | tuple) and any(map(_has_tensors, x)))

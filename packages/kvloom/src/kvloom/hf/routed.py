@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse, KvloomError
+from ..keep import Rotated
 from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -127,6 +128,22 @@ class RoutedLayer(CacheLayerMixin):
         """Whether the next step needs the norms of the layer's input."""
         return self.cache.reads_norms
 
+    def check_axes(self) -> None:
+        """Raise `CacheMisuse` if positions on several axes, as in an image, do not fit the recipe.
+
+        `Rotated` moves queries by equal distances on all axes, whatever their positions.
+        """
+        keep = self.cache.recipe.keep
+        if keep is None:
+            return
+        by_order = keep.scorer.rotates and not isinstance(keep.scorer, Rotated)
+        if by_order or keep.positions != "original":
+            raise CacheMisuse(
+                f"{self.cache.name}: the recipe derives positions from the order of tokens, and "
+                "those of this image have positions on several axes; use positions=original and "
+                "another score, such as snapkv"
+            )
+
     def arrived(self) -> bool:
         """Note that attention came; return whether it came before, from another layer.
 
@@ -145,7 +162,7 @@ class RoutedLayer(CacheLayerMixin):
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         again = self.arrived()
-        if step.queries.visible is not None:
+        if step.queries.visible is not None or step.queries.ahead is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
@@ -154,8 +171,13 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, shared=True)
-        if self.ids is not None:
+        if self.ids is not None and self.repeated is None:
             ids = self.ids.to(step.k.device)
+            if ids.shape[1] != step.tokens:
+                raise CacheMisuse(
+                    f"{self.cache.name}: the call gives {ids.shape[1]} token ids and the decoder "
+                    f"reads {step.tokens} tokens; leave out the rule that reads token ids"
+                )
             step = step._replace(queries=step.queries._replace(ids=ids))
         if self.norms is not None:
             norms, self.norms = self.norms.to(step.k.device), None
@@ -549,11 +571,12 @@ class RoutedCache(transformers.Cache):
 
 
 def on_one_device(step: StepInputs) -> StepInputs:
-    """Return a step whose mask is on the device of its queries."""
-    q, visible = step.queries.q, step.queries.visible
-    if visible is None or visible.device == q.device:
+    """Return a step whose masks are on the device of its queries."""
+    q, visible, ahead = step.queries.q, step.queries.visible, step.queries.ahead
+    if all(x is None or x.device == q.device for x in (visible, ahead)):
         return step
-    return step._replace(queries=step.queries._replace(visible=visible.to(q.device)))
+    visible, ahead = (None if x is None else x.to(q.device) for x in (visible, ahead))
+    return step._replace(queries=step.queries._replace(visible=visible, ahead=ahead))
 
 
 def _removed(tokens: int, seen: int) -> int:

@@ -97,9 +97,9 @@ def prefill_together(
     for follower in followers:
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, (), inputs)
-    if any(cache.packs_windows for cache in caches):
-        for follower in followers:
-            follower.reads_alone = True
+    windows = any(cache.packs_windows for cache in caches)
+    for follower in followers:
+        follower.reads_alone = windows or _other_positions(leader, follower.cache, inputs)
     try:
         with ExitStack() as running:
             for cache in caches:
@@ -107,6 +107,8 @@ def prefill_together(
             for follower in followers:
                 with follower.failing(CacheMisuse):
                     running.enter_context(token_ids(follower.cache, (), inputs))
+                if follower.repetition is not None:
+                    running.enter_context(follower.repetition.reading())
             logits, seconds = _read_prompt(model, leader, followers, clock, inputs)
     except BaseException:
         for cache in caches:
@@ -121,6 +123,18 @@ def prefill_together(
                 compat.last_logits(model, follower.cache, **inputs)
             follower.seconds = clock() - begin
     return logits, seconds
+
+
+def _other_positions(leader: Cache, cache: Cache, inputs: dict[str, Any]) -> bool:
+    """Return whether a cache reads the prompt at other positions than the leader.
+
+    A cache that renumbers learned positions derives those of padded rows from the mask, where the
+    call gives none; the model itself may count padding.
+    """
+    mask = inputs.get("attention_mask")
+    padded = mask is not None and not mask.all()
+    given = inputs.get("position_ids") is not None
+    return padded and not given and cache.learned_positions != leader.learned_positions
 
 
 def _read_prompt(
@@ -171,6 +185,13 @@ class _FanOutLayer(RoutedLayer):
     def reads_norms(self) -> bool:
         """Whether the leader or a follower reads the norms of the layer's input."""
         return super().reads_norms or any(layer.reads_norms for _, layer in self.followers)
+
+    def check_axes(self) -> None:
+        """Check the leader's recipe, and each follower's."""
+        super().check_axes()
+        for follower, layer in self.followers:
+            with follower.failing(CacheMisuse):
+                layer.check_axes()
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in the leader; store the prompt in the followers."""

@@ -20,10 +20,11 @@ from .scorers import (
     checked,
     register_score,
 )
-from .select import choose, protect_sinks, sinks_first
+from .select import PROTECTED, choose, protect_ids, protect_sinks, sinks_first
 
 __all__ = [
     "POSITIONS",
+    "PROTECTED",
     "SCORERS",
     "Budget",
     "Dilated",
@@ -45,6 +46,7 @@ __all__ = [
     "built_in",
     "checked",
     "choose",
+    "protect_ids",
     "protect_sinks",
     "register_score",
     "sinks_first",

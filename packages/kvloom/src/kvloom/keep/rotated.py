@@ -92,6 +92,7 @@ class Rotated(Scorer):
             visible=torch.cat([seen, own_seen], dim=-1),
             visible_queries=None if real_queries is None else real_queries[:, :, own],
             products=None,
+            ahead=None,  # as a repetition is read
         )
         end = repeated.shape[2]
         return doubled.mass(largest=True)[..., end + lo - hi : end]

@@ -37,6 +37,7 @@ class Step:
         head: The model's number of the first key/value head, where this process has a part of them.
         norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
             `reads_norms`; None where the model does not give it.
+        ahead: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
     """
 
     q: Tensor
@@ -57,6 +58,7 @@ class Step:
     ids: Tensor | None = None
     head: int = 0
     norms: Tensor | None = None
+    ahead: Tensor | None = None
 
     def mass(
         self,
@@ -89,7 +91,8 @@ class Step:
         if self.products is not None and not skip and not largest:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
-            options["largest"] = largest
+            ahead = None if self.ahead is None else self.ahead[:, skip:]
+            options |= {"largest": largest, "ahead": _if_any(ahead)}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.grouped(mass.view(b, hk, -1, n))
 
@@ -103,6 +106,11 @@ class Step:
         """Noise for these queries and keys; fixed: one number a key, whatever the query."""
         first = self.seen - self.q.shape[2]
         return Noise(kind, self.seed, self.index, first, fixed, self.head)
+
+
+def _if_any(ahead: Tensor | None) -> Tensor | None:
+    """Return `Step.ahead` if it is not 0: no kernel covers it."""
+    return ahead if ahead is not None and bool(ahead.any()) else None
 
 
 @dataclass(frozen=True)

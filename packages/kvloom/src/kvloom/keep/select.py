@@ -35,6 +35,22 @@ def sinks_first(slots: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
     return slots.gather(2, order.argsort(dim=-1, stable=True))
 
 
+PROTECTED = 1e30
+"""The score of tokens that stay by their ids: above all others but that of sinks, infinity."""
+
+
+def protect_ids(
+    ids: Tensor, kept: tuple[int, ...] | None, others: tuple[int, ...] | None
+) -> Tensor:
+    """Return which tokens stay by their ids [B, N], bool [B, 1, N].
+
+    kept: ids that stay. others: ids that may go, where `kept` is None; all others stay.
+    """
+    named = ids.new_tensor((others if kept is None else kept) or ())
+    found = torch.isin(ids, named)
+    return (~found if kept is None else found)[:, None]
+
+
 def protect_sinks(scores: Tensor, sinks: int, visible: Tensor | None) -> Tensor:
     """Return scores [B, Hk, N] with plus infinity for each row's first `sinks` visible tokens."""
     if sinks == 0:

@@ -244,12 +244,19 @@ unpack = Op(
 
 
 def _mass_case(
-    q: Tensor, k: Tensor, scale: float, *, noise: Noise | None = None, **_: Any
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    *,
+    noise: Noise | None = None,
+    ahead: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, Hashable]:
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
-    return k, (shape, q.dtype, k.dtype, kind, q.requires_grad and torch.is_grad_enabled())
+    gradient = q.requires_grad and torch.is_grad_enabled()
+    return k, (shape, q.dtype, k.dtype, kind, ahead is None, gradient)
 
 
 column_mass = Op(
@@ -258,13 +265,17 @@ column_mass = Op(
     _mass_case,
     cpu=Backend(
         run=mass_cpu.column_mass,
-        problems=lambda q, k, *_, noise=None, **__: mass_cpu.problems(q, k, noise),
+        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_cpu.problems(
+            q, k, noise, ahead
+        ),
         load=lambda *_, **__: mass_cpu.compiled(),
         coverage=str(mass_cpu.COVERAGE),
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, **__: mass_triton.problems(q, k, noise),
+        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_triton.problems(
+            q, k, noise, ahead
+        ),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),
     ),

@@ -34,14 +34,20 @@ class Protect:
         sinks: How many first tokens.
         recent: How many newest tokens; or (keys, values) where the two differ, as in KIVI.
         outliers: A rule for more tokens of the prompt that are not packed.
+        ids: Token ids. Such tokens of the first prompt always stay, as far as the budget allows.
+        ids_except: Token ids. Tokens of the first prompt with any other id always stay, likewise.
     """
 
     sinks: int = 0
     recent: int | tuple[int, int] = 0
     outliers: Outliers | None = None
+    ids: tuple[int, ...] | None = None
+    ids_except: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "outliers")
+        check_fields(self, "outliers", "ids", "ids_except")
+        if self.ids is not None and self.ids_except is not None:
+            raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
         if isinstance(self.recent, tuple) and len(self.recent) != 2:
             raise RecipeError(f"recent={self.recent!r} must be one number, or (keys, values)")
         for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
@@ -53,8 +59,13 @@ class Protect:
         return self.recent if isinstance(self.recent, tuple) else (self.recent, self.recent)
 
     @property
+    def reads_ids(self) -> bool:
+        """Whether tokens stay by their ids."""
+        return self.ids is not None or self.ids_except is not None
+
+    @property
     def tokens(self) -> int:
-        """The number of protected tokens, without outliers."""
+        """The number of protected tokens, without outliers and tokens that stay by their ids."""
         return self.sinks + max(self.recents)
 
 
@@ -168,6 +179,12 @@ class Recipe:
             raise RecipeError(
                 "protect.outliers keeps tokens from being packed: combine it with a packed store "
                 "and no keep, which has a score of its own"
+            )
+        scored = self.keep is not None and not self.keep.by_age and self.keep.block is None
+        if self.protect.reads_ids and not scored:
+            raise RecipeError(
+                "protect.ids and protect.ids_except keep tokens of a prompt that a score would "
+                "evict: combine them with a keep by score, and not with when=block"
             )
         if self.keep is not None:
             self._check_keep(self.keep)
@@ -708,7 +725,8 @@ def predicted_layer_nbytes(
         stored = max(tokens, separate_sinks) * g.layer_token_nbytes()
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         outliers = recipe.protect.outliers
-        ids = 8 * tokens if outliers is not None and outliers.reads_ids else 0
+        by_ids = recipe.protect.reads_ids or (outliers is not None and outliers.reads_ids)
+        ids = 8 * tokens if by_ids else 0
         read = queries if recipe.reads_queries else 0
         read += 4 * tokens if recipe.reads_norms else 0
         return stored + read + (8 if separate_sinks else 0) + ids

@@ -25,7 +25,8 @@ class MassOptions(NamedTuple):
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
     a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
     `window` of the keys up to its own. noise is added to the logits, and tau divides them. largest:
-    the largest weight of any row takes the place of their sum.
+    the largest weight of any row takes the place of their sum. ahead: int64 [B, T], how many keys
+    behind its own a query sees, too.
     """
 
     visible: Tensor | None = None
@@ -36,6 +37,12 @@ class MassOptions(NamedTuple):
     noise: Noise | None = None
     tau: float = 1.0
     largest: bool = False
+    ahead: Tensor | None = None
+
+
+def ahead_problem(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None) -> str | None:
+    """Return why no kernel sums the attention of queries to later tokens."""
+    return None if ahead is None else "queries see later tokens, as in an image"
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -53,7 +60,8 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     rows = q.reshape(b, hk, r, t, d)
     for lo in range(0, t, step):
         hi = min(t, lo + step)
-        end = n - t + hi  # no row of this block sees further
+        # no row of this block sees further
+        end = n - t + hi if given.ahead is None else n
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
         part, block_mass = mass[..., :end], _combined(logits, lo, n, given)
@@ -87,10 +95,10 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
 def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
 
-    The last row's own key is the last.
+    The last row's own key is the last, but for `ahead`.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau, largest = options
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, ahead = options
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:
@@ -99,10 +107,17 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
         logits = logits + noise.block(hk, r, lo, lo + rows, end)
     if tau != 1.0:
         logits = logits / tau
-    ahead = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
-    hidden = ahead.triu(end - rows + 1)
+    pairs = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
+    if ahead is None:
+        hidden = pairs.triu(end - rows + 1)
+    else:
+        first = n - ahead.shape[1] + lo  # the own key of row lo
+        behind = torch.arange(end, device=logits.device) - torch.arange(
+            first, first + rows, device=logits.device
+        ).unsqueeze(1)
+        hidden = (behind > ahead[:, lo : lo + rows, None])[:, None, None]
     if window is not None:
-        hidden |= ahead.tril(end - rows - window)
+        hidden = hidden | pairs.tril(end - rows - window)
     logits = logits.masked_fill(hidden, -torch.inf)
     if visible is not None:
         logits = logits.masked_fill(~visible[:, :, None, None, :end], -torch.inf)

@@ -16,7 +16,7 @@ from ... import dispatch
 from ...arguments import NUMBERS, address, padded, strides
 from ...limits import DTYPES, Coverage, device_problem
 from ..noise import Noise
-from ..reference import MassOptions
+from ..reference import MassOptions, ahead_problem
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
 
 _NOISE = {"constant": NO_NOISE, "gumbel": GUMBEL, "gaussian": GAUSSIAN}
@@ -25,25 +25,25 @@ _LOGITS = 1 << 21  # numbers of a head's logits that a thread holds at once
 _PANEL_NUMBERS = 1 << 22  # numbers of keys that are laid out in panels at once
 
 
-def _unfit_shapes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _unfit_shapes(q: Tensor, k: Tensor, *_: Any) -> str | None:
     if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
         return f"queries {tuple(q.shape)} and keys {tuple(k.shape)} do not fit together"
     return None
 
 
-def _unequal_dtypes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
     if q.dtype in DTYPES and q.dtype == k.dtype:
         return None
     return f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16"
 
 
-def _other_noise(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, _: Any) -> str | None:
     if noise is None or noise.kind in _NOISE:
         return None
     return f"noise {noise.kind!r} is none of {', '.join(_NOISE)}"
 
 
-def _gradient(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _gradient(q: Tensor, *_: Any) -> str | None:
     return dispatch.GRADIENT if dispatch.differentiated(q) else None
 
 
@@ -51,14 +51,15 @@ COVERAGE = Coverage(
     ("any `head_dim`", _unfit_shapes),
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_NOISE)}", _other_noise),
-    ("", lambda q, k, noise: device_problem(k.device)),
+    ("", lambda q, k, *_: device_problem(k.device)),
     ("no gradient", _gradient),
+    ("causal queries", ahead_problem),
 )
 
 
-def problems(q: Tensor, k: Tensor, noise: Noise | None) -> list[str]:
+def problems(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None = None) -> list[str]:
     """Return why no kernel sums the attention of q [B, Hq, T, D] to k [B, Hk, N, D]."""
-    return COVERAGE.problems(q, k, noise)
+    return COVERAGE.problems(q, k, noise, ahead)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -149,7 +150,7 @@ def _options(
     b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    visible, visible_queries, _, bias, _, noise, _, _ = options
+    visible, visible_queries, _, bias, _, noise, *_ = options
     if visible is None and visible_queries is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0

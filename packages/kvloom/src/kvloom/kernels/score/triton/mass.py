@@ -15,38 +15,42 @@ from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import Coverage
 from ..noise import Noise
-from ..reference import MassOptions
+from ..reference import MassOptions, ahead_problem
 
 MAX_QUERIES = 8  # of a step whose logits are stored
 _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
-def _unequal_dtypes(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
     return None if q.dtype == k.dtype else f"queries are {q.dtype}, keys {k.dtype}"
 
 
-def _other_noise(q: Tensor, k: Tensor, noise: Noise | None) -> str | None:
+def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, _: Any) -> str | None:
     if noise is None or noise.kind in _KINDS:
         return None
     return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
 
 
 COVERAGE = Coverage(
-    (f"`head_dim` up to {_WIDEST}", lambda q, k, noise: cuda.wide_head(k, _WIDEST)),
+    (f"`head_dim` up to {_WIDEST}", lambda q, k, *_: cuda.wide_head(k, _WIDEST)),
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
+    ("causal queries", ahead_problem),
 )
 
 
-def problems(q: Tensor, k: Tensor, noise: Noise | None = None) -> list[str]:
+def problems(
+    q: Tensor, k: Tensor, noise: Noise | None = None, ahead: Tensor | None = None
+) -> list[str]:
     """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    return cuda.problems(k) + COVERAGE.problems(q, k, noise)
+    return cuda.problems(k) + COVERAGE.problems(q, k, noise, ahead)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
-    visible, visible_queries, softcap, bias, window, noise, tau, largest = MassOptions(**options)
+    given_options = MassOptions(**options)
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, _ = given_options
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:

@@ -232,15 +232,17 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     assert "settings seed 0, and this run has 3" in other.stderr
 
 
-def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
-    args = ["niah:multikey", "--context", "420", "--samples", "1"]
+@pytest.mark.parametrize("task", ["niah:multikey", "trace"])
+def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch, task):
+    name = task.partition(":")[0]
+    args = [task, "--context", "420"]
     assert run(here, *args, "--out", tmp_path / "whole").exit_code == 0
     args += ["--out", tmp_path / "out"]
     append = ResultFolder.append
 
-    def interrupted(folder, name, lines):
-        append(folder, name, lines)
-        if name == "niah":
+    def interrupted(folder, file, lines):
+        append(folder, file, lines)
+        if file == name:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -248,13 +250,13 @@ def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
         found = run(here, *args)
     assert (found.exit_code, found.stdout) == (130, "")
     assert "Run the same command again to resume.\n" in found.stderr
-    file = tmp_path / "out" / "niah.jsonl"
+    file = tmp_path / "out" / f"{name}.jsonl"
     first = file.read_text()
     assert run(here, *args).exit_code == 0
     assert file.read_text().startswith(first)
     names = [
         [(x["sample"], x["recipe"]) for x in map(json.loads, path.read_text().splitlines())]
-        for path in (file, tmp_path / "whole" / "niah.jsonl")
+        for path in (file, tmp_path / "whole" / file.name)
     ]
     assert sorted(names[0]) == sorted(names[1])
 

@@ -203,7 +203,8 @@ def eval_command(
     max_new_tokens: Annotated[
         int,
         typer.Option(
-            min=1, help="Tokens to predict (perplexity) or to generate (free, summarize)."
+            min=1,
+            help="Tokens to predict (perplexity) or to generate (free, trace, summarize).",
         ),
     ] = 128,
     batch: Annotated[

@@ -103,12 +103,14 @@ def results_table(lines: Iterable[Mapping[str, Any]]) -> Group:
     parts: list[Any] = []
     for task, rows in by_task.items():
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
-        columns = ["share of\nbytes", *(name.replace("_", "\n") for name in names), "samples"]
+        headings = (name.replace("_", "\n") for name in names)
+        columns = ["share of\nbytes", "KV\nMiB", *headings, "samples"]
         table = FigureTable(task, "recipe", columns)
         for row in rows:
             if row.scores:
                 cells = [_score_cell(row.scores.get(name)) for name in names]
-                table.add(row.recipe, f"{row.share:.1%}", *cells, str(row.samples))
+                size = f"{(row.kv_bytes or 0) / 2**20:,.2f}"
+                table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples))
         parts.append(table)
         parts += [
             Text(f"{row.recipe}: {row.problem} ({row.problems} samples)", "yellow")

@@ -11,13 +11,17 @@ from ..sample import Task
 from .needles import Multiturn, Niah
 from .ruler import Ruler
 from .text import Free, Perplexity
+from .trace import Trace
 from .user_data import LongBench, Summarize
 
 AnyTask = TypeVar("AnyTask", bound=Task[Any])
 
 TASKS: Registry[type[Task[Any]]] = Registry(
     "task",
-    {task.name: task for task in (Perplexity, Free, Niah, Ruler, LongBench, Summarize, Multiturn)},
+    {
+        task.name: task
+        for task in (Perplexity, Free, Trace, Niah, Ruler, LongBench, Summarize, Multiturn)
+    },
     Task,
     ("batches", "measure", "positions"),
 )

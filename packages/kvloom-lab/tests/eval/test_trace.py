@@ -84,7 +84,13 @@ def test_a_trace_equals_a_plain_loop(model, lines, recipe):
 
 def test_full_has_no_divergence_and_says_what_it_wrote(lines):
     full = lines["60/0", "full"]
-    assert full["scores"] == {"kl_mean": 0, "agreement": 1, "kl_p999": 0, "kl_slope": 0}
+    repeated = full["scores"]["repetition"]
+    assert full["scores"] == {
+        "kl_mean": 0, "agreement": 1, "kl_p999": 0, "kl_slope": 0, "repetition": repeated,
+    }  # fmt: skip
+    assert {line["scores"]["repetition"] for (s, _), line in lines.items() if s == "60/0"} == {
+        repeated
+    }
     assert full["answer"] == "".join(full["tokens"])
     window = lines["60/0", RECIPES[1]]
     assert window["answer"] == ""

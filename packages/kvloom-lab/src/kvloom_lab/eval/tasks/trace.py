@@ -2,7 +2,8 @@
 
 `trace` has the exact cache continue a context greedily. Every recipe then reads this text token by
 token after the same context, so that all are scored on the same tokens. Scores are over all
-positions, and over `BLOCKS` equal parts of them. The log-probabilities of the exact cache are held
+positions, and over `BLOCKS` equal parts of them. `repetition` tells how much of the text occurred
+in it before, which any cache predicts well. The log-probabilities of the exact cache are held
 meanwhile: 4 bytes per token and entry of the vocabulary, for every context of a batch.
 """
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ...workload.passes import Measurement
 from ..decoding import Decoded, decode, divergence
 from ..sample import Outcome, Run
-from .text import CHUNK, ContinuationTask
+from .text import CHUNK, ContinuationTask, repetition
 
 BLOCKS = 8
 
@@ -48,16 +49,16 @@ class Trace(ContinuationTask[list[Decoded]]):
             new = exact.greedy[:, -1].to(new.device)
             if end in edges:
                 mib.append(run.cache.nbytes / rows / 2**20)
-        tokens = torch.cat(greedy, dim=1)
-        columns = zip(tokens, torch.cat(kl, dim=1), torch.cat(same, dim=1), strict=True)
+        text = torch.cat([piece.greedy for piece in run.exact or written], dim=1)
+        columns = (torch.cat(pieces, dim=1) for pieces in (greedy, kl, same))
         outcomes = [
             Outcome(
-                scores(row_kl, row_same),
+                {**scores(row_kl, row_same), "repetition": repetition(text[i].tolist())},
                 answer=source.decode(row) if run.exact is None else "",
                 tokens=source.pieces(row),
                 curves={"kl": row_kl.tolist(), **by_block(row_kl, row_same), "kv_mib": mib},
             )
-            for row, row_kl, row_same in columns
+            for i, (row, row_kl, row_same) in enumerate(zip(*columns, strict=True))
         ]
         return outcomes, written
 

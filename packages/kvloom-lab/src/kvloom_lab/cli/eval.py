@@ -204,7 +204,8 @@ def eval_command(
         int,
         typer.Option(
             min=1,
-            help="Tokens to predict (perplexity) or to generate (free, trace, summarize).",
+            help="Tokens to predict (perplexity) or to generate (free, trace, summarize, "
+            "instructions).",
         ),
     ] = 128,
     batch: Annotated[

@@ -8,6 +8,7 @@ from kvloom.errors import InputError, RecipeError
 from kvloom.registry import Registry
 
 from ..sample import Task
+from .instructions import Instructions
 from .needles import Multiturn, Niah
 from .ruler import Ruler
 from .text import Free, Perplexity
@@ -20,7 +21,17 @@ TASKS: Registry[type[Task[Any]]] = Registry(
     "task",
     {
         task.name: task
-        for task in (Perplexity, Free, Trace, Niah, Ruler, LongBench, Summarize, Multiturn)
+        for task in (
+            Perplexity,
+            Free,
+            Trace,
+            Niah,
+            Ruler,
+            LongBench,
+            Summarize,
+            Multiturn,
+            Instructions,
+        )
     },
     Task,
     ("batches", "measure", "positions"),

@@ -21,6 +21,7 @@ const TASKS = {
   niah: "A fact is hidden in a long text, and a question asks for it.",
   ruler: "Long generated texts with hidden facts, chains of variables and frequent words; a question asks for them.",
   multiturn: "Several questions about one compressed text, then about a second document.",
+  instructions: "A system prompt has rules and a secret. Does the answer follow the rules after the prompt is compressed, and does the secret stay one?",
   longbench: "Questions and tasks on long documents, each scored with the official metric of its data set.",
   summarize: "The model summarizes a document; the score is the overlap with a reference summary.",
 };
@@ -35,6 +36,10 @@ const SCORES = {
   diverged_at: ["tokens until divergence", "how many generated tokens are the same as with the exact cache"],
   repetition: ["repetition", "share of repeated sequences of four tokens in the generated text"],
   correct: ["correct", "share of the expected strings that the answer contains, 0 to 1"],
+  followed: ["rules followed", "share of a prompt's rules that the answer follows, 0 to 1"],
+  as_full: ["rules as full", "share of a prompt's rules with the same outcome as with the exact cache, 0 to 1"],
+  kept_secret: ["secrets kept", "share of answers that do not contain the secret"],
+  as_full_secret: ["secrets as full", "share of answers that contain the secret exactly if that with the exact cache does"],
 };
 const scoreName = score => (SCORES[score] || [score])[0];
 const lower = (task, score) => task.scores[score] === "lower";

@@ -128,7 +128,7 @@ def test_expected_strings_count_whatever_their_case():
 def test_names_of_tasks_and_parts():
     assert set(TASKS) == {
         "perplexity", "free", "trace", "niah", "ruler", "longbench", "summarize", "multiturn",
-        "instructions",
+        "instructions", "state",
     }  # fmt: skip
     for name, message in {
         "nihah": "there is no task 'nihah'; there are perplexity, free, trace, niah, ",
@@ -142,7 +142,15 @@ def test_names_of_tasks_and_parts():
 
 def test_every_task_states_the_positions_after_its_context():
     made_from = source(lengths=[800])
-    for name in ("perplexity", "free", "trace", "niah:single", "multiturn", "instructions"):
+    for name in (
+        "perplexity",
+        "free",
+        "trace",
+        "niah:single",
+        "multiturn",
+        "instructions",
+        "state",
+    ):
         task = task_named(name)
         need = max(b.ids.shape[1] + task.positions(b) for b in task.batches(made_from))
         assert task_batches([task], made_from, need)

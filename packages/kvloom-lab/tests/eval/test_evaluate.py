@@ -232,7 +232,7 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     assert "settings seed 0, and this run has 3" in other.stderr
 
 
-@pytest.mark.parametrize("task", ["niah:multikey", "trace", "instructions"])
+@pytest.mark.parametrize("task", ["niah:multikey", "trace", "instructions", "state:update"])
 def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch, task):
     name = task.partition(":")[0]
     args = [task, "--context", "700"]

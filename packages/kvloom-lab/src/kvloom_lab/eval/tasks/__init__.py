@@ -11,6 +11,7 @@ from ..sample import Task
 from .instructions import Instructions
 from .needles import Multiturn, Niah
 from .ruler import Ruler
+from .state import State
 from .text import Free, Perplexity
 from .trace import Trace
 from .user_data import LongBench, Summarize
@@ -31,6 +32,7 @@ TASKS: Registry[type[Task[Any]]] = Registry(
             Summarize,
             Multiturn,
             Instructions,
+            State,
         )
     },
     Task,

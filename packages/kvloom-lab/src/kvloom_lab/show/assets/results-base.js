@@ -22,6 +22,7 @@ const TASKS = {
   ruler: "Long generated texts with hidden facts, chains of variables and frequent words; a question asks for them.",
   multiturn: "Several questions about one compressed text, then about a second document.",
   instructions: "A system prompt has rules and a secret. Does the answer follow the rules after the prompt is compressed, and does the secret stay one?",
+  state: "Assignments in a long text change a value step by step; a question asks for the last one.",
   longbench: "Questions and tasks on long documents, each scored with the official metric of its data set.",
   summarize: "The model summarizes a document; the score is the overlap with a reference summary.",
 };

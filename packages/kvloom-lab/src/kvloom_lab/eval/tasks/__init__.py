@@ -13,7 +13,7 @@ from .needles import Multiturn, Niah
 from .ruler import Ruler
 from .state import State
 from .text import Free, Perplexity
-from .trace import Trace
+from .trace import TraceTask
 from .user_data import LongBench, Summarize
 
 AnyTask = TypeVar("AnyTask", bound=Task[Any])
@@ -25,7 +25,7 @@ TASKS: Registry[type[Task[Any]]] = Registry(
         for task in (
             Perplexity,
             Free,
-            Trace,
+            TraceTask,
             Niah,
             Ruler,
             LongBench,

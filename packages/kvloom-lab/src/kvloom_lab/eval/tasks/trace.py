@@ -22,7 +22,7 @@ from .text import CHUNK, ContinuationTask, repetition
 BLOCKS = 8
 
 
-class Trace(ContinuationTask[list[Decoded]]):
+class TraceTask(ContinuationTask[list[Decoded]]):
     """KL divergence, agreement and bytes while the exact model's text of `new_tokens` is read."""
 
     name = "trace"

@@ -1,6 +1,7 @@
 """`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -268,6 +269,15 @@ def test_bytes_give_a_budget(here, tmp_path):
     names = ["full", "window:tokens=64 at 0.5", "window:tokens=64 at 0.25"]
     assert [x["recipe"] for x in lines] == names
     assert lines[2]["kv_bytes"] < lines[1]["kv_bytes"] < lines[0]["kv_bytes"]
+
+
+def test_each_length_has_a_table(here, tmp_path):
+    found = run(here, "perplexity", "--context", "128,64", "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    found = re.findall(r"^(perplexity.*?) *$|^ window:tokens=64 +([\d.]+)%", found.stdout, re.M)
+    titles, shares = [title for title, _ in found if title], [x for _, x in found if x]
+    assert titles == ["perplexity, context 128", "perplexity, context 64"]
+    assert float(shares[0]) < float(shares[1])
 
 
 def test_summaries_of_a_file(here, tmp_path):

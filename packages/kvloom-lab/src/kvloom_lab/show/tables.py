@@ -93,12 +93,23 @@ class FigureTable:
         return table
 
 
-def results_table(lines: Iterable[Mapping[str, Any]]) -> Group:
-    """Return a table for each task; rich can print it. lines: of `TASK.jsonl`."""
+def results_table(
+    lines: Iterable[Mapping[str, Any]], prompts: Iterable[Mapping[str, Any]] = ()
+) -> Group:
+    """Return a table for each task; rich can print it.
+
+    lines: of `TASK.jsonl`. prompts: of `prompts.jsonl`, for a table of each length of contexts.
+    """
     from ..eval.summary import summarize
 
+    lengths = {(x["task"], x["sample"]): x["length"] for x in prompts if "length" in x}
+
+    def placed(line: Mapping[str, Any]) -> Mapping[str, Any]:
+        length = lengths.get((line["task"], line["sample"]))
+        return line if length is None else {**line, "task": f"{line['task']}, context {length:,}"}
+
     by_task: dict[str, list[Figures]] = {}
-    for figures in summarize(lines):
+    for figures in summarize(map(placed, lines)):
         by_task.setdefault(figures.task, []).append(figures)
     parts: list[Any] = []
     for task, rows in by_task.items():

@@ -127,10 +127,11 @@ def test_expected_strings_count_whatever_their_case():
 
 def test_names_of_tasks_and_parts():
     assert set(TASKS) == {
-        "perplexity", "free", "niah", "ruler", "longbench", "summarize", "multiturn",
+        "perplexity", "free", "trace", "niah", "ruler", "longbench", "summarize", "multiturn",
+        "instructions", "state",
     }  # fmt: skip
     for name, message in {
-        "nihah": "there is no task 'nihah'; there are perplexity, free, niah, ",
+        "nihah": "there is no task 'nihah'; there are perplexity, free, trace, niah, ",
         "free:fast": "the task 'free' has no variants",
         "niah:double": "niah has no variant 'double'",
         "longbench:nq": "longbench has no data set 'nq'",
@@ -140,8 +141,16 @@ def test_names_of_tasks_and_parts():
 
 
 def test_every_task_states_the_positions_after_its_context():
-    made_from = source(lengths=[400])
-    for name in ("perplexity", "free", "niah:single", "multiturn"):
+    made_from = source(lengths=[800])
+    for name in (
+        "perplexity",
+        "free",
+        "trace",
+        "niah:single",
+        "multiturn",
+        "instructions",
+        "state",
+    ):
         task = task_named(name)
         need = max(b.ids.shape[1] + task.positions(b) for b in task.batches(made_from))
         assert task_batches([task], made_from, need)

@@ -1,6 +1,7 @@
 """`kvloom eval`: scores equal those of a plain loop, and one failure does not stop the others."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -232,15 +233,17 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     assert "settings seed 0, and this run has 3" in other.stderr
 
 
-def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
-    args = ["niah:multikey", "--context", "420", "--samples", "1"]
+@pytest.mark.parametrize("task", ["niah:multikey", "trace", "instructions", "state:update"])
+def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch, task):
+    name = task.partition(":")[0]
+    args = [task, "--context", "700"]
     assert run(here, *args, "--out", tmp_path / "whole").exit_code == 0
     args += ["--out", tmp_path / "out"]
     append = ResultFolder.append
 
-    def interrupted(folder, name, lines):
-        append(folder, name, lines)
-        if name == "niah":
+    def interrupted(folder, file, lines):
+        append(folder, file, lines)
+        if file == name:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -248,13 +251,13 @@ def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch):
         found = run(here, *args)
     assert (found.exit_code, found.stdout) == (130, "")
     assert "Run the same command again to resume.\n" in found.stderr
-    file = tmp_path / "out" / "niah.jsonl"
+    file = tmp_path / "out" / f"{name}.jsonl"
     first = file.read_text()
     assert run(here, *args).exit_code == 0
     assert file.read_text().startswith(first)
     names = [
         [(x["sample"], x["recipe"]) for x in map(json.loads, path.read_text().splitlines())]
-        for path in (file, tmp_path / "whole" / "niah.jsonl")
+        for path in (file, tmp_path / "whole" / file.name)
     ]
     assert sorted(names[0]) == sorted(names[1])
 
@@ -266,6 +269,15 @@ def test_bytes_give_a_budget(here, tmp_path):
     names = ["full", "window:tokens=64 at 0.5", "window:tokens=64 at 0.25"]
     assert [x["recipe"] for x in lines] == names
     assert lines[2]["kv_bytes"] < lines[1]["kv_bytes"] < lines[0]["kv_bytes"]
+
+
+def test_each_length_has_a_table(here, tmp_path):
+    found = run(here, "perplexity", "--context", "128,64", "--out", tmp_path / "out")
+    assert found.exit_code == 0, found.output
+    found = re.findall(r"^(perplexity.*?) *$|^ window:tokens=64 +([\d.]+)%", found.stdout, re.M)
+    titles, shares = [title for title, _ in found if title], [x for _, x in found if x]
+    assert titles == ["perplexity, context 128", "perplexity, context 64"]
+    assert float(shares[0]) < float(shares[1])
 
 
 def test_summaries_of_a_file(here, tmp_path):

@@ -203,7 +203,9 @@ def eval_command(
     max_new_tokens: Annotated[
         int,
         typer.Option(
-            min=1, help="Tokens to predict (perplexity) or to generate (free, summarize)."
+            min=1,
+            help="Tokens to predict (perplexity) or to generate (free, trace, summarize, "
+            "instructions).",
         ),
     ] = 128,
     batch: Annotated[
@@ -285,7 +287,8 @@ def eval_command(
                     "again to resume."
                 )
                 raise typer.Exit(130) from None
-        print_rich(results_table(line for task in chosen_tasks for line in folder.lines(task.name)))
+        lines = (line for task in chosen_tasks for line in folder.lines(task.name))
+        print_rich(results_table(lines, folder.lines("prompts") if len(lengths) > 1 else ()))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
 
 

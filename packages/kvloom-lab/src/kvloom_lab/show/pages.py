@@ -169,13 +169,17 @@ def _row(row: Figures) -> dict[str, Any]:
 def _curves(lines: Sequence[dict[str, Any] | None]) -> dict[str, list[list[float]]]:
     """Return each curve's mean over samples: [positions, means], in at most 160 steps.
 
-    A position's mean is over the samples that reach it; it is the middle of a step of positions.
+    A position's mean is over the samples that reach it; it is the middle of a step of positions. A
+    curve with fewer numbers than its line has tokens has one for each of as many equal blocks.
     """
     curves_by_name: dict[str, list[np.ndarray]] = {}
     for line in lines:
+        tokens = len((line or {}).get("tokens") or ())
         for name, values in ((line or {}).get("curves") or {}).items():
             if len(values):
-                curves_by_name.setdefault(name, []).append(np.asarray(values, dtype=float))
+                positions = max(tokens, len(values))
+                blocks = np.arange(positions) * len(values) // positions
+                curves_by_name.setdefault(name, []).append(np.asarray(values, dtype=float)[blocks])
     means = {}
     for name, curves in curves_by_name.items():
         longest = max(map(len, curves))

@@ -93,22 +93,35 @@ class FigureTable:
         return table
 
 
-def results_table(lines: Iterable[Mapping[str, Any]]) -> Group:
-    """Return a table for each task; rich can print it. lines: of `TASK.jsonl`."""
+def results_table(
+    lines: Iterable[Mapping[str, Any]], prompts: Iterable[Mapping[str, Any]] = ()
+) -> Group:
+    """Return a table for each task; rich can print it.
+
+    lines: of `TASK.jsonl`. prompts: of `prompts.jsonl`, for a table of each length of contexts.
+    """
     from ..eval.summary import summarize
 
+    lengths = {(x["task"], x["sample"]): x["length"] for x in prompts if "length" in x}
+
+    def placed(line: Mapping[str, Any]) -> Mapping[str, Any]:
+        length = lengths.get((line["task"], line["sample"]))
+        return line if length is None else {**line, "task": f"{line['task']}, context {length:,}"}
+
     by_task: dict[str, list[Figures]] = {}
-    for figures in summarize(lines):
+    for figures in summarize(map(placed, lines)):
         by_task.setdefault(figures.task, []).append(figures)
     parts: list[Any] = []
     for task, rows in by_task.items():
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
-        columns = ["share of\nbytes", *(name.replace("_", "\n") for name in names), "samples"]
+        headings = (name.replace("_", "\n") for name in names)
+        columns = ["share of\nbytes", "KV\nMiB", *headings, "samples"]
         table = FigureTable(task, "recipe", columns)
         for row in rows:
             if row.scores:
                 cells = [_score_cell(row.scores.get(name)) for name in names]
-                table.add(row.recipe, f"{row.share:.1%}", *cells, str(row.samples))
+                size = f"{(row.kv_bytes or 0) / 2**20:,.2f}"
+                table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples))
         parts.append(table)
         parts += [
             Text(f"{row.recipe}: {row.problem} ({row.problems} samples)", "yellow")

@@ -8,16 +8,33 @@ from kvloom.errors import InputError, RecipeError
 from kvloom.registry import Registry
 
 from ..sample import Task
+from .instructions import Instructions
 from .needles import Multiturn, Niah
 from .ruler import Ruler
+from .state import State
 from .text import Free, Perplexity
+from .trace import TraceTask
 from .user_data import LongBench, Summarize
 
 AnyTask = TypeVar("AnyTask", bound=Task[Any])
 
 TASKS: Registry[type[Task[Any]]] = Registry(
     "task",
-    {task.name: task for task in (Perplexity, Free, Niah, Ruler, LongBench, Summarize, Multiturn)},
+    {
+        task.name: task
+        for task in (
+            Perplexity,
+            Free,
+            TraceTask,
+            Niah,
+            Ruler,
+            LongBench,
+            Summarize,
+            Multiturn,
+            Instructions,
+            State,
+        )
+    },
     Task,
     ("batches", "measure", "positions"),
 )

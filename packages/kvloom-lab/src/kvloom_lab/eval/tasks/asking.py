@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from kvloom.errors import InputError
 
@@ -20,6 +21,7 @@ from ..decoding import answers
 from ..sample import Batch, Outcome, Question, Run, Sample, Source, Task
 
 _MARK = "<<kvloom>>"
+_USER = {"role": "user", "content": _MARK}
 
 
 class Frame(NamedTuple):
@@ -46,9 +48,33 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
         )
     if not has_template or chat is False:
         return Frame(list(first), "")
-    whole = tokenizer.apply_chat_template(
-        [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-    )
+    return _around(tokenizer, _applied(tokenizer, [_USER]))
+
+
+def system_frame(tokenizer: Any, first: list[int], system: str) -> Frame:
+    """Return the parts around a user's message that follows a system prompt.
+
+    Without a chat template, or with one that has no system role, the system prompt stands at the
+    start of the user's message.
+    """
+    if getattr(tokenizer, "chat_template", None) is not None:
+        try:
+            whole = _applied(tokenizer, [{"role": "system", "content": system}, _USER])
+        except TemplateError:  # which a template raises for a role that it does not have
+            whole = ""
+        if system in whole and _MARK in whole:
+            return _around(tokenizer, whole)
+    plain = frame(tokenizer, first)
+    head = tokenizer.encode(f"{system}\n\n", add_special_tokens=False)
+    return Frame([*plain.before, *head], plain.after)
+
+
+def _applied(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    """Return messages in the chat template, up to where the answer begins."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _around(tokenizer: Any, whole: str) -> Frame:
     before, after = whole.split(_MARK)
     return Frame(tokenizer.encode(before, add_special_tokens=False) if before else [], after)
 
@@ -127,8 +153,13 @@ class QuestionTask(Task[None]):
         return outcomes, None
 
     def positions(self, batch: Batch) -> int:
-        """Return the positions of the longest question and answer; its last token takes none."""
-        return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
+        """Return the positions of the longest question and answer."""
+        return question_positions(batch)
+
+
+def question_positions(batch: Batch) -> int:
+    """Return the positions of the longest question and its answer, whose last token takes none."""
+    return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
 
 
 def data_records(path: str, fields: Fields) -> list[Record]:

@@ -17,9 +17,12 @@ const percent = (x, digits = 1) => has(x) ? `${(100 * x).toFixed(digits)}%` : "â
 const TASKS = {
   perplexity: "The model reads a text through the cache, and predicts the text that really follows.",
   free: "The model writes on by itself from a text. Errors of the cache can add up from token to token.",
+  trace: "Every cache reads the long text that the model wrote with the exact cache. Does its error grow with the position?",
   niah: "A fact is hidden in a long text, and a question asks for it.",
   ruler: "Long generated texts with hidden facts, chains of variables and frequent words; a question asks for them.",
   multiturn: "Several questions about one compressed text, then about a second document.",
+  instructions: "A system prompt has rules and a secret. Does the answer follow the rules after the prompt is compressed, and does the secret stay one?",
+  state: "Assignments in a long text change a value step by step; a question asks for the last one.",
   longbench: "Questions and tasks on long documents, each scored with the official metric of its data set.",
   summarize: "The model summarizes a document; the score is the overlap with a reference summary.",
 };
@@ -29,10 +32,15 @@ const SCORES = {
   kl_mean: ["KL, mean", "how far the predicted probabilities are from those with the exact cache, in nats; 0 is equal"],
   kl_median: ["KL, median", "the KL divergence from the exact cache that half of the positions exceed, in nats"],
   kl_p999: ["KL, worst 0.1%", "the KL divergence from the exact cache that one position in 1,000 exceeds, in nats"],
+  kl_slope: ["KL, slope", "how much the KL divergence from the exact cache grows in 1,000 tokens, in nats"],
   agreement: ["agreement", "share of positions where the most likely token is the same as with the exact cache"],
   diverged_at: ["tokens until divergence", "how many generated tokens are the same as with the exact cache"],
   repetition: ["repetition", "share of repeated sequences of four tokens in the generated text"],
   correct: ["correct", "share of the expected strings that the answer contains, 0 to 1"],
+  followed: ["rules followed", "share of a prompt's rules that the answer follows, 0 to 1"],
+  as_full: ["rules as full", "share of a prompt's rules with the same outcome as with the exact cache, 0 to 1"],
+  kept_secret: ["secrets kept", "share of answers that do not contain the secret"],
+  as_full_secret: ["secrets as full", "share of answers that contain the secret exactly if that with the exact cache does"],
 };
 const scoreName = score => (SCORES[score] || [score])[0];
 const lower = (task, score) => task.scores[score] === "lower";

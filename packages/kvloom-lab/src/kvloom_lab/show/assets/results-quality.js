@@ -114,10 +114,15 @@ function speed() {
       {title: `${scoreName(state.score)} by speed, ${run.name}; the arrow keys move between recipes`});
   });
 }
+/* What a curve is called, and its words. */
 const CURVES = {
-  kl: "the KL divergence from the exact cache: how far the predicted probabilities are from those with the exact cache, in nats. 0 is equal",
-  agreement: "the share of samples in which the most likely token is the same as with the exact cache",
+  kl: ["KL divergence", "the KL divergence from the exact cache: how far the predicted probabilities are from those with the exact cache, in nats. 0 is equal"],
+  kl_mean: ["KL divergence by block", "the KL divergence from the exact cache in each block of positions, in nats"],
+  kl_p999: ["KL divergence by block, worst 0.1%", "the KL divergence from the exact cache that one position in 1,000 of each block exceeds, in nats"],
+  agreement: ["agreement", "the share of samples in which the most likely token is the same as with the exact cache"],
+  kv_mib: ["cache, MiB", "the size of the cache at the end of each block of positions, in MiB"],
 };
+const curveName = name => (CURVES[name] || [name])[0];
 const MOST_LINES = 16;
 /* The row with the fewest bytes of each family. */
 function smallest(rows) {
@@ -131,7 +136,7 @@ function smallest(rows) {
 function curveList() {
   const found = new Map();
   for (const run of chosenRuns()) for (const task of run.tasks) for (const row of task.rows) {
-    for (const name of Object.keys(row.curves)) found.set(`${task.name}/${name}`, `${task.name}: ${name === "kl" ? "KL divergence" : name}`);
+    for (const name of Object.keys(row.curves)) found.set(`${task.name}/${name}`, `${task.name}: ${curveName(name)}`);
   }
   return [...found];
 }
@@ -141,11 +146,11 @@ function divergence() {
   if (!list.length) return;
   options($("curve"), list, $("curve").value);
   const [taskName, name] = $("curve").value.split("/");
-  $("curve-words").replaceChildren(make("b", "How to read: "), `the curve is the mean over samples of ${CURVES[name] || name}. ` +
-    `Position 0 is the first token after the compressed text. A rising curve means that errors add up.`);
+  $("curve-words").replaceChildren(make("b", "How to read: "), `the curve is the mean over samples of ${(CURVES[name] || [name, name])[1]}. ` +
+    `Position 0 is the first token after the compressed text.${name.startsWith("kl") ? " A rising curve means that errors add up." : ""}`);
   const runs = chosenRuns().filter(run => taskOf(run, taskName));
   inPanels($("curves"), runs, (run, width, e) => {
-    const all = rowsOf(taskOf(run, taskName)).filter(r => r.curves[name] && r.recipe !== data.exact);
+    const all = rowsOf(taskOf(run, taskName)).filter(r => r.curves[name] && (r.recipe !== data.exact || name === "kv_mib"));
     const rows = all.length > MOST_LINES ? smallest(all) : all;
     if (rows.length < all.length) e.append(make("p", `The smallest of each recipe, ${rows.length} of ${all.length} lines; choose a size above to see others.`));
     const log = $("logd").checked;
@@ -155,7 +160,7 @@ function divergence() {
         [`share of ${unit(run)}`, percent(row.share)]]};
     }).filter(l => l.ys.some(v => has(v) && (!log || v > 0)));
     if (!lines.length) return "None of the chosen recipes has this curve.";
-    return lineChart(width, lines, {label: "tokens after the compressed text"}, {label: name === "kl" ? "KL divergence, nats" : name, log},
+    return lineChart(width, lines, {label: "tokens after the compressed text"}, {label: curveName(name) + (name.startsWith("kl") ? ", nats" : ""), log},
       `${name} by position, ${run.name}; the arrow keys move between recipes`);
   });
 }

@@ -19,7 +19,8 @@ IMAGE = (zoo.IMAGE_TOKEN,)
 RECIPES = [
     "snapkv:tokens=24,window=8", "h2o:tokens=24", "kvzip:tokens=24,recent=8", "keyformer:tokens=24",
     "snapkv:tokens=24,window=8,heads=0.2", "kvzip:tokens=24,recent=8,heads=0.2,layers=joint",
-    "small:recent=8,group=16,residual=16,fraction=0.1", "evict:score=observation,tokens=24,window=4",
+    "small:recent=8,group=16,residual=16,fraction=0.1",
+    "evict:score=observation,tokens=24,window=4",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from .sinks import Sinks
 from .step import Queries, Trace
 
 
-class Block(NamedTuple):
+class DueBlock(NamedTuple):
     """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
 
     used: the exact tokens, those of the block included, that score it. queries: theirs, which the
@@ -65,7 +65,7 @@ class BlockEvictor(ScoreEvictor):
         self.sinks_store = Sinks(recipe.protect.sinks)
         self.queries, self.norms = Buffer(), Buffer()
         self.offered, self.granted = 0, 0
-        self.block: Block | None = None
+        self.block: DueBlock | None = None
 
     @property
     def scoring(self) -> bool:
@@ -79,7 +79,7 @@ class BlockEvictor(ScoreEvictor):
 
     # --- when a block is due ----------------------------------------------------------------------
 
-    def due(self, segment: Segment) -> Block | None:
+    def due(self, segment: Segment) -> DueBlock | None:
         """Return the block whose turn it is; None: there are too few exact tokens yet.
 
         The block and the recent tokens behind it score it; all tokens do so in a first prompt,
@@ -101,7 +101,7 @@ class BlockEvictor(ScoreEvictor):
         else:
             exact = self.sinks + len(segment) - count
             wanted = heads * (keep.budget.resolve(self.prompt_tokens) - exact)
-        return Block(count, max(0, min(heads * count, int(wanted) // unit * unit)), used)
+        return DueBlock(count, max(0, min(heads * count, int(wanted) // unit * unit)), used)
 
     def hold(self, queries: Queries) -> None:
         """Hold the queries of a step: they score the block that its tokens belong to."""
@@ -118,7 +118,7 @@ class BlockEvictor(ScoreEvictor):
 
     # --- its scores -------------------------------------------------------------------------------
 
-    def score_block(self, segment: Segment, queries: Queries, block: Block) -> Tensor:
+    def score_block(self, segment: Segment, queries: Queries, block: DueBlock) -> Tensor:
         """Return the scores fp32 [B, Hk, tokens] of a block, minus infinity for padding.
 
         queries: as `take_queries` returned them.
@@ -227,7 +227,7 @@ class BlockEvictor(ScoreEvictor):
         self.block, self.phase = None, Phase.DONE
 
     def _block_values(
-        self, segment: Segment, queries: Queries, stays: Tensor, block: Block
+        self, segment: Segment, queries: Queries, stays: Tensor, block: DueBlock
     ) -> Tensor:
         """Return the values of a block [B, Hk, tokens, D], fitted where tokens stay."""
         fit, n = self.keep.fit, block.tokens

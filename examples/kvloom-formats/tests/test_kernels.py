@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvloom
+from kvloom.errors import NotFinite
 from kvloom.kernels import operations_run, use_backend
 from kvloom.recipe import RECIPES, Geometry, resolve
 from kvloom.store import FORMATS, FormatView
@@ -124,6 +125,16 @@ def test_predicted_bytes_are_those_of_a_prompt(name):
     model(torch.randint(2, 97, (2, 109)), past_key_values=cache)
     geometry = Geometry(2, 4, 2, 32, torch.float32)
     assert resolve(name).nbytes(109, geometry, 2) == cache.nbytes
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_numbers_that_cannot_be_packed_are_refused(name):
+    model, ids = llama(), torch.randint(2, 97, (1, 70))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[:32] *= 1e30
+        model.model.layers[1].self_attn.v_proj.weight[:32] *= 1e30
+    with pytest.raises(NotFinite, match=r"layer 1: \|x\| > .* in keys"):
+        model(ids, past_key_values=kvloom.Cache(model, name))
 
 
 def test_a_saved_cache_continues(tmp_path):

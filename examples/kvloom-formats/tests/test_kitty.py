@@ -78,6 +78,14 @@ def test_padding_enters_no_range():
     assert torch.equal(with_zeros[2], with_large[2])
 
 
+def test_numbers_up_to_the_largest_come_back():
+    fmt = Kitty(4, GROUP, GROUP)
+    x = fmt.largest * torch.randint(0, 2, (1, 2, GROUP, 16)).mul(2).sub(1)
+    back = fmt.unpack(fmt.pack(x), torch.float32)
+    torch.testing.assert_close(back, x, rtol=2e-3, atol=0)
+    assert fmt.pack(1.01 * x)[2].isinf().any()
+
+
 def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(RecipeError, match="unit=6 must be a multiple of 4 tokens, and residual=12"):
         Kitty(unit=6, residual=12)

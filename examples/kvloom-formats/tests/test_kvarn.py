@@ -141,6 +141,21 @@ def test_tiles_of_any_size_come_back(axis, meta):
     assert error.max() < 0.11
 
 
+@pytest.mark.parametrize("meta", ["fp16", "fp32", "bf16"])
+@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("axis", ["channel", "token"])
+def test_numbers_up_to_the_largest_are_finite(axis, bits, meta):
+    """All in one channel of the rotated tile, of one token or of all, and of either sign."""
+    fmt = KVarN(bits, axis, TILE, meta)
+    x = torch.zeros(1, 3, TILE, 512)
+    x[0, 0, :, 5] = x[0, 1, 0, 5] = x[0, 2, ::2, 5] = 1
+    x[0, 2, 1::2, 5] = -1
+    x = unrotate(x)
+    for size in (fmt.largest, -fmt.largest):
+        back = fmt.unpack(fmt.pack(size * x.sign()), torch.float32)
+        assert back.isfinite().all()
+
+
 def test_what_does_not_fit_is_refused_by_name():
     with pytest.raises(RecipeError, match="bits=5 is not one of 1, 2, 3, 4, 8"):
         KVarN(5)

@@ -14,7 +14,7 @@ gather until `residual` of them are exact; the newest `residual` values are exac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import kvloom
 from kvloom import Packed, Protect, Recipe, Store
 from kvloom.errors import RecipeError
 from kvloom.kernels import AttentionState, pack_codes, unpack_codes
-from kvloom.store import Format, FormatView
+from kvloom.store import Format, FormatView, PackedView
 
 from . import tiles
 
@@ -66,6 +66,11 @@ class Kitty(Format):
         if 0 <= self.boost < head_dim:
             return []
         return [f"boost={self.boost} is not from 0 to {head_dim - 1}, fewer than head_dim"]
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude whose scale and zero 16 bits can store."""
+        return torch.finfo(torch.float16).max
 
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of codes, and of 16-bit scales and zeros."""
@@ -109,7 +114,8 @@ class Kitty(Format):
         return x.flatten(2, 3).to(dtype)
 
     def attend(
-        self, q: Tensor, keys: Any, values: Any, scale: float, *, visible: Tensor | None = None,
+        self, q: Tensor, keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView, scale: float, *, visible: Tensor | None = None,
         bias: Tensor | None = None, softcap: float | None = None,
     ) -> AttentionState | None:  # fmt: skip
         """Attend to packed keys on the CPU; values that are packed are unpacked first."""

@@ -25,7 +25,7 @@ import kvloom
 from kvloom import Protect, Recipe, Store
 from kvloom.errors import RecipeError
 from kvloom.kernels import AttentionState, pack_codes, rotate, unpack_codes, unrotate
-from kvloom.store import Format, FormatView
+from kvloom.store import Format, FormatView, PackedView
 
 from . import tiles
 
@@ -94,6 +94,14 @@ class KVarN(Format):
         scale, zero, factor = (x.unsqueeze(dim) for x, dim in zip(parts, dims, strict=True))
         return unrotate(((blocks * scale + zero) * factor).flatten(2, 3)).to(dtype)
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude whose scale, zero and factor can be stored."""
+        stored = torch.finfo(META[self.meta]).max
+        most = stored * min(1.0, (2**self.bits - 1) / 2) / 32  # rotation of up to 512 channels
+        most *= stored if self.axis == "channel" else LEAST  # by how much a number is divided
+        return min(most, 1e15)  # squares are summed in fp32
+
     def nbytes(self, tokens: int, head_dim: int, heads: int = 1) -> int:
         """Return the bytes of codes, scales, zeros and factors."""
         ranges, factors = head_dim, self.unit
@@ -103,7 +111,8 @@ class KVarN(Format):
         return heads * (tokens * head_dim * self.bits // 8 + numbers * META[self.meta].itemsize)
 
     def attend(
-        self, q: Tensor, keys: Any, values: Any, scale: float, *, visible: Tensor | None = None,
+        self, q: Tensor, keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView, scale: float, *, visible: Tensor | None = None,
         bias: Tensor | None = None, softcap: float | None = None,
     ) -> AttentionState | None:  # fmt: skip
         """Attend to keys and values that are both packed in this format, on the CPU."""

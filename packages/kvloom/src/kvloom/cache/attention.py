@@ -17,8 +17,7 @@ from ..kernels import dispatch, ops
 from ..kernels.attend import reference
 from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
-from ..store.format_tokens import FormatView
-from ..store.formats import Format
+from ..store.formats import Format, FormatView
 
 
 def attend_to(
@@ -76,7 +75,7 @@ def _by_format(
     """Attend to stretches of a region in which keys, and values, are all packed or all exact."""
     keys, values = region.keys, region.values
     for lo, hi in pairwise(sorted({0, keys.prefix, values.prefix, keys.tokens})):
-        sides = keys.stored(lo, hi), values.stored(lo, hi)
+        sides: tuple[Any, Any] = keys.stored(lo, hi), values.stored(lo, hi)
         visible, bias = _masks(region, lo, hi)
         for fmt in _formats(q, sides):
             state = fmt.attend(q, *sides, scale, visible=visible, bias=bias, softcap=softcap)

@@ -2,12 +2,11 @@
 
 from ..kernels.quantize.encoding import Encoding, LayerEncoding
 from .calibration import Calibration
-from .format_tokens import FormatView
-from .formats import FORMATS, Format, Packed, Store, register_format
+from .formats import FORMATS, Format, FormatView, Packed, Store, register_format
 from .kv_side import KVSide
 from .layer_metadata import LayerMetadata
 from .measuring import PromptPacker, calibrated_groups, random_metadata, round_trip
-from .packed import PackedView
+from .packed_view import PackedView
 
 __all__ = [
     "FORMATS",

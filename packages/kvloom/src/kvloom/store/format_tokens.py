@@ -7,7 +7,7 @@ decides what is in them. Its own kernel attends to them; without one, each step 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,39 +15,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..state import Stateful
 from .buffer import Buffer
-from .formats import Format
-
-
-class FormatView(NamedTuple):
-    """Packed tokens lo to hi, and the format that unpacks them.
-
-    tensors: Those that `Format.pack` returned, of whole units: the first holds token lo.
-    dtype: That of the exact tokens.
-    """
-
-    tensors: tuple[Tensor, ...]
-    fmt: Format
-    lo: int
-    hi: int
-    dtype: torch.dtype
-
-    @property
-    def rope(self) -> None:
-        """None: such a format packs keys after RoPE."""
-
-    def cut(self, lo: int, hi: int) -> FormatView:
-        """Return tokens lo to hi of these."""
-        unit, lo, hi = self.fmt.unit, self.lo + lo, self.lo + hi
-        held = self.lo // unit  # units before these
-        whole, begin, end = -(-self.hi // unit) - held, lo // unit - held, -(-hi // unit) - held
-        rows = [x.shape[2] // whole for x in self.tensors]
-        parts = (x[:, :, begin * n : end * n] for x, n in zip(self.tensors, rows, strict=True))
-        return self._replace(tensors=tuple(parts), lo=lo, hi=hi)
-
-    def tensor(self) -> Tensor:
-        """Return the tokens [B, Hk, hi - lo, D] in the model's dtype."""
-        skip = self.lo % self.fmt.unit
-        return self.fmt.unpack(self.tensors, self.dtype)[:, :, skip : skip + self.hi - self.lo]
+from .formats import Format, FormatView
 
 
 class FormatTokens(Stateful):

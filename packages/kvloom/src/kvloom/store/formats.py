@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.encoding import Encoding
 from ..registry import Registry
 from ..registry.fields import check_fields
+from .packed_view import PackedView
 
 F = TypeVar("F", bound="Format")
 
@@ -56,8 +57,8 @@ class Format:
     def attend(
         self,
         q: Tensor,
-        keys: Any,
-        values: Any,
+        keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView,
         scale: float,
         *,
         visible: Tensor | None = None,
@@ -74,8 +75,8 @@ class Format:
             q: Queries [B, Hq, T, D]; all of them see the tokens.
             keys: Packed keys, as a `FormatView` of tokens lo to hi, or exact ones [B, Hk, N, D].
                 The tensors of a view are whole units from that of token lo on: skip `lo % unit`
-                tokens, and stop after hi - lo. Keys that kvloom's own format packs are neither;
-                their `tensor()` unpacks them.
+                tokens, and stop after hi - lo. Keys that kvloom's own format packs are a
+                `PackedView`; its `tensor()` unpacks them.
             values: Values, likewise.
             scale: By which q @ k is multiplied.
             visible: bool [B, 1 or Hk, N]: False hides a token.
@@ -116,8 +117,40 @@ class Format:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude of a value that can be packed."""
+        """The largest magnitude that can be packed; a step with a larger one is refused."""
         return math.inf
+
+
+class FormatView(NamedTuple):
+    """Packed tokens lo to hi, and the format that unpacks them.
+
+    tensors: Those that `Format.pack` returned, of whole units: the first holds token lo.
+    dtype: That of the exact tokens.
+    """
+
+    tensors: tuple[Tensor, ...]
+    fmt: Format
+    lo: int
+    hi: int
+    dtype: torch.dtype
+
+    @property
+    def rope(self) -> None:
+        """None: such a format packs keys after RoPE."""
+
+    def cut(self, lo: int, hi: int) -> FormatView:
+        """Return tokens lo to hi of these."""
+        unit, lo, hi = self.fmt.unit, self.lo + lo, self.lo + hi
+        held = self.lo // unit  # units before these
+        whole, begin, end = -(-self.hi // unit) - held, lo // unit - held, -(-hi // unit) - held
+        rows = [x.shape[2] // whole for x in self.tensors]
+        parts = (x[:, :, begin * n : end * n] for x, n in zip(self.tensors, rows, strict=True))
+        return self._replace(tensors=tuple(parts), lo=lo, hi=hi)
+
+    def tensor(self) -> Tensor:
+        """Return the tokens [B, Hk, hi - lo, D] in the model's dtype."""
+        skip = self.lo % self.fmt.unit
+        return self.fmt.unpack(self.tensors, self.dtype)[:, :, skip : skip + self.hi - self.lo]
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from ..state import Stateful
 from .buffer import Buffer
-from .format_tokens import FormatTokens, FormatView
-from .formats import Format, Packed
-from .packed import PackedTokens, PackedView, take_blocks
+from .format_tokens import FormatTokens
+from .formats import Format, FormatView, Packed
+from .packed import PackedTokens, take_blocks
+from .packed_view import PackedView
 
 Positions = Callable[[int, int], Tensor]
 """Returns the positions of tokens lo..hi of a side, int64 [B or 1, Hk or 1, hi - lo]."""

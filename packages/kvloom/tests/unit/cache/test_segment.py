@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvloom.cache.segment import Segment
 from kvloom.cache.sinks import Sinks
 from kvloom.kernels.attend import reference as ref
-from kvloom.store import KVSide, Packed
-from kvloom.store.packed import PackedView
+from kvloom.store import KVSide, Packed, PackedView
 
 KEYS = (Packed(2, "channel", 16, residual=32), 0)
 VALUES = (Packed(3, "token", 16), 10)

@@ -143,12 +143,13 @@ def test_the_tokens_that_stay_are_those_of_the_rule_and_attention_is_theirs():
     assert rule.offered == prompt - SINKS - RECENT + 2 * BLOCK
 
 
+@pytest.mark.parametrize("sinks", [SINKS, 0])
 @pytest.mark.parametrize("pads", [None, [0, 9]])
-def test_attention_is_exact_where_every_token_stays(pads):
+def test_attention_is_exact_where_every_token_stays(pads, sinks):
     sizes = [70, *[1] * 50, 45, 3]
     tensors, n = qkv(sum(sizes), batch=2), sum(sizes)
     visible = None if pads is None else padded(pads, n)
-    caches = layers(JOINT.replace("fraction=0.4", "fraction=1.0"))
+    caches = layers(JOINT.replace("fraction=0.4", f"fraction=1.0,sinks={sinks}"))
     outs = run(caches, tensors, sizes, visible)
     for i, each in enumerate(tensors):
         want = feed(LayerCache(resolve("full"), "full"), *each, sizes, visible)
@@ -240,7 +241,7 @@ def test_rows_follow_beams(spec):
 
 
 @by_reference
-@recipes
+@pytest.mark.parametrize("spec", [EXACT, JOINT, PACKED, f"{JOINT},sinks=0"])
 @pytest.mark.parametrize("tokens", [3, 12, 40, 100, 257])
 def test_predicted_bytes_are_measured_bytes(spec, tokens):
     spec += ",contribution=false"  # these layers have no norms of inputs

@@ -105,7 +105,8 @@ class Sinks(Stateful):
         if not self.padded or visible is None:
             return visible
         index = torch.arange(visible.shape[-1], device=visible.device)
-        begin = self._index()[:, :1]
+        assert self.start is not None
+        begin = self.start[:, None]
         return visible & ((index < begin) | (index >= begin + self.count))[:, None, :]
 
     def logical(self, seen: int) -> Tensor:

@@ -229,7 +229,7 @@ class Keep:
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
                 "it as the rule of protect.outliers, or another score"
             )
-        if self.scorer.of_prompt and self.when not in ("prompt", "block"):
+        if self.scorer.of_prompt and not self.scores_once:
             raise RecipeError(
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
@@ -284,7 +284,7 @@ class Keep:
     def _check_heads(self) -> None:
         """Check what heads with different numbers of tokens cannot do."""
         heads = f"heads={self.budget.heads:g}"
-        if self.when not in ("prompt", "block") or self.by_age:
+        if not self.scores_once or self.by_age:
             raise RecipeError(
                 f"{heads} divides a budget over heads by the scores of the prompt, once; use it "
                 'with a score and when="prompt" or "block"'
@@ -331,6 +331,11 @@ class Keep:
     def drops(self, tokens: int) -> bool:
         """Return whether a layer with `tokens` tokens evicts down to its budget."""
         return self.limit is None or tokens > self.limit
+
+    @property
+    def scores_once(self) -> bool:
+        """Whether each token is scored once: with the prompt, or with its block."""
+        return self.when in ("prompt", "block")
 
     @property
     def repeating(self) -> Keep:

@@ -221,8 +221,7 @@ class Recipe:
             )
 
     def _check_keep(self, keep: Keep) -> None:
-        whole_blocks = keep.when in ("prompt", "block")
-        if not self.store.exact and (not whole_blocks or keep.by_age):
+        if not self.store.exact and (not keep.scores_once or keep.by_age):
             raise RecipeError(
                 "keep drops single tokens at later steps, and packed tokens cannot leave their "
                 'group alone: combine keep with an exact store, or drop by score when="prompt"'
@@ -721,7 +720,8 @@ def predicted_layer_nbytes(
     keep, sinks = recipe.keep, recipe.protect.sinks
     if recipe.start and tokens <= recipe.start:
         # sinks that are stored by themselves have room for all of them
-        separate_sinks = sinks if keep is None or keep.by_age or keep.block else 0
+        in_blocks = keep is not None and keep.block is not None
+        separate_sinks = sinks if keep is None or keep.by_age or in_blocks else 0
         stored = max(tokens, separate_sinks) * g.layer_token_nbytes()
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         outliers = recipe.protect.outliers
@@ -729,7 +729,7 @@ def predicted_layer_nbytes(
         ids = 8 * tokens if by_ids else 0
         read = queries if recipe.reads_queries else 0
         read += 4 * tokens if recipe.reads_norms else 0
-        return stored + read + (8 if separate_sinks else 0) + ids
+        return stored + read + (8 if separate_sinks or in_blocks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
         if keep is not None and keep.drops(tokens):
@@ -760,7 +760,7 @@ def _predict_blocks(recipe: Recipe, tokens: int, g: Geometry) -> int:
     assert keep is not None
     stored = max(0, tokens - sinks)
     count = max(0, stored - keep.budget.window(tokens)) // unit * unit
-    total = (sinks + stored - count) * g.layer_token_nbytes() + (8 if sinks else 0)
+    total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
     if not count:  # the queries wait for a block
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         return total + queries + (4 * tokens if recipe.reads_norms else 0)

@@ -17,6 +17,7 @@ import kvloom
 import record
 from evidence import prose
 from kvloom.recipe import Recipe, resolve
+from kvloom_lab.eval.decoding import divergence
 from kvloom_lab.models import load
 
 PROMPT, LATER, STEP = 768, 1280, 16
@@ -63,7 +64,7 @@ def main() -> None:
         exact, _ = read(model, resolve("full"), text)
         for name, recipe in recipes().items():
             found, sizes = read(model, recipe, text)
-            kl = (exact.exp() * (exact - found)).sum(dim=-1)
+            kl = divergence(exact[None], found[None])[0]
             row = {
                 "start": start, "recipe": name, "kl_mean": kl.mean().item(),
                 "kl_p99": kl.quantile(0.99).item(),

@@ -8,14 +8,13 @@ format. No token is scored or packed twice. The first block is that of the first
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
-from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
 from .evictor import Phase
@@ -51,16 +50,8 @@ class BlockEvictor(ScoreEvictor):
     children = (*ScoreEvictor.children, "queries", "norms")
     ragged: RaggedTokens
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layer: int,
-        budget_rank: tuple[int, int],
-        rope: Rope | None = None,
-        score_rope: Rope | None = None,
-        head: int = 0,
-    ) -> None:
-        super().__init__(recipe, layer, budget_rank, rope, score_rope, head)
+    def __init__(self, recipe: Recipe, *args: Any) -> None:
+        super().__init__(recipe, *args)
         self.ragged = RaggedTokens(recipe)
         self.sinks_store = Sinks(recipe.protect.sinks)
         self.queries, self.norms = Buffer(), Buffer()
@@ -136,11 +127,9 @@ class BlockEvictor(ScoreEvictor):
         """
         if len(self.queries):
             self._check_causal(queries)
-            norms = None
-            if queries.norms is not None and len(self.norms) == len(self.queries):
-                norms = torch.cat([self.norms.view()[:, 0, :, 0], queries.norms], dim=1)
-            q = torch.cat([self.queries.view(), queries.q], dim=2)
-            queries = queries._replace(q=q, products=None, norms=norms, ahead=None)
+            norms = self.norms.view()[:, 0, :, 0] if len(self.norms) else None
+            held = Queries(self.queries.view(), queries.scale, norms=norms)
+            queries = queries.after(held)
             self.queries.clear()
             self.norms.clear()
         end = queries.tokens - later
@@ -150,7 +139,7 @@ class BlockEvictor(ScoreEvictor):
 
     def _check_causal(self, queries: Queries) -> None:
         """Raise `CacheMisuse` for queries that wait, if a score must know what they have seen."""
-        if self.keep.scorer.weighs and queries.ahead is not None and bool(queries.ahead.any()):
+        if self.keep.scorer.weighs and queries.see_later:
             raise CacheMisuse(
                 f"score {self.keep.scorer.kind!r} weighs later blocks causally, and tokens of this "
                 "step see later ones (an image); use the score rotated, or when=prompt"

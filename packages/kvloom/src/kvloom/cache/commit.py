@@ -166,9 +166,7 @@ def _settle_block(
     new: keys and values that are not stored yet (None: all are stored).
     """
     if new is not None:
-        k, v = _without_sinks(state, queries, new)
-        if k.shape[2]:
-            segment.append(k, v)
+        segment.append(*_without_sinks(state, queries, new))
     block = evictor.due(segment)
     if block is None:
         evictor.hold(queries)

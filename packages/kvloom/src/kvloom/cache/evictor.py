@@ -79,6 +79,9 @@ class Evictor(Stateful):
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         raise NotImplementedError
 
+    def forget(self, tokens: int) -> None:
+        """Drop what is held of the newest `tokens` committed tokens, which a crop removes."""
+
     def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
         """Return the regions of a step, with keys at new positions if every step needs them.
 

@@ -20,7 +20,6 @@ from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
 from ..store import LayerMetadata
 from . import checks, commit, cycle, reading
-from .block_evictor import BlockEvictor
 from .layer_state import LayerState
 from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
@@ -387,8 +386,8 @@ class LayerCache:
             state.seen -= tokens
             if tokens and len(state.storage):
                 state.segment.drop_back(min(tokens, len(state.storage)))
-            if isinstance(state.evictor, BlockEvictor):
-                state.evictor.forget(tokens - (0 if draft is None else min(tokens, draft.tokens)))
+            if state.evictor is not None:
+                state.evictor.forget(max(0, tokens - (0 if draft is None else draft.tokens)))
             if draft is not None and state.seen <= self.recipe.start:
                 left = draft.queries.without_newest(tokens)
                 state.uncommitted = Uncommitted(max(0, draft.tokens - tokens), left)

@@ -153,14 +153,13 @@ class RaggedTokens(Stateful):
         self.keys.add(k[places][None, None], nonpadding)
         self.values.add(v[places][None, None], nonpadding)
         spans, before, known = _spans(counts), self.spans, self.logical_index
-        self.logical_index = logical.int() if index else None
-        self.spans = spans
-        if before is None:
-            return
         if index:
             if known is None:  # no row had padding, so each sees its first token
-                known = self.logical_index.new_zeros(older)  # type: ignore[union-attr]
-            self.logical_index = torch.cat([known, logical.int()])
+                known = logical.new_zeros(older)
+            logical = torch.cat([known, logical])
+        self.spans, self.logical_index = spans, logical.int() if index else None
+        if before is None:
+            return
         starts = torch.stack([before.bounds[..., 0], older + spans.bounds[..., 0]], dim=-1)
         parts = torch.stack([before.bounds[..., 1], counts], dim=-1)
         self._take(_ranges(starts.flatten() // self.unit, parts.flatten() // self.unit))

@@ -40,7 +40,7 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
 
 
 def attention_ahead(state: LayerState, step: StepInputs) -> AttentionState | None:
-    """Attend to those tokens of a step that its queries see behind their own; None: there are none.
+    """Attend to the later tokens of a step that its queries see; None: they see no later ones.
 
     No kernel and no region knows such tokens, so this is merged with the attention to the others.
     """

@@ -52,6 +52,11 @@ class Queries(NamedTuple):
         """`visible` of the queries' own tokens, bool [B, 1, T]."""
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
+    @property
+    def see_later(self) -> bool:
+        """Whether a query sees tokens behind its own."""
+        return self.ahead is not None and bool(self.ahead.any())
+
     def slice(self, begin: int, end: int) -> Queries:
         """Return the queries begin to end, which see the tokens up to them; without products."""
         after = self.tokens - end

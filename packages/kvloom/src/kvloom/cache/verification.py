@@ -77,7 +77,7 @@ class Verification:
             outs.append(attend(state, step.slice(0, sure)))
         if sure < step.tokens:
             draft = step.slice(sure, step.tokens)
-            if draft.queries.ahead is not None and bool(draft.queries.ahead.any()):
+            if draft.queries.see_later:
                 raise CacheMisuse(
                     f"{state.name}: tokens of this step see later ones (an image), and a draft is "
                     "read token by token; give the image in a call without a draft"

@@ -88,7 +88,7 @@ def attention(
     attended, first, several = None, not layer.cache.seen, query.shape[2] > 1
     in_window = layer.window is not None
     ahead, sees_past = None, True
-    if hasattr(attention_mask, "_kvloom_is_stock") and not in_window:
+    if isinstance(attention_mask, StockMask) and not in_window:
         ahead, sees_past = _later_tokens(layer, attention_mask)
     causal = ahead is None and sees_past
     visible = (tokens_in_window if in_window else visible_tokens)(layer, attention_mask)
@@ -192,15 +192,14 @@ class PaddingMask(Tensor):
 class StockMask(Tensor):
     """What `mask` returns for a layer that is not plainly causal: the mask of the model itself.
 
-    A slice of queries is such a mask, too. _kvloom_is_stock: True. _kvloom_visible: as of
-    `PaddingMask`.
+    A slice of queries is such a mask, too. _kvloom_visible: as of `PaddingMask`.
     """
 
     @classmethod
     def of(cls, made: Tensor, visible: Tensor | None) -> Any:
         """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
         mask: Any = made.as_subclass(cls)
-        mask._kvloom_is_stock, mask._kvloom_visible = True, visible
+        mask._kvloom_visible = visible
         return mask
 
     @classmethod
@@ -293,7 +292,7 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
         return None
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
-    if hasattr(mask, "_kvloom_is_stock"):
+    if isinstance(mask, StockMask):
         found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
         return found
     raise CacheMisuse(
@@ -341,7 +340,7 @@ def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     """
     if mask is None:
         return None
-    if not hasattr(mask, "_kvloom_is_stock"):
+    if not isinstance(mask, StockMask):
         raise CacheMisuse(
             f"{layer.cache.name}: the model made a mask of its own for its sliding window, which "
             'kvloom does not compute; use sliding="exact" in the recipe'

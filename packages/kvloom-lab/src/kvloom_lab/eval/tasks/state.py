@@ -51,7 +51,7 @@ def chain(rng: np.random.Generator, steps: int) -> Content:
 
 
 def recursion(rng: np.random.Generator, steps: int) -> Content:
-    """Return a function whose value after `steps` calls is asked for."""
+    """Return a function; the question asks for its value after `steps` calls."""
     (name,), (first, change) = draw_keys(rng, 1), rng.integers(1, 10, 2).tolist()
     statements = [f"VAR {name}(0) = {first}", f"VAR {name}(n) = {name}(n - 1) + {change}"]
     return Content(statements, f"{name}({steps})", first + steps * change)

@@ -2,9 +2,9 @@
 
 `trace` has the exact cache continue a context greedily. Every recipe then reads this text token by
 token after the same context, so that all are scored on the same tokens. Scores are over all
-positions, and over `BLOCKS` equal parts of them. `repetition` tells how much of the text occurred
-in it before, which any cache predicts well. The log-probabilities of the exact cache are held
-meanwhile: 4 bytes per token and entry of the vocabulary, for every context of a batch.
+positions, and over `BLOCKS` equal parts of them. `repetition` is the share of the text that
+repeats earlier parts of it; any cache predicts these well. The task holds the log-probabilities of
+the exact cache: 4 bytes per token and entry of the vocabulary, for every context of a batch.
 """
 
 from __future__ import annotations

@@ -25,21 +25,25 @@ from .layers import UNCHANGED, Unchanged, listed, select, spelled
 
 @dataclass(frozen=True)
 class Protect:
-    """Tokens that always stay.
+    """Tokens that are exempt from eviction, from packing, or from both.
 
-    The newest stay exact. So do sinks, unless the recipe evicts by score and packs; then they are
-    packed with the other tokens.
+    Every step of a recall reads the sinks and the exact recent tokens.
 
     Attributes:
-        sinks: How many first tokens.
-        recent: How many newest tokens; or (keys, values) where the two differ, as in KIVI.
+        sinks: How many first tokens. They are never evicted. They are not packed either, unless a
+            score evicts from the prompt (when="prompt").
+        exact_recent: How many newest tokens are not packed; or (keys, values) where the two differ,
+            as in KIVI. With when="block", `Budget.recent` decides this. Eviction by age does not
+            evict them; eviction by score may, as `Budget.recent` allows.
         outliers: A rule for more tokens of the prompt that are not packed.
-        ids: Token ids. Such tokens of the first prompt always stay, as far as the budget allows.
-        ids_except: Token ids. Tokens of the first prompt with any other id always stay, likewise.
+        ids: Token ids. Such tokens of the first prompt are not evicted, as far as the budget
+            allows.
+        ids_except: Token ids. Tokens of the first prompt with any other id are not evicted,
+            likewise.
     """
 
     sinks: int = 0
-    recent: int | tuple[int, int] = 0
+    exact_recent: int | tuple[int, int] = 0
     outliers: Outliers | None = None
     ids: tuple[int, ...] | None = None
     ids_except: tuple[int, ...] | None = None
@@ -48,15 +52,25 @@ class Protect:
         check_fields(self, "outliers", "ids", "ids_except")
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
-        if isinstance(self.recent, tuple) and len(self.recent) != 2:
-            raise RecipeError(f"recent={self.recent!r} must be one number, or (keys, values)")
-        for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
-            check_whole(name, value, 0, " of tokens")
+        recent = self.exact_recent
+        if isinstance(recent, tuple) and len(recent) != 2:
+            raise RecipeError(f"exact_recent={recent!r} must be one number, or (keys, values)")
+        check_whole("sinks", self.sinks, 0, " of tokens")
+        for tokens in self.exact_recents:
+            check_whole("exact_recent", tokens, 0, " of tokens")
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `exact_recent`."""
+        if "exact_recent" in table:
+            return table
+        return {"exact_recent" if name == "recent" else name: x for name, x in table.items()}
 
     @property
-    def recents(self) -> tuple[int, int]:
+    def exact_recents(self) -> tuple[int, int]:
         """The number of exact newest tokens of keys and of values."""
-        return self.recent if isinstance(self.recent, tuple) else (self.recent, self.recent)
+        recent = self.exact_recent
+        return recent if isinstance(recent, tuple) else (recent, recent)
 
     @property
     def reads_ids(self) -> bool:
@@ -66,7 +80,7 @@ class Protect:
     @property
     def tokens(self) -> int:
         """The number of protected tokens, without outliers and tokens that stay by their ids."""
-        return self.sinks + max(self.recents)
+        return self.sinks + max(self.exact_recents)
 
 
 @dataclass(frozen=True)
@@ -144,7 +158,7 @@ class Recipe:
         keep: Which tokens stay; None: all.
         store: The formats of keys and values.
         recall: Which stored tokens a step reads; None: all.
-        protect: Tokens that always stay.
+        protect: Tokens that are exempt from eviction, from packing, or from both.
         name: As reports print it.
         layers: Overrides for some layers; of two for one layer, the later one wins.
         start: Everything stays exact until the context exceeds this many tokens; then all tokens so
@@ -316,7 +330,7 @@ class Recipe:
     @property
     def always_read(self) -> int:
         """Tokens that every step of a recipe with recall reads: sinks or prefix, and recent."""
-        return max(self.protect.sinks, self.pinned_prefix) + max(self.protect.recents)
+        return max(self.protect.sinks, self.pinned_prefix) + max(self.protect.exact_recents)
 
     @property
     def reads_queries(self) -> bool:
@@ -428,7 +442,9 @@ class Recipe:
     @property
     def in_windows(self) -> Recipe:
         """The plain recipe of packed windows: formats and the newest exact tokens alone."""
-        return _interned(Recipe(store=self.store, protect=Protect(recent=self.protect.recent)))
+        return _interned(
+            Recipe(store=self.store, protect=Protect(exact_recent=self.protect.exact_recent))
+        )
 
     def expired(self, tokens: int, window: int, prompt: bool = False) -> int:
         """Return how many of the oldest tokens a packed window does not store.
@@ -802,7 +818,7 @@ def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int
     """Return the bytes of one head's index of `tokens` tokens without the first `prefix`."""
     if recipe.recall is None:
         return 0
-    ready = tokens - max(recipe.protect.recents)
+    ready = tokens - max(recipe.protect.exact_recents)
     for fmt, recent in _sides(recipe):
         ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
     if recipe.recall.tier is not None:
@@ -820,4 +836,4 @@ def _predict_slots(room: int, g: Geometry) -> int:
 def _sides(recipe: Recipe) -> list:
     """Return (format, recent exact tokens) of keys and of values."""
     store = recipe.store
-    return list(zip((store.keys, store.values), recipe.protect.recents, strict=True))
+    return list(zip((store.keys, store.values), recipe.protect.exact_recents, strict=True))

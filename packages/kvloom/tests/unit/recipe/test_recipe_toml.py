@@ -34,7 +34,7 @@ formats |= by_token(
 formats |= by_token(bits=st.just(3), rotation=st.sampled_from(["group", "head"]))
 formats |= by_token(bits=st.just(4), static=st.just(True), reorder=st.just(True))
 numbers = st.integers(0, 500)
-protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))
+protects = st.builds(Protect, sinks=numbers, exact_recent=numbers | st.tuples(numbers, numbers))
 budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
     Budget, fraction=st.floats(1e-9, 1)
 )
@@ -87,7 +87,7 @@ def test_a_dict_is_plain_and_without_none():
                 "residual": 1,
             }
         },
-        "protect": {"sinks": 2, "recent": [0, 128]},
+        "protect": {"sinks": 2, "exact_recent": [0, 128]},
         "name": "custom",
     }
 
@@ -101,11 +101,11 @@ def test_a_toml_written_by_hand():
             axis = "channel"
             residual = 64
             [protect]
-            recent = [0, 64]
+            exact_recent = [0, 64]
             """
     ) == Recipe(
         store=Store(keys=Packed(4, "channel", residual=64)),
-        protect=Protect(recent=(0, 64)),
+        protect=Protect(exact_recent=(0, 64)),
         name="mine",
     )
 
@@ -119,7 +119,8 @@ def test_a_toml_written_by_hand():
         ({"store": {"keys": {"bits": 2}}}, "keys: Packed needs the field 'axis'"),
         ({"keep": {}}, "give one"),
         ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
-        ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
+        ({"protect": {"last": 1}}, "Protect has no field 'last'; it has sinks, exact_recent"),
+        ({"protect": {"recent": 1, "exact_recent": 2}}, "Protect has no field 'recent'; it has"),
         ({"recall": {"index": "tree"}}, "index kind='tree' is not one of clusters, pages, topk"),
         (
             {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": [1]}}},
@@ -167,3 +168,16 @@ def test_a_kind_alone_is_its_defaults():
 def test_a_table_of_transforms_still_loads(transform, fields):
     text = f'[store.keys]\nbits = 2\naxis = "token"\n\n[store.keys.transform]\n{transform}\n'
     assert Recipe.from_toml(text).store.keys == Packed(2, "token", **fields)
+
+
+def test_the_former_name_of_exact_recent_still_loads():
+    text = """
+        [protect]
+        recent = [0, 32]
+        [[layers]]
+        where = "first 1"
+        protect = {sinks = 4, recent = 8}
+        """
+    recipe = Recipe.from_toml(text)
+    assert recipe.protect == Protect(exact_recent=(0, 32))
+    assert recipe.layers[0].protect == Protect(4, 8)

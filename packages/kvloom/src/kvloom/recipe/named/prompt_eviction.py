@@ -308,5 +308,5 @@ def _stored_as(name: str, recipe: Recipe) -> Recipe:
         raise RecipeError(
             f"store={name!r} also selects tokens; use a recipe that only packs, such as kivi-4"
         )
-    protect = replace(recipe.protect, recent=other.protect.recent)
+    protect = replace(recipe.protect, exact_recent=other.protect.exact_recent)
     return replace(recipe, store=other.store, protect=protect)

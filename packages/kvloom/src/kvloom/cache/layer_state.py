@@ -106,7 +106,7 @@ class LayerState(Stateful):
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe, metadata.latent)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, sinks, rank, metadata.head)
         self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0

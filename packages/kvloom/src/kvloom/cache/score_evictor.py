@@ -75,7 +75,7 @@ class ScoreEvictor(Evictor):
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.scorer.rotates else None
-        self.scorer = StepScorer(keep.scorer, keep.group, seed, head, rotation)
+        self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
         self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.reads_ids)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0

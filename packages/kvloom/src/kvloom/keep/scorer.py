@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.score.noise import Noise
 from ..positions.rope import Rope
+from .select import first_tokens
 
 
 @dataclass
 class Step:
     """The input of a score: T new queries and the N exact tokens that they attended to.
+
+    Whoever builds a step gives the first six, and of the others what the score reads.
 
     Attributes:
         q: [B, Hq, T, D] in the model's dtype, rotated as the model rotates them: of the last T
@@ -22,14 +26,15 @@ class Step:
         k: [B, Hk, N, D] in the model's dtype.
         v: [B, Hk, N, D] in the model's dtype.
         scale: Factor on q . k.
-        softcap: Cap of the logits; None: they are not capped.
-        visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
-        visible_queries: bool [B, 1, T], the same of the queries' own tokens.
         index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
         seen: The length of the sequence so far.
         number: Counts decode steps; 0 for the prompt.
         seed: Differs from layer to layer.
         group: How query heads of a group are combined.
+        sinks: How many first tokens of each row are sinks (`Protect.sinks`), without padding.
+        softcap: Cap of the logits; None: they are not capped.
+        visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
+        visible_queries: bool [B, 1, T], the same of the queries' own tokens.
         bias: fp32 [B, Hq, N], added to the logits (ALiBi).
         products: scale * q @ k, where attention has computed it already (`kernels.score`).
         rope: The model's rotary embedding, for scores that need it; None: the model has none.
@@ -44,14 +49,15 @@ class Step:
     k: Tensor
     v: Tensor
     scale: float
-    softcap: float | None
-    visible: Tensor | None
-    visible_queries: Tensor | None
     index: Tensor
     seen: int
-    number: int
-    seed: int
-    group: str
+    number: int = 0
+    seed: int = 0
+    group: str = "sum"
+    sinks: int = 0
+    softcap: float | None = None
+    visible: Tensor | None = None
+    visible_queries: Tensor | None = None
     bias: Tensor | None = None
     products: Tensor | None = None
     rope: Rope | None = None
@@ -59,6 +65,17 @@ class Step:
     head: int = 0
     norms: Tensor | None = None
     ahead: Tensor | None = None
+
+    @property
+    def sink_mask(self) -> Tensor:
+        """Which tokens are sinks, bool [B or 1, 1 or Hk, N]."""
+        if self.visible is None:
+            return self.index < self.sinks
+        shape = torch.broadcast_shapes(self.visible.shape, self.index.shape)
+        order = self.index.expand(shape).argsort(dim=-1)  # slots are not ordered by position
+        visible = self.visible.expand(shape).gather(-1, order)
+        first = first_tokens(shape[-1], self.sinks, visible, visible.device)
+        return torch.zeros_like(first).scatter(-1, order, first)
 
     def mass(
         self,

@@ -21,6 +21,7 @@ from ..store import Packed, Store
 from . import text
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, Unchanged, listed, select, spelled
+from .upgrade import without_sinks
 
 
 @dataclass(frozen=True)
@@ -601,6 +602,11 @@ class Recipe:
         return _predict_tokens(plain, tokens - before, layer.geometry, expired)
 
     # text
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that a former version may have written."""
+        return without_sinks(table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep
+from kvloom.keep import SCORERS, Budget, Fit, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe.spec import LayerOverride, Protect, Recipe
 from kvloom.store import Packed, Store
 
 formats = st.none() | st.builds(
@@ -181,3 +181,42 @@ def test_the_former_name_of_exact_recent_still_loads():
     recipe = Recipe.from_toml(text)
     assert recipe.protect == Protect(exact_recent=(0, 32))
     assert recipe.layers[0].protect == Protect(4, 8)
+
+
+def former(kind: str, sinks: int, fit: dict | None = None) -> dict:
+    """The table of a recipe whose score, and its fit, have sinks of their own."""
+    keep = {"budget": {"tokens": 64}, "scorer": {"kind": kind, "sinks": sinks}, "when": "prompt"}
+    return {"keep": {**keep, **({"fit": fit} if fit else {})}, "protect": {"sinks": 4}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fit"), [("rotated", {"sinks": 4, "every": 2}), ("rotated", None), ("expected", None)]
+)
+def test_former_sinks_still_load_where_they_are_those_of_protect(kind, fit):
+    keep = Keep(Budget(64), SCORERS[kind](), when="prompt", fit=Fit(every=2) if fit else None)
+    table = former(kind, 4, fit)
+    assert Recipe.from_dict(table) == Recipe(keep, protect=Protect(4))
+    override = Recipe.from_dict({"layers": [{"where": "first 1", **table}]}).layers[0]
+    assert override == LayerOverride("first 1", keep=keep, protect=Protect(4))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (former("rotated", 8), "sinks=8 of scorer differs from sinks=4 of protect"),
+        (former("rotated", 4, {"sinks": 0}), "sinks=0 of fit differs from sinks=4 of protect"),
+        (
+            former("expected", 4) | {"layers": [{"where": "0", "protect": {"sinks": 2}}]},
+            "sinks=4 of scorer differs from sinks=2 of protect",
+        ),
+        (
+            {"layers": [{"where": "0", **former("rotated", 5)}]},
+            "sinks=5 of scorer differs from sinks=4 of protect",
+        ),
+        (former("mass", 4), "Mass has no field 'sinks'"),
+    ],
+)
+def test_former_sinks_that_differ_from_those_of_protect_are_refused(table, says):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.from_dict(table)
+    assert says in str(refused.value)

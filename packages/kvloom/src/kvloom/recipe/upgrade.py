@@ -26,7 +26,7 @@ def without_sinks(recipe: dict[str, Any]) -> dict[str, Any]:
             if part["sinks"] != protected:
                 raise RecipeError(
                     f"sinks={part['sinks']!r} of {name} differs from sinks={protected!r} of "
-                    f"protect, which {name} takes now; delete it from {name}, or change protect"
+                    f"protect, which {name} takes now; leave it out, or give protect that number"
                 )
     upgraded, layers = _changed(recipe), recipe.get("layers")
     if isinstance(layers, list):

@@ -31,7 +31,7 @@ class Expected(Scorer):
     future: int = 512
     epsilon: float = 0.0
     kind: ClassVar[str] = "expected"
-    rotates: ClassVar[bool] = True
+    needs_rope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self, "future", "epsilon")

@@ -39,16 +39,16 @@ class Rotated(Scorer):
     chunk: int = 2048
     contribution: bool = True
     kind: ClassVar[str] = "rotated"
-    rotates: ClassVar[bool] = True
+    needs_rope: ClassVar[bool] = True
     of_prompt: ClassVar[bool] = True
-    reads_bias: ClassVar[bool] = False
+    supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self, "chunk", "contribution")
         check_whole("chunk", self.chunk, 1)
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return self.contribution
 

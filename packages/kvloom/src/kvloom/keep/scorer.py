@@ -41,7 +41,7 @@ class Step:
         ids: int64 [B, N], token ids, for scores with `reads_ids`.
         head: The model's number of the first key/value head, where this process has a part of them.
         norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
-            `reads_norms`; None where the model does not give it.
+            `uses_input_norms`; None where the model does not give it.
         ahead: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
     """
 
@@ -136,25 +136,26 @@ class Scorer:
 
     Attributes:
         kind: The name in recipes.
-        weighs: Whether the score calls `Step.mass`.
+        sums_attention: Whether it sums up the attention of a step's queries: `Step.mass`, but not
+            the largest weights.
         repeats: Whether the model repeats the prompt for it; such scores derive from
             `Reconstruction`.
-        rotates: Whether the score needs the model's rotary embedding, `Step.rope`.
+        needs_rope: Whether the score needs the model's rotary embedding, `Step.rope`.
         of_prompt: Whether it needs the queries of a whole prompt, and cannot score later steps.
-        reads_bias: Whether it can score a model with ALiBi.
+        supports_alibi: Whether it can score a model with ALiBi.
         reads_ids: Whether it needs `Step.ids`; such a score is a rule for outliers.
     """
 
     kind: ClassVar[str] = ""
-    weighs: ClassVar[bool] = False
+    sums_attention: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
-    rotates: ClassVar[bool] = False
+    needs_rope: ClassVar[bool] = False
     of_prompt: ClassVar[bool] = False
-    reads_bias: ClassVar[bool] = True
+    supports_alibi: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = False
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return False
 

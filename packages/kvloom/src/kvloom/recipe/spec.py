@@ -341,9 +341,9 @@ class Recipe:
         return scored or indexed or self.protect.outliers is not None
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether the score reads the norms of the layers' inputs."""
-        return self.keep is not None and self.keep.scorer.reads_norms
+        return self.keep is not None and self.keep.scorer.uses_input_norms
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -491,10 +491,10 @@ class Recipe:
         """
         keep = None if self.keep is None else self.keep.repeating
         layers = tuple(_repeating(override) for override in self.layers)
-        return replace(self, keep=keep, layers=layers) if self.rotates_queries else self
+        return replace(self, keep=keep, layers=layers) if self.has_rotated_score else self
 
     @property
-    def rotates_queries(self) -> bool:
+    def has_rotated_score(self) -> bool:
         """Whether a layer has the score `Rotated`."""
         keeps = (x.keep for x in self._plain)
         return any(keep is not None and isinstance(keep.scorer, Rotated) for keep in keeps)
@@ -558,7 +558,7 @@ class Recipe:
                 f"{geometry.dims[0]} and {geometry.dims[1]}; leave out the tier"
             )
         problems += _head_budget_problems(self, geometry)
-        if self.keep is not None and geometry.alibi and not self.keep.scorer.reads_bias:
+        if self.keep is not None and geometry.alibi and not self.keep.scorer.supports_alibi:
             problems.append(
                 f"score {self.keep.scorer.kind!r} moves queries to other positions, and the "
                 "model's attention adds a bias by position (ALiBi); use another score, such as mass"
@@ -670,7 +670,7 @@ def _latent_problem(recipe: Recipe) -> str | None:
             "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
             "format without one, such as turbo"
         )
-    if any(keep.scorer.rotates for keep in keeps):
+    if any(keep.scorer.needs_rope for keep in keeps):
         return (
             "its score rotates queries to later positions, and the queries of latents (MLA) have "
             "parts without a position; use another score, such as observation"
@@ -750,7 +750,7 @@ def predicted_layer_nbytes(
         by_ids = recipe.protect.reads_ids or (outliers is not None and outliers.reads_ids)
         ids = 8 * tokens if by_ids else 0
         read = queries if recipe.reads_queries else 0
-        read += 4 * tokens if recipe.reads_norms else 0
+        read += 4 * tokens if recipe.uses_input_norms else 0
         return stored + read + (8 if separate_sinks or in_blocks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
@@ -785,7 +785,7 @@ def _predict_blocks(recipe: Recipe, tokens: int, g: Geometry) -> int:
     total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
     if not count:  # the queries wait for a block
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
-        return total + queries + (4 * tokens if recipe.reads_norms else 0)
+        return total + queries + (4 * tokens if recipe.uses_input_norms else 0)
     wanted = g.kv_heads * (keep.budget.resolve(tokens) - sinks - stored + count)
     granted = max(0, min(g.kv_heads * count, wanted // unit * unit))
     return total + _predict_ragged(recipe, granted, g)

@@ -127,8 +127,8 @@ def test_a_toml_written_by_hand():
             "kind=[1] is not one of",
         ),
         (
-            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "weighs": True}}},
-            "Mass has no field 'weighs'; it has damping",
+            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "sums_attention": True}}},
+            "Mass has no field 'sums_attention'; it has damping",
         ),
         # a section that is no section
         ({"protect": 3}, "protect"),

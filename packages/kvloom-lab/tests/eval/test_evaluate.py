@@ -192,6 +192,35 @@ def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
     assert "not enough memory" in found[NAMES[1]]
 
 
+def test_a_failure_is_measured_again_and_a_refusal_is_final(
+    model, plan, source, tmp_path, monkeypatch
+):
+    task = plan[0][0]
+    whole, measured = type(task).measure, []
+
+    def fails(self, run):
+        measured.append(run.cache.recipe.name)
+        if run.cache.recipe.name == NAMES[1]:
+            raise RuntimeError("a defect")
+        return (yield from whole(self, run))
+
+    folder = ResultFolder.open(tmp_path, RUN)
+    recipes = [resolve(name) for name in (*NAMES[:2], NAMES[3])]
+
+    def problems():
+        evaluate(model, source, recipes, [plan[0]], folder)
+        lines = folder.outcomes(task.name).values()
+        return {x["recipe"]: x.get("failed") for x in lines if "problem" in x}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(task), "measure", fails)
+        for _ in range(2):  # it fails again
+            assert problems() == {NAMES[1]: True, NAMES[3]: None}
+        assert measured == [*NAMES[:2], *NAMES[:2]]  # `full` is what others are compared with
+    assert problems() == {NAMES[3]: None}
+    assert [x["recipe"] for x in folder.lines(task.name)].count(NAMES[1]) == 3
+
+
 def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):
     batch = batch_of(plan, "niah")
     cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
@@ -231,6 +260,25 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     other = run(here, *args, "--seed", "3")
     assert other.exit_code == 2
     assert "settings seed 0, and this run has 3" in other.stderr
+
+
+def test_a_failure_gives_an_exit_status_until_a_later_run_has_figures(here, tmp_path, monkeypatch):
+    whole = evaluate_module.decode_seconds
+
+    def fails(model, cache, rows):
+        if cache.recipe.name != "full":
+            raise MemoryError
+        return whole(model, cache, rows)
+
+    args = ["perplexity", "--context", "420", "--out", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate_module, "decode_seconds", fails)
+        found = run(here, *args)
+    assert found.exit_code == 1
+    assert "kvloom: window:tokens=64 failed on some samples; run the same" in found.stderr
+    found = run(here, *args)
+    assert (found.exit_code, "failed" in found.stderr) == (0, False)
+    assert "memory" not in found.stdout
 
 
 @pytest.mark.parametrize("task", ["niah:multikey", "trace", "instructions", "state:update"])

@@ -234,7 +234,8 @@ def eval_command(
     """Measure recipes on tasks: quality on true bytes, sample by sample.
 
     A context is read once for all recipes. Finished samples are written at once: after Ctrl-C, run
-    the same command again to resume. kvloom report DIR shows the results.
+    the same command again to resume. It measures samples on which a recipe failed again, and the
+    exit status is 1 while there are any. kvloom report DIR shows the results.
     """
     with user_errors():
         from kvloom.hf import geometry as model_geometry
@@ -287,9 +288,17 @@ def eval_command(
                     "again to resume."
                 )
                 raise typer.Exit(130) from None
-        lines = (line for task in chosen_tasks for line in folder.lines(task.name))
+        lines = [line for task in chosen_tasks for line in folder.outcomes(task.name).values()]
         print_rich(results_table(lines, folder.lines("prompts") if len(lengths) > 1 else ()))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
+        failed = list(dict.fromkeys(line["recipe"] for line in lines if line.get("failed")))
+        if failed:
+            typer.echo(
+                f"kvloom: {', '.join(failed)} failed on some samples; run the same command again "
+                "to measure them again",
+                err=True,
+            )
+            raise typer.Exit(1)
 
 
 def _with_bytes(

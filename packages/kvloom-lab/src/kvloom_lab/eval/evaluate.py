@@ -17,7 +17,7 @@ from typing import Any, Generic
 import torch
 from transformers import PreTrainedModel
 
-from kvloom.errors import InputError, RecipeError
+from kvloom.errors import InputError, KvloomError, RecipeError
 from kvloom.hf import attachment_restored, supported_model
 from kvloom.progress import Progress
 from kvloom.recall import Traffic
@@ -155,8 +155,9 @@ def evaluate(
 
     tasks: what to measure. recipes: each with another name. progress: called with the current work
     and the finished (sample, recipe) pairs since the last call, first with those that the folder
-    has. The model is left as it was. A recipe that fails on a batch gets lines with the reason; the
-    others continue. Raises `InputError` if the folder has another text for a sample.
+    has. The model is left as it was. A recipe that does not fit or fails on a batch gets lines with
+    the reason; the others continue. A later run measures samples that failed once more. Raises
+    `InputError` if the folder has another text for a sample.
     """
     supported_model(model)
     on_step = progress or (lambda what, units: None)
@@ -200,17 +201,18 @@ def _show_recipe(on_step: Progress, batch_name: str, recipe: Recipe, what: str, 
 class Pending:
     """What a folder lacks of a run.
 
-    finished: task, sample and recipe of the lines that the folder had at first. Raises `InputError`
-    if the folder has another text for a sample.
+    finished: task, sample and recipe of the lines that the folder had at first and that have not
+    failed. Raises `InputError` if the folder has another text for a sample.
     """
 
     def __init__(self, tasks: TaskBatches, recipes: Sequence[Recipe], folder: ResultFolder) -> None:
         self._tasks, self._recipes = tasks, recipes
         self._written = _written(tasks, folder)
         self.finished = {
-            (task.name, line["sample"], line["recipe"])
+            (task.name, sample, recipe)
             for task, _ in tasks
-            for line in folder.lines(task.name)
+            for (sample, recipe), line in folder.outcomes(task.name).items()
+            if not line.get("failed")
         }
 
     @property
@@ -264,7 +266,9 @@ def _lines(
     """Return the line of each sample. Bytes and seconds are those of one context."""
     contexts = len(batch.ids)
     if isinstance(measured, Exception):
-        problem = {"problem": logged_line(measured, f"recipe {recipe.name!r}")}
+        problem: dict[str, Any] = {"problem": logged_line(measured, f"recipe {recipe.name!r}")}
+        if not isinstance(measured, KvloomError):  # which says that the recipe does not fit
+            problem["failed"] = True
         fields: list[dict[str, Any]] = [problem] * len(batch.samples)
     else:
         seconds: dict[str, float] = {"prefill": measured.prefill_s / contexts}

@@ -62,6 +62,10 @@ class ResultFolder:
         """Return the finished lines of `name`.jsonl; remove a damaged last line."""
         return [record.value for record in finished_lines(self.path / f"{name}.jsonl")]
 
+    def outcomes(self, task: str) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return the last line of each sample and recipe of a task."""
+        return {(line["sample"], line["recipe"]): line for line in self.lines(task)}
+
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Add lines to `name`.jsonl; raises `InputError` if the disk is full."""
         append_lines(self.path / f"{name}.jsonl", lines, "the finished samples")

@@ -241,13 +241,13 @@ class Lab:
         folder = self._folder(f"{task.name} {variants} {context} {samples} {new_tokens}")
         evaluate(self.model, source, chosen, plan, folder, self.progress)
         order = [sample.name for _, batches in plan for b in batches for sample in b.samples]
-        lines = {(line["recipe"], line["sample"]): line for line in folder.lines(task.name)}
+        lines = folder.outcomes(task.name)
         for recipe in chosen:
             for name in order:
-                if problem := lines[recipe.name, name].get("problem"):
+                if problem := lines[name, recipe.name].get("problem"):
                     raise InputError(f"{recipe.name}: {problem}")
         return {
-            asked.name: [lines[recipe.name, name] for name in order]
+            asked.name: [lines[name, recipe.name] for name in order]
             for asked, recipe in zip(shown, chosen, strict=True)
         }
 

@@ -137,7 +137,8 @@ class Task(Generic[Exact]):
     name: what it is called by. data: what the user's file or folder must contain; "" for a task
     that takes none. variants: their names, as after the colon of "niah:single"; empty for a task
     that has none. variant_word: what messages call a variant. main_score: the score that a report
-    shows first, if the samples have it. chosen: the variants to measure.
+    shows first, if the samples have it. lower_is_better: the scores of which a smaller value is
+    better. chosen: the variants to measure.
     """
 
     name: ClassVar[str] = ""
@@ -145,6 +146,7 @@ class Task(Generic[Exact]):
     variants: ClassVar[Sequence[str]] = ()
     variant_word: ClassVar[str] = "variant"
     main_score: ClassVar[str] = "correct"
+    lower_is_better: ClassVar[Sequence[str]] = ()
     chosen: Sequence[str] = ()
 
     def __init__(self, variants: Sequence[str] = ()) -> None:

@@ -113,6 +113,7 @@ class Instructions(Task[ExactAnswers]):
 
     name = "instructions"
     main_score = "followed"
+    lower_is_better = ("kl_mean",)
 
     def batches(self, source: Source) -> list[Batch]:
         """Return contexts of exactly the lengths of the source, each with two questions."""

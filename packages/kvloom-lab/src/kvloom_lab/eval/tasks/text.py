@@ -59,6 +59,7 @@ class Perplexity(ContinuationTask[Tensor]):
 
     name = "perplexity"
     main_score = "perplexity"
+    lower_is_better = ("nll", "kl_mean", "kl_median", "kl_p999")
 
     def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
@@ -103,6 +104,7 @@ class Free(ContinuationTask[ExactText]):
 
     name = "free"
     main_score = "diverged_at"
+    lower_is_better = ("kl_mean", "repetition")
 
     def measure(self, run: Run[ExactText]) -> Measurement[tuple[list[Outcome], ExactText]]:
         """Generate greedily, and compare with the exact cache."""

@@ -27,6 +27,7 @@ class TraceTask(ContinuationTask[list[Decoded]]):
 
     name = "trace"
     main_score = "kl_mean"
+    lower_is_better = ("kl_mean", "kl_p999", "kl_slope", "repetition")
 
     def measure(self, run: Run[list[Decoded]]) -> Measurement[tuple[list[Outcome], list[Decoded]]]:
         """Write the text with the exact cache, or read what that wrote, in pieces."""

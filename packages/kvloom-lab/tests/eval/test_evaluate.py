@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_cache(lines, model, plan):
 
 def test_perplexity_equals_a_plain_loop(lines, model, plan):
     batch = batch_of(plan, "perplexity")
-    ids = batch.samples[0].data.tolist()
+    ids = batch.samples[0].payload.tolist()
     exact = read(model, "full", batch)
     p = [step(model, exact, [i])[1] for i in ids[:-1]]
     for line, recipe in scored(lines, "perplexity"):
@@ -125,7 +125,7 @@ def test_free_running_text_equals_a_plain_loop(lines, model, plan, source):
     texts = {}
     for line, recipe in scored(lines, "free"):
         cache, exact = read(model, recipe, batch), read(model, "full", batch)
-        token, found, kl = int(batch.samples[0].data[0]), [], []
+        token, found, kl = int(batch.samples[0].payload[0]), [], []
         for _ in range(6):
             p = step(model, exact, [token])[1]
             token, q = step(model, cache, [token])
@@ -144,7 +144,7 @@ def test_answers_equal_a_plain_loop(lines, model, plan, source, task):
     for recipe in (NAMES[1], NAMES[4]):
         cache, last = read(model, recipe, batch), []
         for sample in batch.samples[: 6 if task == "multiturn" else 2]:
-            document, asked = sample.data if task == "multiturn" else ([], sample.data)
+            document, asked = sample.payload if task == "multiturn" else ([], sample.payload)
             if task == "niah":
                 cache = read(model, recipe, batch)
             if document:
@@ -223,7 +223,7 @@ def test_a_failure_is_measured_again_and_a_refusal_is_final(
 
 def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):
     batch = batch_of(plan, "niah")
-    cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
+    cache, asked = read(model, "full", batch), [s.payload for s in batch.samples]
     ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
     with torch.inference_mode():
         before = run_alone(model, answers(model, cache, ids, tokens, source.batch))
@@ -243,7 +243,7 @@ def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch)
 def run(here, *args):
     usual = ["--model", here / "model", "--text", here / "text.txt", "--samples", "1",
              "--max-new-tokens", "4", "--recipes", "window:tokens=64"]  # fmt: skip
-    return CliRunner().invoke(app, ["eval", *map(str, [*args, *usual])])
+    return CliRunner().invoke(app, ["eval", *map(str, [*usual, *args])])
 
 
 def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
@@ -340,10 +340,13 @@ def test_summaries_of_a_file(here, tmp_path):
 
 @pytest.mark.parametrize(("args", "message"), [
     (["reading"], "there is no task 'reading'"),
-    (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
+    (["niah", "--ask", "before"], "ask='before' is unknown; use one of after, inside"),
     (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
     (["niah", "--bytes", "2"], "--bytes '2' is not a list of shares between 0 and 1"),
     (["niah", "--bytes", "0.5", "--budget", "9"], "--bytes and --budget both set the budget"),
+    (["niah", "--bytes", "0.5", "--context", "64,128"], "--bytes needs one --context"),
+    (["niah", "--recipes", "quest", "--budget", "0.5", "--context", "256,512"],
+     "--budget 0.5 is another number of tokens for quest"),
     (["niah", "--context", "1020"], "niah: a context of 1020 tokens and the "),
     (["perplexity", "--context", "1021"], "need 1025 positions, and the model has 1024"),
     (["multiturn", "--context", "700"], "multiturn: a context of 700 tokens and the "),

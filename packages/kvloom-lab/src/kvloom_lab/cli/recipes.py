@@ -20,7 +20,6 @@ from .options import (
     Dtype,
     Json,
     Text,
-    conditions,
     parse_recipes,
     silence_transformers,
     text_name,
@@ -254,6 +253,7 @@ def tune_command(
         from ..show.plots import tuning_plot
         from ..show.tables import tuning_data, tuning_table
         from ..tuner import tune
+        from ..workload.machine import conditions
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
@@ -271,7 +271,7 @@ def tune_command(
             write_file(out, tuning.recipe.to_toml())
         if plot is not None:
             tuning_plot(tuning, chosen.name, plot)
-        environment = conditions(loaded, chosen, text_name(text))
+        environment = conditions(loaded, chosen.name, text_name(text))
         show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
 
 

@@ -28,23 +28,23 @@ from ..workload.files import finite
 from ..workload.passes import BATCH, Measurement, Prefilled, groups, prefill, run_alone, run_batch
 from .decoding import decode_seconds
 from .results import ResultFolder
-from .sample import Batch, Exact, Outcome, Run, Sample, Source, Task, TaskBatches
+from .sample import Baseline, Batch, Outcome, Run, Sample, Source, Task, TaskBatches
 
 TIMED_STEPS = 8  # of the first batch of a task, with those that warm up
 
 
 @dataclass
-class Measured(Generic[Exact]):
+class Measured(Generic[Baseline]):
     """What a recipe did on a batch. Bytes and seconds are those of the whole batch.
 
-    exact: what others are compared with, if the recipe is `full`. kv_bytes, exact_bytes: after the
-    samples, of this cache and of an exact one. decode_s: seconds of a decode step; None: not timed.
-    bits_per_value, tokens_read, traffic: of `Cache`; None where no layer is compressed, or without
-    recall.
+    baseline: what others are compared with, if the recipe is `full`. kv_bytes, exact_bytes: after
+    the samples, of this cache and of an exact one. decode_s: seconds of a decode step; None: not
+    timed. bits_per_value, tokens_read, traffic: of `Cache`; None where no layer is compressed, or
+    without recall.
     """
 
     outcomes: list[Outcome]
-    exact: Exact
+    baseline: Baseline
     kv_bytes: int
     exact_bytes: int
     prefill_s: float
@@ -62,31 +62,31 @@ Count = Callable[[Recipe, str, int], None]
 def measure_batch(
     model: PreTrainedModel,
     source: Source | None,
-    task: Task[Exact],
+    task: Task[Baseline],
     batch: Batch,
     recipes: Sequence[Recipe],
     count: Count,
-) -> Iterator[tuple[Recipe, Measured[Exact] | Exception]]:
+) -> Iterator[tuple[Recipe, Measured[Baseline] | Exception]]:
     """Yield what each recipe did on a batch, or the error that it raised.
 
     source: of the samples; None for a task whose samples have none. recipes: without repetitions,
     `full` first; an error of `full` is raised. As many recipes share a pass as fit into memory.
     """
-    exact: Exact | None = None
+    baseline: Baseline | None = None
     for group in groups(model, recipes, *batch.ids.shape):
         count(group[0], "reading the context", 0)
         prompts = _fill(model, group, batch)
-        if exact is None:
+        if baseline is None:
             first = run_alone(
                 model, _measure(model, source, task, batch, prompts.pop(0), None, count)
             )
-            exact = first.exact
+            baseline = first.baseline
             yield group[0], first
         while prompts:
             together = prompts[:BATCH]
             del prompts[:BATCH]
             measurements = [
-                _measure(model, source, task, batch, prompt, exact, count) for prompt in together
+                _measure(model, source, task, batch, prompt, baseline, count) for prompt in together
             ]
             results = run_batch(model, measurements)
             for prompt, result in zip(together, results, strict=True):
@@ -106,12 +106,12 @@ def _fill(model: PreTrainedModel, group: Sequence[Recipe], batch: Batch) -> list
 def _measure(
     model: PreTrainedModel,
     source: Source | None,
-    task: Task[Exact],
+    task: Task[Baseline],
     batch: Batch,
     prompt: Prefilled,
-    exact: Exact | None,
+    baseline: Baseline | None,
     count: Count,
-) -> Measurement[Measured[Exact]]:
+) -> Measurement[Measured[Baseline]]:
     """Measure one recipe, and drop its cache. First, a copy decodes some tokens and is timed."""
     if prompt.error is not None:
         raise prompt.error
@@ -125,11 +125,11 @@ def _measure(
         decode_seconds(model, cache, timed)  # kernels may be compiled on the way
         decode_s = decode_seconds(model, cache, timed)
     before = cache.traffic
-    run = Run(model, source, cache, batch, exact, lambda what, units: count(recipe, what, units))
-    outcomes, own_exact = yield from task.measure(run)
+    run = Run(model, source, cache, batch, baseline, lambda what, units: count(recipe, what, units))
+    outcomes, own_baseline = yield from task.measure(run)
     return Measured(
         outcomes,
-        own_exact,
+        own_baseline,
         cache.nbytes,
         cache.full_nbytes,
         prompt.seconds,

@@ -135,7 +135,7 @@ def _figures(
     if "nll" in scores:
         scores = {"perplexity": _exp(scores["nll"]), **scores}
     seconds = [line.get("seconds") or {} for line in done.values()]
-    prefills = [_total(each["prefill"]) for each in seconds if "prefill" in each]
+    prefills = [each["prefill"] for each in seconds if "prefill" in each]
     decode = sum(each.get("decode") or 0 for each in seconds)
     steps = sum(each.get("steps") or 0 for each in seconds)
     return Figures(
@@ -158,13 +158,6 @@ def _exp(interval: Interval) -> Interval:
         for end in (interval.mean, interval.low, interval.high)
     ]
     return Interval(ends[0] or 0.0, ends[1], ends[2], interval.samples)
-
-
-def _total(seconds: Any) -> float:
-    """Return the sum of the parts of a time: a number, or numbers by part."""
-    if isinstance(seconds, Mapping):
-        return float(sum(seconds.values()))
-    return float(sum(seconds)) if isinstance(seconds, Sequence) else float(seconds)
 
 
 def pareto(points: Sequence[tuple[float | None, float | None]], higher: bool) -> list[int]:

@@ -209,14 +209,9 @@ def _run(
         progress("reading the text")
         result = measure(loaded, ids, progress)
     environment = conditions(
-        loaded,
-        model.name,
-        text.name,
-        recipe=inputs.recipe,
-        context=context,
-        seed=inputs.seed,
+        loaded, model.name, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed,
         **sizes,
-    )
+    )  # fmt: skip
     if plot:
         getattr(plots, f"{name}_plot")(result, environment, plot)
     data = to_data(result, environment)

@@ -77,10 +77,10 @@ class Settings:
         check_least(MIN_NEW_TOKENS, new_tokens=self.new_tokens)
         check_ask(self.ask)
 
-    @property
-    def positions_after(self) -> int:
-        """Positions needed after the context."""
-        return max(self.new_tokens + 1, QUESTION_POSITIONS)
+
+def positions_after(new_tokens: int) -> int:
+    """Return the positions that a continuation, or a question, needs after the context."""
+    return max(new_tokens + 1, QUESTION_POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -223,10 +223,6 @@ def _correct(tokenizer: Any, generated: list[list[int]], questions: Sequence[Que
 # the task
 
 
-class WarmUp:
-    """The payload of a sample without questions, whose context is read only to warm up."""
-
-
 @dataclass(frozen=True)
 class ComparisonTask(Task[Tensor]):
     """What a recipe is measured on: a task of the evaluator.
@@ -271,7 +267,7 @@ class ComparisonTask(Task[Tensor]):
                 for i, haystack in enumerate(self.haystacks)
             ]
         else:
-            before = [Batch(text[:1], [Sample("0", "", payload=WarmUp())])]
+            before = [Batch(text[:1], [Sample("0", "")])]
         timed = self.text[:, self.context : self.context + min(TIMED_STEPS, self.new_tokens)]
         return [*before, Batch(text, [Sample("text", "")], timed)]
 
@@ -282,16 +278,14 @@ class ComparisonTask(Task[Tensor]):
         from.
         """
         run.count("reading contexts", 1)
-        payload = run.batch.samples[0].payload
-        if isinstance(payload, WarmUp):
-            return [Outcome({"correct": 0})], torch.empty(0)
-        if not isinstance(payload, Haystack):
+        if run.batch.timed is not None:
             return (yield from self._measure_text(run))
-        questions = payload.questions
-        correct = yield from correct_after(
-            run.model, self.tokenizer, run.cache, questions, len(self.text)
-        )
-        run.count("answering needle questions", len(questions))
+        haystack, correct = run.batch.samples[0].payload, 0
+        if haystack is not None:  # else the context is read only to warm up
+            correct = yield from correct_after(
+                run.model, self.tokenizer, run.cache, haystack.questions, len(self.text)
+            )
+            run.count("answering needle questions", len(haystack.questions))
         return [Outcome({"correct": correct})], torch.empty(0)
 
     def _measure_text(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
@@ -339,7 +333,7 @@ def prepare(
         InputError: The text is too short or the context too long.
     """
     settings = settings or Settings()
-    available, after = max_positions(model), settings.positions_after
+    available, after = max_positions(model), positions_after(settings.new_tokens)
     longest = DEFAULT_CONTEXT if available is None else max(1, available - after)
     context = settings.context or min(DEFAULT_CONTEXT, longest)
     if available is not None and context + after > available:

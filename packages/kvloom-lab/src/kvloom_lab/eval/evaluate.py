@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
@@ -186,16 +185,15 @@ def _evaluate_batch(
     recipes = pending.recipes(task, batch)
     if not recipes:
         return
-    count = partial(_show_recipe, on_step, f"{task.name} {batch.samples[0].name}")
+    batch_name = f"{task.name} {batch.samples[0].name}"
+
+    def count(recipe: Recipe, what: str, _: int) -> None:
+        on_step(f"{batch_name}: {recipe.name}, {what}", 0)  # samples count once they are written
+
     for recipe, measured in measure_batch(model, source, task, batch, with_full(recipes), count):
         if recipe in recipes:  # not if `full` is measured for the others only
             folder.append(task.name, pending.lines(task, batch, recipe, measured))
             on_step("", len(batch.samples))
-
-
-def _show_recipe(on_step: Progress, batch_name: str, recipe: Recipe, what: str, _: int) -> None:
-    """Report a recipe's current work on a batch; its samples are counted once it is written."""
-    on_step(f"{batch_name}: {recipe.name}, {what}", 0)
 
 
 class Pending:

@@ -21,10 +21,8 @@ from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import comparison, decoding, evaluate, with_full
 from kvloom_lab.eval.comparison import TIMED_STEPS, correct_after, correct_inside
-from kvloom_lab.eval.sample import ASK
 from kvloom_lab.workload import clock, passes
 from kvloom_lab.workload.passes import run_alone
-from sampling import slow_except
 
 
 def test_full_is_plain_transformers(model, tokenizer, task, rows):
@@ -145,7 +143,7 @@ def alone(model, tokenizer, recipe, task):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ask", slow_except(ASK, "after"))
+@pytest.mark.parametrize("ask", ["after", pytest.param("inside", marks=pytest.mark.slow)])
 def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
     specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
              "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip

@@ -1,6 +1,6 @@
 """State that changes step by step: assignments that stand between the lines of a real text.
 
-An `update` assigns one variable again and again, and the last number counts. A `chain` gives a
+An `update` assigns one variable repeatedly, and the last number counts. A `chain` gives a
 variable a number, and each further one the value of the one before it, plus or minus a number. A
 `recursion` gives a function its first value and the step from one to the next. Questions ask for
 the value after 1, 2, 4 and 8 steps. Variables that are copied without arithmetic are `ruler:vt`,

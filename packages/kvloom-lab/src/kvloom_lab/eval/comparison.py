@@ -30,7 +30,7 @@ from ..workload.errors import check_least, logged_line
 from ..workload.files import finite
 from ..workload.machine import conditions
 from ..workload.passes import ForwardRequest, Measurement
-from ..workload.text import cut_rows, leading_ids, tokenize
+from ..workload.text import cut_rows
 from .decoding import answers, equal_lengths, greedy
 from .evaluate import Measured, measure_batch, with_full
 from .facts import (
@@ -227,22 +227,29 @@ def _correct(tokenizer: Any, generated: list[list[int]], questions: Sequence[Que
 class ComparisonTask(Task[Tensor]):
     """What a recipe is measured on: a task of the evaluator.
 
-    text: int64 [B, context + new_tokens + 1], real text. haystacks: contexts with questions. ask: a
-    key of `ASK`.
+    text: int64 [B, context + new_tokens + 1], real text. haystacks: contexts with questions.
     """
 
-    tokenizer: Any
+    source: Source
     text: Tensor
-    context: int
     haystacks: list[Haystack]
-    ask: str = "after"
 
     name = "compare"
 
     @property
+    def context(self) -> int:
+        """Tokens of a context."""
+        return self.source.lengths[0]
+
+    @property
     def new_tokens(self) -> int:
         """Tokens of the continuation, decoded one by one after the context."""
-        return self.text.shape[1] - self.context - 1
+        return self.source.new_tokens
+
+    @property
+    def ask(self) -> str:
+        """When questions are asked, a key of `ASK`."""
+        return self.source.ask
 
     @property
     def questions(self) -> int:
@@ -283,7 +290,7 @@ class ComparisonTask(Task[Tensor]):
         haystack, correct = run.batch.samples[0].payload, 0
         if haystack is not None:  # else the context is read only to warm up
             correct = yield from correct_after(
-                run.model, self.tokenizer, run.cache, haystack.questions, len(self.text)
+                run.model, run.source.tokenizer, run.cache, haystack.questions, len(self.text)
             )
             run.count("answering needle questions", len(haystack.questions))
         return [Outcome({"correct": correct})], torch.empty(0)
@@ -309,7 +316,7 @@ class ComparisonTask(Task[Tensor]):
         if self.ask == "inside":
             for haystack in self.haystacks:
                 scores["correct"] += yield from correct_inside(
-                    run.model, self.tokenizer, run.cache.recipe, haystack, len(text)
+                    run.model, run.source.tokenizer, run.cache.recipe, haystack, len(text)
                 )
                 run.count("answering needle questions", len(haystack.questions))
         return [Outcome(scores)], tokens
@@ -341,12 +348,17 @@ def prepare(
             f"context={context} and the {after} tokens after it need {context + after} positions "
             f"and the model has {available}; use a context of {longest} or less"
         )
-    ids, first = tokenize(tokenizer, text), leading_ids(tokenizer)
-    rows = cut_rows(ids, first, settings.batch, context + settings.new_tokens + 1, settings.seed)
+    batch, new_tokens, seed = settings.batch, settings.new_tokens, settings.seed
+    source = Source.of(
+        tokenizer, text, lengths=[context], samples=batch, new_tokens=new_tokens, batch=batch,
+        seed=seed, ask=settings.ask,
+    )  # fmt: skip
+    ids, first = source.text_ids, source.first
+    rows = cut_rows(ids, first, batch, context + new_tokens + 1, seed)
     needles = haystacks(
-        tokenizer, ids, first, context=context, questions=settings.questions, seed=settings.seed
+        tokenizer, ids, first, context=context, questions=settings.questions, seed=seed
     )
-    return ComparisonTask(tokenizer, rows, context, needles, settings.ask)
+    return ComparisonTask(source, rows, needles)
 
 
 def environment(
@@ -413,7 +425,7 @@ def iter_rows(
     with attachment_restored(model):
         for batch in batches:
             working = [recipe for recipe in resolved if recipe not in failed]
-            for recipe, measured in measure_batch(model, None, task, batch, working, count):
+            for recipe, measured in measure_batch(model, task.source, task, batch, working, count):
                 if isinstance(measured, Exception):
                     failed[recipe] = measured
                 else:

@@ -60,7 +60,7 @@ Count = Callable[[Recipe, str, int], None]
 @torch.inference_mode()
 def measure_batch(
     model: PreTrainedModel,
-    source: Source | None,
+    source: Source,
     task: Task[Baseline],
     batch: Batch,
     recipes: Sequence[Recipe],
@@ -68,8 +68,8 @@ def measure_batch(
 ) -> Iterator[tuple[Recipe, Measured[Baseline] | Exception]]:
     """Yield what each recipe did on a batch, or the error that it raised.
 
-    source: of the samples; None for a task whose samples have none. recipes: without repetitions,
-    `full` first; an error of `full` is raised. As many recipes share a pass as fit into memory.
+    source: of the samples. recipes: without repetitions, `full` first, whose error is raised. As
+    many recipes share a pass as fit into memory.
     """
     baseline: Baseline | None = None
     for group in groups(model, recipes, *batch.ids.shape):
@@ -104,7 +104,7 @@ def _fill(model: PreTrainedModel, group: Sequence[Recipe], batch: Batch) -> list
 
 def _measure(
     model: PreTrainedModel,
-    source: Source | None,
+    source: Source,
     task: Task[Baseline],
     batch: Batch,
     prompt: Prefilled,

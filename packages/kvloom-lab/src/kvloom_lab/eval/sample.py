@@ -133,13 +133,12 @@ class Source:
 class Run(Generic[Baseline]):
     """One recipe on one batch: its cache, which has read the contexts.
 
-    source: what the samples are made from; None for a task that takes none, as that of `compare`.
-    baseline: what the task's `measure` returned for `full`; None for `full` itself. count: reports
-    the current work and finished units of progress.
+    source: what the samples are made from. baseline: what the task's `measure` returned for `full`;
+    None for `full` itself. count: reports the current work and finished units of progress.
     """
 
     model: PreTrainedModel
-    source: Source | None
+    source: Source
     cache: Cache
     batch: Batch
     baseline: Baseline | None

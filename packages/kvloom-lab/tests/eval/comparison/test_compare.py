@@ -147,7 +147,7 @@ def alone(model, tokenizer, recipe, task):
 def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
     specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
              "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
-    task = replace(task, ask=ask)
+    task = replace(task, source=replace(task.source, ask=ask))
     rows = work.compare(model, specs, task)
     with torch.inference_mode():
         want = [alone(model, tokenizer, resolve(spec), task) for spec in ("full", *specs)]

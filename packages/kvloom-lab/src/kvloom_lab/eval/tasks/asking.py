@@ -143,7 +143,6 @@ class QuestionTask(Task[None]):
     def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Answer the questions about one context."""
         samples, source = run.batch.samples, run.source
-        assert source is not None
         ids, tokens = [s.payload.ids for s in samples], [s.payload.tokens for s in samples]
         generated = yield from answers(run.model, run.cache, ids, tokens, source.batch)
         outcomes = [

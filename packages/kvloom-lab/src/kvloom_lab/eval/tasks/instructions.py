@@ -128,7 +128,6 @@ class Instructions(Task[ExactAnswers]):
     def measure(self, run: Run[ExactAnswers]) -> Measurement[tuple[list[Outcome], ExactAnswers]]:
         """Answer both questions, and read the start of the answer of `full`."""
         source, (by_rules, secret) = run.source, [s.payload for s in run.batch.samples]
-        assert source is not None
         ids, tokens = [by_rules.ids, secret.ids], [by_rules.tokens, secret.tokens]
         generated = yield from answers(run.model, run.cache, ids, tokens, source.batch)
         followed = by_rules.followed(source.decode(generated[0]))

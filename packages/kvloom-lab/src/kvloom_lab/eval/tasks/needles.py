@@ -182,7 +182,6 @@ class Multiturn(Task[None]):
     def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Ask turn by turn; the last token of an answer is read with the next turn."""
         device, source, outcomes = run.model.device, run.source, []
-        assert source is not None
         last: list[int] = []
         for sample in run.batch.samples:
             document, question = sample.payload

@@ -64,7 +64,6 @@ class Perplexity(ContinuationTask[Tensor]):
     def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
         source = run.source
-        assert source is not None
         rows = torch.stack([sample.payload for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
         decoded = yield from decode(run.cache, rows[:, 0], count, fed=rows[:, 1:])
@@ -109,7 +108,6 @@ class Free(ContinuationTask[ExactText]):
     def measure(self, run: Run[ExactText]) -> Measurement[tuple[list[Outcome], ExactText]]:
         """Generate greedily, and compare with the exact cache."""
         model, source = run.model, run.source
-        assert source is not None
         n = source.new_tokens
         before = copy.deepcopy(run.cache) if run.baseline is None else run.baseline.cache
         reader = None if run.baseline is None else copy.deepcopy(before)

@@ -32,7 +32,6 @@ class TraceTask(ContinuationTask[list[Decoded]]):
     def measure(self, run: Run[list[Decoded]]) -> Measurement[tuple[list[Outcome], list[Decoded]]]:
         """Write the text with the exact cache, or read what that wrote, in pieces."""
         source, rows = run.source, len(run.batch.samples)
-        assert source is not None
         edges = block_edges(source.new_tokens)
         ends = sorted({*range(0, source.new_tokens, CHUNK), *edges})
         new = torch.stack([s.payload[0] for s in run.batch.samples]).to(run.model.device)

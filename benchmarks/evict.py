@@ -22,7 +22,7 @@ import record
 from kvloom.hf import geometry
 from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom_lab.eval import Settings, iter_rows, load, prepare, with_full
-from kvloom_lab.eval.comparison import count_correct
+from kvloom_lab.eval.comparison import correct_inside
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import library_text
 
@@ -131,7 +131,7 @@ def main() -> None:
                     right = sum(
                         run_alone(
                             model,
-                            count_correct(model, tokenizer, recipe, hay, settings.batch, "inside"),
+                            correct_inside(model, tokenizer, recipe, hay, settings.batch),
                         )
                         for hay in hays
                     )

@@ -106,7 +106,7 @@ def front(figures: list[dict]) -> str:
             names = [n for n in own if n in by_recipe]
             if recommended not in by_recipe or not names:
                 continue
-            sign = 1 if higher_is_better(score) else -1
+            sign = 1 if higher_is_better(task, score) else -1
             best = max(names, key=lambda n: sign * by_recipe[n]["scores"][score]["mean"])
             cells = [
                 f"`{n}` {by_recipe[n]['share']:.0%}|{_interval(by_recipe[n]['scores'][score])}"

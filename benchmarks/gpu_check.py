@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from gpu_clock import Bench
-from kvloom.kernels import ops
+from kvloom.kernels import PackedTensors, Region, ops
 from kvloom.kernels.attend import reference as attend_ref
-from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.quantize import reference as quant_ref
-from kvloom.kernels.quantize.encoding import META, PackedTensors
+from kvloom.kernels.quantize.encoding import META
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass as score_gpu
-from kvloom.store import Encoding, LayerEncoding, Packed
-from kvloom.store.kv_side import KVSide
+from kvloom.store import Encoding, KVSide, LayerEncoding, Packed
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

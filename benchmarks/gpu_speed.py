@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpu_clock import Bench
-from kvloom.kernels import ops
-from kvloom.kernels.attend.regions import Region
+from kvloom.kernels import Region, ops
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.kernels.select import reference as select_ref
 from kvloom.recipe import resolve
-from kvloom.store.kv_side import KVSide
+from kvloom.store import KVSide
 
 HQ, HK, D = 32, 8, 128
 GRID = (  # tokens, batch

@@ -17,7 +17,7 @@ from kvloom.hf import geometry
 from kvloom.hf import read_tokens as forward
 from kvloom.recipe import resolve
 from kvloom_lab import models
-from kvloom_lab.eval.comparison import count_correct, haystacks
+from kvloom_lab.eval.comparison import correct_after, haystacks
 from kvloom_lab.workload.passes import prefill, run_alone
 from kvloom_lab.workload.text import calibration_text, leading_ids
 
@@ -50,7 +50,7 @@ def main() -> None:
     first = leading_ids(tokenizer)
     for hay in haystacks(tokenizer, ids, first, context=CONTEXT, questions=args.questions, seed=5):
         for each in filled(model, recipes, np.asarray(hay.context_ids)):
-            work = count_correct(model, tokenizer, each.recipe, hay, 8, prefilled=each.cache)
+            work = correct_after(model, tokenizer, each.cache, hay.questions, 8)
             answered[each.recipe.name] += run_alone(model, work)
     shape = geometry(model)
     whole = recipes[0].nbytes(CONTEXT, shape)

@@ -36,7 +36,7 @@ from kvloom.hf import read_tokens as forward
 from kvloom.recall import Index, Pages
 from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, load, prepare
-from kvloom_lab.eval.comparison import count_correct, haystacks
+from kvloom_lab.eval.comparison import correct_after, haystacks
 from kvloom_lab.papers.recalling import PAPER, PAPER_OPTIONS, recall_rates
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
@@ -232,8 +232,7 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
         questions += len(hay.questions)
         for row in rows:
             name = row["recipe"]
-            recipe, cache = resolve(name), cache_of(name)
-            work = count_correct(model, tokenizer, recipe, hay, 8, prefilled=cache)
+            work = correct_after(model, tokenizer, cache_of(name), hay.questions, 8)
             correct[name] += run_alone(model, work)
             row.update(right=correct[name], questions=questions, needle=correct[name] / questions)
         save(rows)
@@ -262,8 +261,8 @@ def choices(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
         for hay in haystacks(tokenizer, ids, first, context=4096, questions=32, seed=seed):
             cache_of = prefill_once(model, torch.tensor([hay.context_ids]))
             for row in rows:
-                recipe, cache = resolve(row["recipe"]), cache_of(row["recipe"])
-                work = count_correct(model, tokenizer, recipe, hay, 8, prefilled=cache)
+                cache = cache_of(row["recipe"])
+                work = correct_after(model, tokenizer, cache, hay.questions, 8)
                 row["right"] += run_alone(model, work)
                 row["questions"] += len(hay.questions)
         save(rows)

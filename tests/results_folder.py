@@ -112,7 +112,7 @@ def _line(task, loss, share, positions, rng, prompt):
         "kv_bytes": round(share * exact_bytes), "exact_bytes": exact_bytes, "curves": {},
         "tokens": [],
         "seconds": {
-            "prefill": [1.5, 0.1 + loss], "decode": 2.0 * (0.4 + share), "steps": positions,
+            "prefill": 1.6 + loss, "decode": 2.0 * (0.4 + share), "steps": positions,
         },
     }  # fmt: skip
     if task in ("perplexity", "free"):

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.eval.needles import (
+from kvloom_lab.eval.facts import (
     ANSWER_DIGITS,
     WORDS,
     draw_keys,
-    hide,
+    hide_at_line_ends,
     line_ends,
     random_window,
 )
@@ -77,7 +77,9 @@ class Encoder:
         fact the index where its answer starts. Raises `ValueError` if the facts do not fit.
         """
         before, ids = len(self.bos), [fact.ids for fact in facts]
-        context, starts = hide(self.text_ids, self.line_ends, rng, ids, depths, tokens - before)
+        context, starts = hide_at_line_ends(
+            self.text_ids, self.line_ends, rng, ids, depths, tokens - before
+        )
         answers = [before + x + fact.answer_from for x, fact in zip(starts, facts, strict=True)]
         return [*self.bos, *context], answers
 

@@ -6,7 +6,7 @@ from task_sources import ruler_source, source
 
 import tiny
 from kvloom.errors import InputError
-from kvloom_lab.eval.needles import hide_at
+from kvloom_lab.eval.facts import hide_near_depths
 from kvloom_lab.eval.sample import Question, task_batches
 from kvloom_lab.eval.tasks import TASKS, task_named
 from kvloom_lab.eval.tasks.text import repetition
@@ -19,8 +19,8 @@ def test_rows_of_text_are_a_context_and_its_continuation():
     assert [b.ids.shape[1] for b in found] == [40, 40, 60, 60]
     assert [s.name for b in found for s in b.samples][:3] == ["40/0", "40/1", "40/2"]
     row = found[0].samples[0]
-    assert len(row.data) == 9  # the token after the context, and 8 to predict
-    assert (row.context + source().decode(row.data)).removeprefix("<s>") in tiny.TEXT
+    assert len(row.payload) == 9  # the token after the context, and 8 to predict
+    assert (row.context + source().decode(row.payload)).removeprefix("<s>") in tiny.TEXT
 
 
 def test_repetition_is_the_share_of_repeated_4_grams():
@@ -45,17 +45,17 @@ def test_niah_contexts_have_the_exact_length(variant, ask):
     assert {b.ids.shape for b in found} == {(1, 900)}
     for batch in found:
         for sample in batch.samples:
-            assert all(value in sample.context for value in sample.data.expected)
+            assert all(value in sample.context for value in sample.payload.expected)
             asked = "What is the pass key?" if variant == "passkey" else "Question:"
             assert (asked in sample.context) == (ask == "inside")
             assert (asked in sample.question) == (ask == "after")
-            assert ask == "after" or len(sample.data.ids) == 1
+            assert ask == "after" or len(sample.payload.ids) == 1
 
 
 def test_niah_facts_are_at_their_depth():
     for batch in task_named("niah:single").batches(source(lengths=[900])):
         sample = batch.samples[0]
-        before = sample.context[: sample.context.index(f"is {sample.data.expected[0]}")]
+        before = sample.context[: sample.context.index(f"is {sample.payload.expected[0]}")]
         at = len(tiny.tokenizer().encode(before, add_special_tokens=False)) / 900
         assert at == pytest.approx(sample.fields["depth"], abs=0.06)  # a line, and the fact itself
 
@@ -77,7 +77,7 @@ def test_samples_depend_on_the_seed_only(name):
 def test_a_fact_in_a_text_without_line_ends_is_at_its_depth():
     made_from = source("word " * 2000)
     fact = [1, 2, 3]
-    ids = hide_at(
+    ids = hide_near_depths(
         made_from.tokenizer,
         made_from.text_ids,
         np.random.default_rng(0),
@@ -102,11 +102,11 @@ def test_turns_ask_about_the_facts_of_each_document_in_order():
     assert batch.ids.shape == (1, 600)
     assert [s.fields["turn"] for s in batch.samples] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert [s.fields["document"] for s in batch.samples] == [1, 1, 1, 1, 2, 2, 2, 2]
-    assert [len(s.data[0]) for s in batch.samples] == [0, 0, 0, 0, 300, 0, 0, 0]
+    assert [len(s.payload[0]) for s in batch.samples] == [0, 0, 0, 0, 300, 0, 0, 0]
     places = [s.context.index(s.reference) for s in batch.samples]
     assert places[:4] == sorted(places[:4])
     assert places[4:] == sorted(places[4:])
-    asked = sum(len(s.data[1].ids) + s.data[1].tokens for s in batch.samples)
+    asked = sum(len(s.payload[1].ids) + s.payload[1].tokens for s in batch.samples)
     assert task_named("multiturn").positions(batch) == 300 + asked - 1
     with pytest.raises(InputError, match="eight questions"):
         task_named("multiturn").batches(source(ask="inside"))
@@ -169,6 +169,6 @@ def test_a_task_twice_and_data_for_no_task():
     with pytest.raises(InputError, match="sample single/300/0/0 of niah occurs twice"):
         task_batches([task_named("niah:single"), task_named("niah:single")], source(), None)
     with pytest.raises(InputError, match="--data is given, and niah, free takes none"):
-        task_batches([task_named("niah"), task_named("free")], source(data="x"), None)
+        task_batches([task_named("niah"), task_named("free")], source(data_path="x"), None)
     with pytest.raises(InputError, match="the task summarize needs --data: a file of JSON lines"):
         task_batches([task_named("niah"), task_named("summarize")], source(), None)

@@ -104,7 +104,7 @@ def test_bytes_are_those_of_the_cache(lines, model, plan):
 
 def test_perplexity_equals_a_plain_loop(lines, model, plan):
     batch = batch_of(plan, "perplexity")
-    ids = batch.samples[0].data.tolist()
+    ids = batch.samples[0].payload.tolist()
     exact = read(model, "full", batch)
     p = [step(model, exact, [i])[1] for i in ids[:-1]]
     for line, recipe in scored(lines, "perplexity"):
@@ -125,7 +125,7 @@ def test_free_running_text_equals_a_plain_loop(lines, model, plan, source):
     texts = {}
     for line, recipe in scored(lines, "free"):
         cache, exact = read(model, recipe, batch), read(model, "full", batch)
-        token, found, kl = int(batch.samples[0].data[0]), [], []
+        token, found, kl = int(batch.samples[0].payload[0]), [], []
         for _ in range(6):
             p = step(model, exact, [token])[1]
             token, q = step(model, cache, [token])
@@ -144,7 +144,7 @@ def test_answers_equal_a_plain_loop(lines, model, plan, source, task):
     for recipe in (NAMES[1], NAMES[4]):
         cache, last = read(model, recipe, batch), []
         for sample in batch.samples[: 6 if task == "multiturn" else 2]:
-            document, asked = sample.data if task == "multiturn" else ([], sample.data)
+            document, asked = sample.payload if task == "multiturn" else ([], sample.payload)
             if task == "niah":
                 cache = read(model, recipe, batch)
             if document:
@@ -192,9 +192,38 @@ def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
     assert "not enough memory" in found[NAMES[1]]
 
 
+def test_a_failure_is_measured_again_and_a_refusal_is_final(
+    model, plan, source, tmp_path, monkeypatch
+):
+    task = plan[0][0]
+    whole, measured = type(task).measure, []
+
+    def fails(self, run):
+        measured.append(run.cache.recipe.name)
+        if run.cache.recipe.name == NAMES[1]:
+            raise RuntimeError("a defect")
+        return (yield from whole(self, run))
+
+    folder = ResultFolder.open(tmp_path, RUN)
+    recipes = [resolve(name) for name in (*NAMES[:2], NAMES[3])]
+
+    def problems():
+        evaluate(model, source, recipes, [plan[0]], folder)
+        lines = folder.outcomes(task.name).values()
+        return {x["recipe"]: x.get("failed") for x in lines if "problem" in x}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(task), "measure", fails)
+        for _ in range(2):  # it fails again
+            assert problems() == {NAMES[1]: True, NAMES[3]: None}
+        assert measured == [*NAMES[:2], *NAMES[:2]]  # `full` is what others are compared with
+    assert problems() == {NAMES[3]: None}
+    assert [x["recipe"] for x in folder.lines(task.name)].count(NAMES[1]) == 3
+
+
 def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch):
     batch = batch_of(plan, "niah")
-    cache, asked = read(model, "full", batch), [s.data for s in batch.samples]
+    cache, asked = read(model, "full", batch), [s.payload for s in batch.samples]
     ids, tokens = [a.ids for a in asked], [a.tokens for a in asked]
     with torch.inference_mode():
         before = run_alone(model, answers(model, cache, ids, tokens, source.batch))
@@ -214,7 +243,7 @@ def test_an_answer_ends_before_the_end_of_text(model, plan, source, monkeypatch)
 def run(here, *args):
     usual = ["--model", here / "model", "--text", here / "text.txt", "--samples", "1",
              "--max-new-tokens", "4", "--recipes", "window:tokens=64"]  # fmt: skip
-    return CliRunner().invoke(app, ["eval", *map(str, [*args, *usual])])
+    return CliRunner().invoke(app, ["eval", *map(str, [*usual, *args])])
 
 
 def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
@@ -231,6 +260,25 @@ def test_the_command_writes_a_folder_and_goes_on_in_it(here, tmp_path):
     other = run(here, *args, "--seed", "3")
     assert other.exit_code == 2
     assert "settings seed 0, and this run has 3" in other.stderr
+
+
+def test_a_failure_gives_an_exit_status_until_a_later_run_has_figures(here, tmp_path, monkeypatch):
+    whole = evaluate_module.decode_seconds
+
+    def fails(model, cache, rows):
+        if cache.recipe.name != "full":
+            raise MemoryError
+        return whole(model, cache, rows)
+
+    args = ["perplexity", "--context", "420", "--out", tmp_path]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate_module, "decode_seconds", fails)
+        found = run(here, *args)
+    assert found.exit_code == 1
+    assert "kvloom: window:tokens=64 failed on some samples; run the same" in found.stderr
+    found = run(here, *args)
+    assert (found.exit_code, "failed" in found.stderr) == (0, False)
+    assert "memory" not in found.stdout
 
 
 @pytest.mark.parametrize("task", ["niah:multikey", "trace", "instructions", "state:update"])
@@ -292,10 +340,13 @@ def test_summaries_of_a_file(here, tmp_path):
 
 @pytest.mark.parametrize(("args", "message"), [
     (["reading"], "there is no task 'reading'"),
-    (["niah", "--ask", "before"], "--ask 'before' is unknown; use after or inside"),
+    (["niah", "--ask", "before"], "ask='before' is unknown; use one of after, inside"),
     (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
     (["niah", "--bytes", "2"], "--bytes '2' is not a list of shares between 0 and 1"),
     (["niah", "--bytes", "0.5", "--budget", "9"], "--bytes and --budget both set the budget"),
+    (["niah", "--bytes", "0.5", "--context", "64,128"], "--bytes needs one --context"),
+    (["niah", "--recipes", "quest", "--budget", "0.5", "--context", "256,512"],
+     "--budget 0.5 is another number of tokens for quest"),
     (["niah", "--context", "1020"], "niah: a context of 1020 tokens and the "),
     (["perplexity", "--context", "1021"], "need 1025 positions, and the model has 1024"),
     (["multiturn", "--context", "700"], "multiturn: a context of 700 tokens and the "),

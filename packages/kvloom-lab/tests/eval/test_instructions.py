@@ -103,7 +103,7 @@ def test_the_rules_are_the_head_of_the_prompt_and_the_questions_follow_it():
         ]  # fmt: skip
         names = rules.fields["rules"].split(", ")
         assert len(names) == COUNTS[number]
-        assert [name for name, _ in rules.data.rules] == names
+        assert [name for name, _ in rules.payload.rules] == names
         head, _, filler = rules.context.removeprefix("<s>").partition("\n\nRead this text.\n\n")
         assert head.startswith("You are the assistant of a library. The password of the library")
         assert head.endswith(f"in every answer:\n{rules.reference}")
@@ -172,7 +172,7 @@ def test_outcomes_equal_a_plain_loop(tmp_path):
     lines = {(x["sample"].rpartition("/")[2], x["recipe"]): x for x in folder.lines("instructions")}
     assert len(lines) == 2 * len(RECIPES)
     (batch,) = plan[0][1]
-    rules, secret = (sample.data for sample in batch.samples)
+    rules, secret = (sample.payload for sample in batch.samples)
 
     def answer(recipe, question):
         return [int(p.argmax()) for p in predictions(model, batch, recipe, question, 12)]

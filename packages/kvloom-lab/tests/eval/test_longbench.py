@@ -57,7 +57,7 @@ def test_a_missing_package_is_named_with_its_command(name, monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.delitem(sys.modules, "rouge_score.rouge_scorer", raising=False)
     with pytest.raises(InputError, match=r"rouge-score, .* run: pip install 'kvloom-lab'"):
-        task_named(name).batches(source(tokenizer=chat, data=str(file)))
+        task_named(name).batches(source(tokenizer=chat, data_path=str(file)))
 
 
 # LongBench and summaries
@@ -93,7 +93,7 @@ def test_longbench_prompts_are_the_official_ones():
 def test_longbench_asks_in_a_chat_and_few_shot_without_one(tmp_path, chat):
     write(tmp_path, record(), name="hotpotqa.jsonl")
     write(tmp_path, record(dataset="trec_e", all_classes=["x"]), name="trec_e.jsonl")
-    made_from = source(tokenizer=chat, data=str(tmp_path))
+    made_from = source(tokenizer=chat, data_path=str(tmp_path))
     hotpot, trec = (b.samples[0] for b in task_named("longbench").batches(made_from))
     assert hotpot.context == (
         "<user>Answer the question based on the given passages. Only give me the answer and do "
@@ -103,7 +103,7 @@ def test_longbench_asks_in_a_chat_and_few_shot_without_one(tmp_path, chat):
     assert (trec.name, trec.fields["variant"]) == ("trec_e/300/a1", "trec")
     assert trec.question == "\nWho?"
     assert "<user>" not in trec.context
-    plain = source(data=str(tmp_path))
+    plain = source(data_path=str(tmp_path))
     with pytest.raises(InputError, match="has no chat template"):
         task_named("longbench").batches(plain)
     assert len(task_named("longbench:trec").batches(plain)) == 1
@@ -114,7 +114,9 @@ def test_longbench_asks_in_a_chat_and_few_shot_without_one(tmp_path, chat):
 @pytest.mark.parametrize("ask", ["after", "inside"])
 def test_longbench_cuts_the_middle(tmp_path, ask, chat):
     text = " ".join(map(str, range(500)))
-    made_from = source(tokenizer=chat, data=str(write(tmp_path, record(context=text))), ask=ask)
+    made_from = source(
+        tokenizer=chat, data_path=str(write(tmp_path, record(context=text))), ask=ask
+    )
     batch, sample = only(task_named("longbench").batches(made_from))
     assert batch.ids.shape[1] in (299, 300)
     assert sample.fields == {"length": 300, "tokens": batch.ids.shape[1], "variant": "hotpotqa"}
@@ -123,7 +125,7 @@ def test_longbench_cuts_the_middle(tmp_path, ask, chat):
         assert sample.context.endswith(" 497 498 499")
     else:
         assert sample.context.count("Question: Who?") == 1
-        assert len(sample.data.ids) == 1
+        assert len(sample.payload.ids) == 1
     assert middle_cut([1, 2, 3, 4, 5], 5) == [1, 2, 3, 4, 5]
     assert middle_cut([1, 2, 3, 4, 5, 6], 5) == [1, 2, 5, 6]  # as int(max_length / 2)
 
@@ -132,7 +134,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     file = write(
         tmp_path, record(answers=["Bob", "Ann"]), record(dataset="triviaqa", answers=["Ann"])
     )
-    made_from = source(tokenizer=chat, data=str(file), samples=2)
+    made_from = source(tokenizer=chat, data_path=str(file), samples=2)
     with pytest.raises(InputError, match="sample all/300/a1 of longbench occurs twice"):
         task_batches([task_named("longbench:hotpotqa")] * 2, made_from, None)
     qa, trivia = (b.samples[0] for b in task_named("longbench").batches(made_from))
@@ -156,20 +158,20 @@ def test_an_error_in_a_task_file_names_file_and_line(tmp_path, line, reason, cha
     file = tmp_path / "bad.jsonl"
     file.write_bytes(json.dumps(record()).encode() + b"\n\n" + line + b"\n")
     with pytest.raises(InputError, match=f"line 3 of '.*bad.jsonl' {reason}.*; correct the line"):
-        task_named("longbench").batches(source(tokenizer=chat, data=str(file)))
+        task_named("longbench").batches(source(tokenizer=chat, data_path=str(file)))
 
 
 def test_data_that_is_missing_or_empty(tmp_path):
     with pytest.raises(InputError, match="there is no file or folder 'nowhere'"):
-        task_named("summarize").batches(source(data="nowhere"))
+        task_named("summarize").batches(source(data_path="nowhere"))
     with pytest.raises(InputError, match="has no JSON lines"):
-        task_named("summarize").batches(source(data=str(tmp_path)))
+        task_named("summarize").batches(source(data_path=str(tmp_path)))
 
 
 def test_summaries_by_keyformers_protocol(tmp_path, chat):
     long = {"text": "The cat sat. " * 200, "summary": "A cat."}
     file = write(tmp_path, {"text": "The cat sat.", "summary": "A cat."}, long)
-    made_from = source(tokenizer=chat, data=str(file), samples=2, lengths=[320])
+    made_from = source(tokenizer=chat, data_path=str(file), samples=2, lengths=[320])
     task = task_named("summarize")
     short, cut = task.batches(made_from)
     assert short.samples[0].context == (
@@ -179,6 +181,6 @@ def test_summaries_by_keyformers_protocol(tmp_path, chat):
     )
     assert short.samples[0].question == "\n\n### Response:</user><bot>"
     assert (cut.ids.shape[1], cut.samples[0].fields["tokens"]) == (320, 320)
-    assert task.positions(cut) == len(cut.samples[0].data.ids) + 8 - 1
+    assert task.positions(cut) == len(cut.samples[0].payload.ids) + 8 - 1
     with pytest.raises(InputError, match="has no room for a text"):
-        task.batches(source(tokenizer=chat, data=str(file), lengths=[20]))
+        task.batches(source(tokenizer=chat, data_path=str(file), lengths=[20]))

@@ -153,10 +153,10 @@ def test_ruler_fills_the_context(name, ask):
     batch, sample = only(task_named(f"ruler:{name}").batches(made_from))
     assert 1800 - 100 < batch.ids.shape[1] <= 1800  # the longest unit states two uuids
     assert sample.context.startswith("<user>")
-    assert all(word in sample.context for word in sample.data.expected)
+    assert all(word in sample.context for word in sample.payload.expected)
     assert ("</user><bot> " in sample.question) == (ask == "after")
     assert ("</user><bot> " in sample.context) == (ask == "inside")
-    assert task_named("ruler").positions(batch) == len(sample.data.ids) + PARTS[name].tokens - 1
+    assert task_named("ruler").positions(batch) == len(sample.payload.ids) + PARTS[name].tokens - 1
     if name not in ("cwe", "vt"):  # their worked examples have questions too
         asked = sample.question.partition("</user>")[0]
         assert ask == "inside" or asked not in sample.context

@@ -78,7 +78,7 @@ def test_statements_are_in_order_in_a_context_of_the_exact_length(ask):
 
 
 def test_only_the_first_number_of_an_answer_counts():
-    sample = Sample("", "", fields={"steps": 4}, data=Question([], ["12"], 1))
+    sample = Sample("", "", fields={"steps": 4}, payload=Question([], ["12"], 1))
     answers = {" 12.": 1, "12 or 13": 1, "3, so 12": 0, "123": 0, "-12": 0, "": 0}
     for answer, correct in answers.items():
         assert task_named("state").score(answer, sample) == {

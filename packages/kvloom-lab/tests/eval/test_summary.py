@@ -15,13 +15,14 @@ from kvloom_lab.eval.summary import (
     pareto,
     summarize,
 )
+from kvloom_lab.eval.tasks import TASKS, Niah
 
 
 def line(recipe, sample, share=0.25, **scores):
     return {
         "task": "niah", "sample": sample, "recipe": recipe, "scores": scores,
         "kv_bytes": 1000 * share, "exact_bytes": 1000,
-        "seconds": {"prefill": [1.0, 0.5], "decode": 2.0, "steps": 10},
+        "seconds": {"prefill": 1.5, "decode": 2.0, "steps": 10},
     }  # fmt: skip
 
 
@@ -95,8 +96,18 @@ def test_the_usual_score_of_a_task():
     assert main_score("perplexity", ["nll", "perplexity"]) == "perplexity"
     assert main_score("ruler", ["time", "correct"]) == "correct"
     assert main_score("longbench", ["f1", "rouge"]) == "f1"
-    assert higher_is_better("correct")
-    assert not higher_is_better("kl_p999")
+    assert higher_is_better("niah", "correct")
+    assert not higher_is_better("trace", "kl_p999")
+    assert not higher_is_better("perplexity", "perplexity")
+
+
+def test_every_task_declares_the_direction_of_its_scores(monkeypatch):
+    class Seconds(Niah):
+        name, main_score, lower_is_better = "seconds", "time", ("time",)
+
+    monkeypatch.setitem(TASKS._entries, "seconds", Seconds)
+    assert not higher_is_better("seconds", "time")
+    assert higher_is_better("seconds", "kl_mean")
 
 
 @pytest.mark.parametrize("higher", [True, False])

@@ -61,7 +61,7 @@ def test_a_trace_equals_a_plain_loop(model, lines, recipe):
         for each in (exact, cache):
             with torch.inference_mode():
                 model(row[None], past_key_values=each, use_cache=True)
-        token, kl, same, sizes = int(sample.data[0]), [], [], []
+        token, kl, same, sizes = int(sample.payload[0]), [], [], []
         for _ in range(TOKENS):
             p, q = logp(model, exact, token), logp(model, cache, token)
             kl.append((p.exp() * (p - q)).sum().clamp(min=0).item())

@@ -23,12 +23,12 @@ class Repeat(Task):
             for i, row in enumerate(rows):
                 repeated = row[len(source.first) :][: source.new_tokens + 1]
                 fields = {"reference": source.decode(repeated), "fields": {"length": length}}
-                sample = Sample(f"{length}/{i}", source.decode(row), data=repeated, **fields)
+                sample = Sample(f"{length}/{i}", source.decode(row), payload=repeated, **fields)
                 batches.append(Batch(row[None], [sample]))
         return batches
 
     def measure(self, run):
-        repeated, correct = run.batch.samples[0].data.tolist(), []
+        repeated, correct = run.batch.samples[0].payload.tolist(), []
         for token, following in pairwise(repeated):
             ids = tensor([[token]], device=run.model.device)
             logits = yield ForwardRequest(ids, run.cache)  # [B, V]
@@ -36,4 +36,4 @@ class Repeat(Task):
         return [Outcome({"expected": sum(correct) / len(correct)})], None
 
     def positions(self, batch):
-        return len(batch.samples[0].data) - 1
+        return len(batch.samples[0].payload) - 1

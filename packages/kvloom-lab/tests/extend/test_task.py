@@ -66,6 +66,11 @@ def test_the_command_measures_the_task(here, tmp_path):
     page = run("report", tmp_path / "out", "--out", tmp_path / "page.html")
     assert page.exit_code == 0, page.output
     assert main_score("repeat", ["other", "expected"]) == "expected"
+    for name in ("prompts", "repeat"):
+        file = tmp_path / "out" / f"{name}.jsonl"
+        file.write_text(file.read_text().replace('"repeat"', '"removed"'))
+    unknown = run("report", tmp_path / "out", "--out", tmp_path / "page.html")
+    assert "results of the task 'removed', which is not installed" in unknown.stderr
     refused = run(*args, "--out", tmp_path / "other", "--data", here / "text.txt")
     assert "repeat takes none" in refused.stderr
 

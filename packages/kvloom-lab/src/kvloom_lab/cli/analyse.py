@@ -22,7 +22,6 @@ from .options import (
     Json,
     Model,
     Text,
-    conditions,
     parse_recipes,
 )
 from .outputs import check_outputs, show_results, user_errors
@@ -193,6 +192,7 @@ def _run(
     """
     from ..models import check_positions
     from ..show import plots, tables
+    from ..workload.machine import conditions
     from ..workload.text import cut_rows, leading_ids, tokenize
 
     check_outputs(json, plot=plot)
@@ -209,8 +209,9 @@ def _run(
         progress("reading the text")
         result = measure(loaded, ids, progress)
     environment = conditions(
-        loaded, model, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed, **sizes
-    )
+        loaded, model.name, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed,
+        **sizes,
+    )  # fmt: skip
     if plot:
         getattr(plots, f"{name}_plot")(result, environment, plot)
     data = to_data(result, environment)

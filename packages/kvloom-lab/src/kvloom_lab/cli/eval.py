@@ -20,7 +20,6 @@ from .options import (
     Json,
     Model,
     Text,
-    conditions,
     parse_budget,
     parse_numbers,
     parse_recipes,
@@ -234,38 +233,42 @@ def eval_command(
     """Measure recipes on tasks: quality on true bytes, sample by sample.
 
     A context is read once for all recipes. Finished samples are written at once: after Ctrl-C, run
-    the same command again to resume. kvloom report DIR shows the results.
+    the same command again to resume. It measures samples on which a recipe failed again, and the
+    exit status is 1 while there are any. kvloom report DIR shows the results.
     """
     with user_errors():
         from kvloom.hf import geometry as model_geometry
 
         from ..eval.evaluate import evaluate, units
         from ..eval.results import ResultFolder
-        from ..eval.sample import Source, task_batches
+        from ..eval.sample import Source, check_ask, task_batches
         from ..eval.tasks import task_named
         from ..models import max_positions
         from ..show.tables import results_table
         from ..workload.machine import machine, model_facts
 
         chosen_tasks = [task_named(name) for name in tasks]
-        if ask not in ("after", "inside"):
-            raise InputError(f"--ask {ask!r} is unknown; use after or inside")
+        check_ask(ask)
         lengths = parse_numbers(context, int, "--context")
         shares = [] if bytes is None else parse_numbers(bytes, float, "--bytes")
         if shares and budget is not None:
             raise InputError("--bytes and --budget both set the budget; give one of them")
-        chosen = parse_recipes(recipes)
+        if shares and len(lengths) > 1:
+            raise InputError(
+                "--bytes needs one --context, as a budget in tokens belongs to one length; give one"
+            )
+        chosen = _with_budget(parse_recipes(recipes), budget, lengths)
         chosen_text, chosen_model = ChosenText(None, text), ChosenModel(model, dtype)
         source = Source.of(
             chosen_model.tokenizer, chosen_text.content, lengths=lengths, samples=samples,
             new_tokens=max_new_tokens, batch=batch, seed=seed, ask=ask,
-            data=None if data is None else str(data),
+            data_path=None if data is None else str(data),
         )  # fmt: skip
         batches = task_batches(chosen_tasks, source, max_positions(chosen_model.config))
         with show_progress() as progress:
             loaded = chosen_model.load(progress)
             geometry = model_geometry(loaded)
-            measured = _with_bytes(chosen, shares, budget, lengths, geometry)
+            measured = _with_bytes(chosen, shares, lengths[0], geometry)
             settings = {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
@@ -287,29 +290,41 @@ def eval_command(
                     "again to resume."
                 )
                 raise typer.Exit(130) from None
-        lines = (line for task in chosen_tasks for line in folder.lines(task.name))
+        lines = [line for task in chosen_tasks for line in folder.outcomes(task.name).values()]
         print_rich(results_table(lines, folder.lines("prompts") if len(lengths) > 1 else ()))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
+        failed = list(dict.fromkeys(line["recipe"] for line in lines if line.get("failed")))
+        if failed:
+            typer.echo(
+                f"kvloom: {', '.join(failed)} failed on some samples; run the same command again "
+                "to measure them again",
+                err=True,
+            )
+            raise typer.Exit(1)
+
+
+def _with_budget(recipes: list[Recipe], budget: str | None, lengths: list[int]) -> list[Recipe]:
+    """Return the recipes with a budget; raises `InputError` if it differs between lengths."""
+    share = None if budget is None else parse_budget(budget)
+    first, *others = (with_budget(recipes, share, length) for length in lengths)
+    for other in others:
+        for recipe, different in zip(first, other, strict=True):
+            if recipe != different:
+                raise InputError(
+                    f"--budget {budget} is another number of tokens for {recipe.name} at each "
+                    "--context; give one --context, or a number of tokens"
+                )
+    return first
 
 
 def _with_bytes(
-    recipes: list[Recipe],
-    shares: list[Any],
-    budget: str | None,
-    lengths: list[Any],
-    geometry: Geometry,
+    recipes: list[Recipe], shares: list[float], context: int, geometry: Geometry
 ) -> list[Recipe]:
     """Return `full` and the recipes, each once for every share, with distinct names."""
     from ..eval.evaluate import at_share, with_full
 
-    if shares and len(lengths) > 1:
-        raise InputError(
-            "--bytes needs one --context, as a budget in tokens belongs to one length; give one"
-        )
-    if budget is not None:
-        recipes = with_budget(recipes, parse_budget(budget), max(lengths))
     if shares:
-        recipes = [at_share(r, share, lengths[0], geometry) for share in shares for r in recipes]
+        recipes = [at_share(r, share, context, geometry) for share in shares for r in recipes]
     measured = with_full(recipes)
     names = [recipe.name for recipe in measured]
     for name in names:
@@ -385,6 +400,7 @@ def papers_command(
     with user_errors():
         from ..papers import DEFAULT, PAPERS, QUICK, Lab, check
         from ..show.tables import verdict_block, verdict_data, verdict_line, verdict_summary
+        from ..workload.machine import conditions
 
         if paper not in PAPERS:
             raise InputError(f"there is no paper {paper!r}; choose from {', '.join(PAPERS)}")
@@ -419,7 +435,7 @@ def papers_command(
             finally:
                 lab.close()
         environment = conditions(
-            loaded, chosen, chosen_text.name, quick=quick, seed=seed, **vars(size)
+            loaded, chosen.name, chosen_text.name, quick=quick, seed=seed, **vars(size)
         )
         missing = [claim.name for claim in claims[len(verdicts) :]]
         if missing:

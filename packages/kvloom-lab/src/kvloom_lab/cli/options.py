@@ -149,13 +149,6 @@ class ChosenText:
         self.content = read_files(paths) if paths else library_text()
 
 
-def conditions(loaded: Any, model: ChosenModel, text: str, **more: Any) -> dict[str, Any]:
-    """Return the environment of results: versions, hardware, names of model and text, and more."""
-    from ..workload.machine import machine
-
-    return {**machine(loaded), "model": model.name, "text": text, **more}
-
-
 def text_name(files: list[Path]) -> str:
     """Return the name of a text in results."""
     return ", ".join(map(printable_name, files))

@@ -20,7 +20,6 @@ from .options import (
     Dtype,
     Json,
     Text,
-    conditions,
     parse_recipes,
     silence_transformers,
     text_name,
@@ -34,7 +33,7 @@ from .outputs import (
     user_errors,
     write_file,
 )
-from .progress import ProgressDisplay, show_progress
+from .progress import show_progress
 
 
 def recipes_command(
@@ -195,9 +194,14 @@ def plan_command(
         silence_transformers()
         with show_progress() as progress:
             progress(f"reading the config of {model}")
+
+            def on_step(units: int) -> Callable[[str, int], None]:
+                progress.line("kvloom: measuring this machine once; keep it idle until the end")
+                return progress.counter(units)
+
             planned = plan(
                 model, chosen or RECIPES, context=tokens, batch=batch, memory=nbytes,
-                hardware=hardware, target=rate, on_step=_measuring(progress),
+                hardware=hardware, target=rate, on_step=on_step,
             )  # fmt: skip
         if plot:
             plan_plot(planned, plot)
@@ -206,16 +210,6 @@ def plan_command(
         if rate is not None and not failed and not any(row.reaches for row in planned.rows):
             raise typer.Exit(1)
         finish(None, [], failed)
-
-
-def _measuring(progress: ProgressDisplay) -> Callable[[int], Callable[[str, int], None]]:
-    """Return the function that announces measurements, and returns what reports them."""
-
-    def begin(units: int) -> Callable[[str, int], None]:
-        progress.line("kvloom: measuring this machine once; keep it idle until the end")
-        return progress.counter(units)
-
-    return begin
 
 
 def tune_command(
@@ -254,10 +248,12 @@ def tune_command(
         from ..show.plots import tuning_plot
         from ..show.tables import tuning_data, tuning_table
         from ..tuner import tune
+        from ..tuner.problem import Bound
+        from ..workload.machine import conditions
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
-        _check_bound(bytes, kl)
+        Bound(bytes, kl, 0)  # an invalid one is refused before the model is loaded
         check_outputs(json, out, plot=plot)
         content = read_files(text)
         chosen = ChosenModel(model, dtype)
@@ -271,15 +267,8 @@ def tune_command(
             write_file(out, tuning.recipe.to_toml())
         if plot is not None:
             tuning_plot(tuning, chosen.name, plot)
-        environment = conditions(loaded, chosen, text_name(text))
+        environment = conditions(loaded, chosen.name, text_name(text))
         show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
-
-
-def _check_bound(share: float | None, kl: float | None) -> None:
-    """Raise `InputError` for an invalid bound, before the model is loaded."""
-    from ..tuner.problem import Bound
-
-    Bound(share, kl, 0)
 
 
 def _quality(option: str) -> float:

@@ -28,31 +28,27 @@ from kvloom.recipe import Recipe
 from ..models import max_positions
 from ..workload.errors import check_least, logged_line
 from ..workload.files import finite
-from ..workload.machine import machine
+from ..workload.machine import conditions
 from ..workload.passes import ForwardRequest, Measurement
-from ..workload.text import cut_rows, leading_ids, tokenize
+from ..workload.text import cut_rows
 from .decoding import answers, equal_lengths, greedy
 from .evaluate import Measured, measure_batch, with_full
-from .needles import (
+from .facts import (
     draw_keys,
     draw_number,
     fact_text,
-    hide,
+    hide_at_line_ends,
     line_ends,
     question_text,
     split_at_answer,
 )
-from .sample import Batch, Outcome, Question, Run, Sample, Source, Task
+from .sample import Batch, Outcome, Question, Run, Sample, Source, Task, check_ask
 
 DEFAULT_CONTEXT = 2048
 MIN_NEW_TOKENS = 32  # fewer steps are too few to measure decoding speed
 TIMED_STEPS = 24  # of decoding, with those that warm up
 QUESTION_POSITIONS = 64  # positions after the context that a question and its answer may need
 NEEDLES_PER_CONTEXT = 8  # with one question each
-ASK = {
-    "after": "after the context is compressed, so that no score depends on the question",
-    "inside": "at the end of the prompt, so that the question is part of what is compressed",
-}
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,12 @@ class Settings:
         check_least(1, context=self.context, batch=self.batch)
         check_least(0, questions=self.questions, seed=self.seed)
         check_least(MIN_NEW_TOKENS, new_tokens=self.new_tokens)
-        if self.ask not in ASK:
-            raise InputError(f"ask={self.ask!r} is unknown; use one of {', '.join(ASK)}")
+        check_ask(self.ask)
 
-    @property
-    def positions_after(self) -> int:
-        """Positions needed after the context."""
-        return max(self.new_tokens + 1, QUESTION_POSITIONS)
+
+def positions_after(new_tokens: int) -> int:
+    """Return the positions that a continuation, or a question, needs after the context."""
+    return max(new_tokens + 1, QUESTION_POSITIONS)
 
 
 @dataclass(frozen=True)
@@ -171,7 +166,7 @@ def haystacks(
         ]
         try:
             depths = rng.random(count)
-            ids, _ = hide(text_ids, ends, rng, facts, depths, context - len(first))
+            ids, _ = hide_at_line_ends(text_ids, ends, rng, facts, depths, context - len(first))
         except ValueError as error:
             raise InputError(
                 f"a context of {context} tokens is too short for {count} needles; "
@@ -188,37 +183,39 @@ def question_about(tokenizer: Any, key: str, number: str) -> Question:
     return Question(ids, [number], len(answer))
 
 
-def count_correct(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    recipe: Recipe,
-    haystack: Haystack,
-    batch: int,
-    ask: str = "after",
-    prefilled: Cache | None = None,
+def correct_after(
+    model: PreTrainedModel, tokenizer: Any, cache: Cache, questions: Sequence[Question], batch: int
 ) -> Measurement[int]:
-    """Return how many questions greedy decoding answers correctly, word for word.
+    """Return how many questions about the context of a cache greedy decoding answers correctly.
 
-    ask: a key of `ASK`. batch: questions answered together; none attends to another. prefilled: a
-    cache of the recipe that has read the context already, for ask="after".
+    batch: questions answered together; none attends to another.
     """
-    context, questions = haystack.context_ids, haystack.questions
-    if ask == "after":
-        if prefilled is None:
-            prefilled = Cache(model, recipe)
-            read_tokens(model, torch.tensor([context], device=model.device), prefilled)
-        ids, tokens = [q.ids for q in questions], [q.tokens for q in questions]
-        generated = yield from answers(model, prefilled, ids, tokens, batch)
-    else:
-        generated = [[0]] * len(questions)
-        for numbers in equal_lengths([len(q.ids) for q in questions], batch):
-            cache = Cache(model, recipe)
-            prompts = torch.tensor([context + questions[i].ids for i in numbers])
-            logits = read_tokens(model, prompts.to(model.device), cache)
-            most = max(questions[i].tokens for i in numbers)
-            rows = yield from greedy(cache, logits, most)
-            for i, row in zip(numbers, rows.tolist(), strict=True):
-                generated[i] = row
+    ids, tokens = [q.ids for q in questions], [q.tokens for q in questions]
+    generated = yield from answers(model, cache, ids, tokens, batch)
+    return _correct(tokenizer, generated, questions)
+
+
+def correct_inside(
+    model: PreTrainedModel, tokenizer: Any, recipe: Recipe, haystack: Haystack, batch: int
+) -> Measurement[int]:
+    """Return how many questions at the end of the prompt greedy decoding answers correctly.
+
+    batch: prompts, each with one question, that share a cache of the recipe.
+    """
+    questions = haystack.questions
+    generated = [[0]] * len(questions)
+    for numbers in equal_lengths([len(q.ids) for q in questions], batch):
+        cache = Cache(model, recipe)
+        prompts = torch.tensor([haystack.context_ids + questions[i].ids for i in numbers])
+        logits = read_tokens(model, prompts.to(model.device), cache)
+        rows = yield from greedy(cache, logits, max(questions[i].tokens for i in numbers))
+        for i, row in zip(numbers, rows.tolist(), strict=True):
+            generated[i] = row
+    return _correct(tokenizer, generated, questions)
+
+
+def _correct(tokenizer: Any, generated: list[list[int]], questions: Sequence[Question]) -> int:
+    """Return how many answers begin with the expected string, word for word."""
     texts = [text.lstrip() for text in tokenizer.batch_decode(generated)]
     return sum(text.startswith(q.expected[0]) for text, q in zip(texts, questions, strict=True))
 
@@ -226,30 +223,33 @@ def count_correct(
 # the task
 
 
-class WarmUp:
-    """The data of a sample without questions, whose context is read only to warm up."""
-
-
 @dataclass(frozen=True)
 class ComparisonTask(Task[Tensor]):
     """What a recipe is measured on: a task of the evaluator.
 
-    text: int64 [B, context + new_tokens + 1], real text. haystacks: contexts with questions. ask: a
-    key of `ASK`.
+    text: int64 [B, context + new_tokens + 1], real text. haystacks: contexts with questions.
     """
 
-    tokenizer: Any
+    source: Source
     text: Tensor
-    context: int
     haystacks: list[Haystack]
-    ask: str = "after"
 
     name = "compare"
 
     @property
+    def context(self) -> int:
+        """Tokens of a context."""
+        return self.source.lengths[0]
+
+    @property
     def new_tokens(self) -> int:
         """Tokens of the continuation, decoded one by one after the context."""
-        return self.text.shape[1] - self.context - 1
+        return self.source.new_tokens
+
+    @property
+    def ask(self) -> str:
+        """When questions are asked, a key of `ASK`."""
+        return self.source.ask
 
     @property
     def questions(self) -> int:
@@ -270,17 +270,13 @@ class ComparisonTask(Task[Tensor]):
         text = self.text[:, : self.context]
         if self.ask == "after" and self.haystacks:
             before = [
-                Batch(torch.tensor([haystack.context_ids]), [Sample(str(i), "", data=haystack)])
+                Batch(torch.tensor([haystack.context_ids]), [Sample(str(i), "", payload=haystack)])
                 for i, haystack in enumerate(self.haystacks)
             ]
         else:
-            before = [Batch(text[:1], [Sample("0", "", data=WarmUp())])]
+            before = [Batch(text[:1], [Sample("0", "")])]
         timed = self.text[:, self.context : self.context + min(TIMED_STEPS, self.new_tokens)]
         return [*before, Batch(text, [Sample("text", "")], timed)]
-
-    def positions(self, batch: Batch) -> int:
-        """Return the positions after a context."""
-        return max(self.new_tokens, QUESTION_POSITIONS)
 
     def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
         """Answer the questions about a haystack, or decode the continuation of the text.
@@ -289,17 +285,14 @@ class ComparisonTask(Task[Tensor]):
         from.
         """
         run.count("reading contexts", 1)
-        data = run.batch.samples[0].data
-        if isinstance(data, WarmUp):
-            return [Outcome({"correct": 0})], torch.empty(0)
-        if isinstance(data, Haystack):
-            return (yield from self._measure_needles(run, data))
-        return (yield from self._measure_text(run))
-
-    def _measure_needles(
-        self, run: Run[Tensor], haystack: Haystack
-    ) -> Measurement[tuple[list[Outcome], Tensor]]:
-        correct = yield from self._answers(run, haystack, run.cache)
+        if run.batch.timed is not None:
+            return (yield from self._measure_text(run))
+        haystack, correct = run.batch.samples[0].payload, 0
+        if haystack is not None:  # else the context is read only to warm up
+            correct = yield from correct_after(
+                run.model, run.source.tokenizer, run.cache, haystack.questions, len(self.text)
+            )
+            run.count("answering needle questions", len(haystack.questions))
         return [Outcome({"correct": correct})], torch.empty(0)
 
     def _measure_text(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
@@ -314,7 +307,7 @@ class ComparisonTask(Task[Tensor]):
         nats = torch.stack(losses).mean().item()
         scores = {
             "perplexity": math.exp(nats) if nats < 700 else math.inf,
-            "agreement": (tokens == (tokens if run.exact is None else run.exact))
+            "agreement": (tokens == (tokens if run.baseline is None else run.baseline))
             .float()
             .mean()
             .item(),
@@ -322,19 +315,11 @@ class ComparisonTask(Task[Tensor]):
         }
         if self.ask == "inside":
             for haystack in self.haystacks:
-                scores["correct"] += yield from self._answers(run, haystack, None)
+                scores["correct"] += yield from correct_inside(
+                    run.model, run.source.tokenizer, run.cache.recipe, haystack, len(text)
+                )
+                run.count("answering needle questions", len(haystack.questions))
         return [Outcome(scores)], tokens
-
-    def _answers(
-        self, run: Run[Tensor], haystack: Haystack, cache: Cache | None
-    ) -> Measurement[int]:
-        """Return the correct answers to the questions about a haystack, which `cache` holds."""
-        recipe, rows = run.cache.recipe, len(self.text)
-        correct = yield from count_correct(
-            run.model, self.tokenizer, recipe, haystack, rows, self.ask, cache
-        )
-        run.count("answering needle questions", len(haystack.questions))
-        return correct
 
 
 def prepare(
@@ -355,7 +340,7 @@ def prepare(
         InputError: The text is too short or the context too long.
     """
     settings = settings or Settings()
-    available, after = max_positions(model), settings.positions_after
+    available, after = max_positions(model), positions_after(settings.new_tokens)
     longest = DEFAULT_CONTEXT if available is None else max(1, available - after)
     context = settings.context or min(DEFAULT_CONTEXT, longest)
     if available is not None and context + after > available:
@@ -363,23 +348,27 @@ def prepare(
             f"context={context} and the {after} tokens after it need {context + after} positions "
             f"and the model has {available}; use a context of {longest} or less"
         )
-    ids, first = tokenize(tokenizer, text), leading_ids(tokenizer)
-    rows = cut_rows(ids, first, settings.batch, context + settings.new_tokens + 1, settings.seed)
+    batch, new_tokens, seed = settings.batch, settings.new_tokens, settings.seed
+    source = Source.of(
+        tokenizer, text, lengths=[context], samples=batch, new_tokens=new_tokens, batch=batch,
+        seed=seed, ask=settings.ask,
+    )  # fmt: skip
+    ids, first = source.text_ids, source.first
+    rows = cut_rows(ids, first, batch, context + new_tokens + 1, seed)
     needles = haystacks(
-        tokenizer, ids, first, context=context, questions=settings.questions, seed=settings.seed
+        tokenizer, ids, first, context=context, questions=settings.questions, seed=seed
     )
-    return ComparisonTask(tokenizer, rows, context, needles, settings.ask)
+    return ComparisonTask(source, rows, needles)
 
 
 def environment(
     model: PreTrainedModel, name: str, task: ComparisonTask, seed: int, text: str = ""
 ) -> dict[str, Any]:
     """Return versions, hardware and sizes as plain data. name: of the model; text: its name."""
-    return {
-        **machine(model), "model": name, "text": text, "context": task.context,
-        "new_tokens": task.new_tokens, "batch": task.text.shape[0], "questions": task.questions,
-        "ask": task.ask, "seed": seed,
-    }  # fmt: skip
+    return conditions(
+        model, name, text, context=task.context, new_tokens=task.new_tokens, batch=len(task.text),
+        questions=task.questions, ask=task.ask, seed=seed,
+    )  # fmt: skip
 
 
 # rows
@@ -436,7 +425,7 @@ def iter_rows(
     with attachment_restored(model):
         for batch in batches:
             working = [recipe for recipe in resolved if recipe not in failed]
-            for recipe, measured in measure_batch(model, None, task, batch, working, count):
+            for recipe, measured in measure_batch(model, task.source, task, batch, working, count):
                 if isinstance(measured, Exception):
                     failed[recipe] = measured
                 else:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic
 
 import torch
 from transformers import PreTrainedModel
 
-from kvloom.errors import InputError, RecipeError
+from kvloom.errors import InputError, KvloomError, RecipeError
 from kvloom.hf import attachment_restored, supported_model
 from kvloom.progress import Progress
 from kvloom.recall import Traffic
@@ -28,23 +27,23 @@ from ..workload.files import finite
 from ..workload.passes import BATCH, Measurement, Prefilled, groups, prefill, run_alone, run_batch
 from .decoding import decode_seconds
 from .results import ResultFolder
-from .sample import Batch, Exact, Outcome, Run, Sample, Source, Task, TaskBatches
+from .sample import Baseline, Batch, Outcome, Run, Sample, Source, Task, TaskBatches
 
 TIMED_STEPS = 8  # of the first batch of a task, with those that warm up
 
 
 @dataclass
-class Measured(Generic[Exact]):
+class Measured(Generic[Baseline]):
     """What a recipe did on a batch. Bytes and seconds are those of the whole batch.
 
-    exact: what others are compared with, if the recipe is `full`. kv_bytes, exact_bytes: after the
-    samples, of this cache and of an exact one. decode_s: seconds of a decode step; None: not timed.
-    bits_per_value, tokens_read, traffic: of `Cache`; None where no layer is compressed, or without
-    recall.
+    baseline: what others are compared with, if the recipe is `full`. kv_bytes, exact_bytes: after
+    the samples, of this cache and of an exact one. decode_s: seconds of a decode step; None: not
+    timed. bits_per_value, tokens_read, traffic: of `Cache`; None where no layer is compressed, or
+    without recall.
     """
 
     outcomes: list[Outcome]
-    exact: Exact
+    baseline: Baseline
     kv_bytes: int
     exact_bytes: int
     prefill_s: float
@@ -61,32 +60,32 @@ Count = Callable[[Recipe, str, int], None]
 @torch.inference_mode()
 def measure_batch(
     model: PreTrainedModel,
-    source: Source | None,
-    task: Task[Exact],
+    source: Source,
+    task: Task[Baseline],
     batch: Batch,
     recipes: Sequence[Recipe],
     count: Count,
-) -> Iterator[tuple[Recipe, Measured[Exact] | Exception]]:
+) -> Iterator[tuple[Recipe, Measured[Baseline] | Exception]]:
     """Yield what each recipe did on a batch, or the error that it raised.
 
-    source: of the samples; None for a task whose samples have none. recipes: without repetitions,
-    `full` first; an error of `full` is raised. As many recipes share a pass as fit into memory.
+    source: of the samples. recipes: without repetitions, `full` first, whose error is raised. As
+    many recipes share a pass as fit into memory.
     """
-    exact: Exact | None = None
+    baseline: Baseline | None = None
     for group in groups(model, recipes, *batch.ids.shape):
         count(group[0], "reading the context", 0)
         prompts = _fill(model, group, batch)
-        if exact is None:
+        if baseline is None:
             first = run_alone(
                 model, _measure(model, source, task, batch, prompts.pop(0), None, count)
             )
-            exact = first.exact
+            baseline = first.baseline
             yield group[0], first
         while prompts:
             together = prompts[:BATCH]
             del prompts[:BATCH]
             measurements = [
-                _measure(model, source, task, batch, prompt, exact, count) for prompt in together
+                _measure(model, source, task, batch, prompt, baseline, count) for prompt in together
             ]
             results = run_batch(model, measurements)
             for prompt, result in zip(together, results, strict=True):
@@ -105,13 +104,13 @@ def _fill(model: PreTrainedModel, group: Sequence[Recipe], batch: Batch) -> list
 
 def _measure(
     model: PreTrainedModel,
-    source: Source | None,
-    task: Task[Exact],
+    source: Source,
+    task: Task[Baseline],
     batch: Batch,
     prompt: Prefilled,
-    exact: Exact | None,
+    baseline: Baseline | None,
     count: Count,
-) -> Measurement[Measured[Exact]]:
+) -> Measurement[Measured[Baseline]]:
     """Measure one recipe, and drop its cache. First, a copy decodes some tokens and is timed."""
     if prompt.error is not None:
         raise prompt.error
@@ -125,11 +124,11 @@ def _measure(
         decode_seconds(model, cache, timed)  # kernels may be compiled on the way
         decode_s = decode_seconds(model, cache, timed)
     before = cache.traffic
-    run = Run(model, source, cache, batch, exact, lambda what, units: count(recipe, what, units))
-    outcomes, own_exact = yield from task.measure(run)
+    run = Run(model, source, cache, batch, baseline, lambda what, units: count(recipe, what, units))
+    outcomes, own_baseline = yield from task.measure(run)
     return Measured(
         outcomes,
-        own_exact,
+        own_baseline,
         cache.nbytes,
         cache.full_nbytes,
         prompt.seconds,
@@ -155,8 +154,9 @@ def evaluate(
 
     tasks: what to measure. recipes: each with another name. progress: called with the current work
     and the finished (sample, recipe) pairs since the last call, first with those that the folder
-    has. The model is left as it was. A recipe that fails on a batch gets lines with the reason; the
-    others continue. Raises `InputError` if the folder has another text for a sample.
+    has. The model is left as it was. A recipe that does not fit or fails on a batch gets lines with
+    the reason; the others continue. A later run measures samples that failed once more. Raises
+    `InputError` if the folder has another text for a sample.
     """
     supported_model(model)
     on_step = progress or (lambda what, units: None)
@@ -185,32 +185,32 @@ def _evaluate_batch(
     recipes = pending.recipes(task, batch)
     if not recipes:
         return
-    count = partial(_show_recipe, on_step, f"{task.name} {batch.samples[0].name}")
+    batch_name = f"{task.name} {batch.samples[0].name}"
+
+    def count(recipe: Recipe, what: str, _: int) -> None:
+        on_step(f"{batch_name}: {recipe.name}, {what}", 0)  # samples count once they are written
+
     for recipe, measured in measure_batch(model, source, task, batch, with_full(recipes), count):
         if recipe in recipes:  # not if `full` is measured for the others only
             folder.append(task.name, pending.lines(task, batch, recipe, measured))
             on_step("", len(batch.samples))
 
 
-def _show_recipe(on_step: Progress, batch_name: str, recipe: Recipe, what: str, _: int) -> None:
-    """Report a recipe's current work on a batch; its samples are counted once it is written."""
-    on_step(f"{batch_name}: {recipe.name}, {what}", 0)
-
-
 class Pending:
     """What a folder lacks of a run.
 
-    finished: task, sample and recipe of the lines that the folder had at first. Raises `InputError`
-    if the folder has another text for a sample.
+    finished: task, sample and recipe of the lines that the folder had at first and that have not
+    failed. Raises `InputError` if the folder has another text for a sample.
     """
 
     def __init__(self, tasks: TaskBatches, recipes: Sequence[Recipe], folder: ResultFolder) -> None:
         self._tasks, self._recipes = tasks, recipes
         self._written = _written(tasks, folder)
         self.finished = {
-            (task.name, line["sample"], line["recipe"])
+            (task.name, sample, recipe)
             for task, _ in tasks
-            for line in folder.lines(task.name)
+            for (sample, recipe), line in folder.outcomes(task.name).items()
+            if not line.get("failed")
         }
 
     @property
@@ -264,7 +264,9 @@ def _lines(
     """Return the line of each sample. Bytes and seconds are those of one context."""
     contexts = len(batch.ids)
     if isinstance(measured, Exception):
-        problem = {"problem": logged_line(measured, f"recipe {recipe.name!r}")}
+        problem: dict[str, Any] = {"problem": logged_line(measured, f"recipe {recipe.name!r}")}
+        if not isinstance(measured, KvloomError):  # which says that the recipe does not fit
+            problem["failed"] = True
         fields: list[dict[str, Any]] = [problem] * len(batch.samples)
     else:
         seconds: dict[str, float] = {"prefill": measured.prefill_s / contexts}

@@ -17,6 +17,7 @@ from kvloom.errors import InputError
 
 from ..workload.files import append_lines, finished_lines, read_records, write_whole
 from .summary import Figures, summarize
+from .tasks import TASKS
 
 FORMAT = 1
 
@@ -61,6 +62,10 @@ class ResultFolder:
     def lines(self, name: str) -> list[dict[str, Any]]:
         """Return the finished lines of `name`.jsonl; remove a damaged last line."""
         return [record.value for record in finished_lines(self.path / f"{name}.jsonl")]
+
+    def outcomes(self, task: str) -> dict[tuple[str, str], dict[str, Any]]:
+        """Return the last line of each sample and recipe of a task."""
+        return {(line["sample"], line["recipe"]): line for line in self.lines(task)}
 
     def append(self, name: str, lines: list[dict[str, Any]]) -> None:
         """Add lines to `name`.jsonl; raises `InputError` if the disk is full."""
@@ -149,6 +154,11 @@ def _read_task(path: Path, run: RunResults) -> None:
     """Add the lines of one task's file; tokens that repeat share one string."""
     for record in read_records(path, {"task": str, "sample": str, "recipe": str}, REMEDY):
         line = record.value
+        if line["task"] not in TASKS:  # the direction of its scores is unknown
+            raise InputError(
+                f"{str(path)!r} has results of the task {line['task']!r}, which is not installed; "
+                "install the package that adds it, or remove the file"
+            )
         if line["sample"] not in run.prompts.get(line["task"], {}):
             raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")
         if not line.get("problem"):

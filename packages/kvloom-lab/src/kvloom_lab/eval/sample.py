@@ -17,8 +17,20 @@ from kvloom.errors import InputError
 from ..workload.passes import Measurement
 from ..workload.text import leading_ids, tokenize
 
-Exact = TypeVar("Exact")
+Baseline = TypeVar("Baseline")
 """What a task measures of `full`, and compares other recipes with."""
+
+ASK = {
+    "after": "after the context is compressed, so that no score depends on the question",
+    "inside": "at the end of the prompt, so that the question is part of what is compressed",
+}
+"""When a question is asked."""
+
+
+def check_ask(ask: str) -> None:
+    """Raise `InputError` for an unknown key of `ASK`."""
+    if ask not in ASK:
+        raise InputError(f"ask={ask!r} is unknown; use one of {', '.join(ASK)}")
 
 
 @dataclass(frozen=True)
@@ -26,7 +38,7 @@ class Sample:
     """One measurement of a task.
 
     name: unique in the task. context, question, reference: texts, as in `prompts.jsonl`. fields:
-    what else describes it, such as its length and depth. data: what the task needs to measure it.
+    what else describes it, such as its length and depth. payload: what the task measures it with.
     """
 
     name: str
@@ -34,7 +46,7 @@ class Sample:
     question: str = ""
     reference: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
-    data: Any = None
+    payload: Any = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,7 @@ class Source:
 
     text_ids: int64 [tokens], the text around what is asked. lengths: of contexts, in tokens.
     samples: how many of each kind. new_tokens: of a continuation. batch: contexts in one pass. ask:
-    "after" or "inside". data: a file or folder of the user, for tasks that take one.
+    a key of `ASK`. data_path: a file or folder of the user, for tasks that take one.
     """
 
     tokenizer: Any
@@ -93,7 +105,10 @@ class Source:
     batch: int
     seed: int
     ask: str = "after"
-    data: str | None = None
+    data_path: str | None = None
+
+    def __post_init__(self) -> None:
+        check_ask(self.ask)
 
     @classmethod
     def of(cls, tokenizer: Any, text: str, **settings: Any) -> Source:
@@ -115,36 +130,37 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Run(Generic[Exact]):
+class Run(Generic[Baseline]):
     """One recipe on one batch: its cache, which has read the contexts.
 
-    source: what the samples are made from; None for a task that takes none, as that of `compare`.
-    exact: what the task's `measure` returned for `full`; None for `full` itself. count: reports the
-    current work and finished units of progress.
+    source: what the samples are made from. baseline: what the task's `measure` returned for `full`;
+    None for `full` itself. count: reports the current work and finished units of progress.
     """
 
     model: PreTrainedModel
-    source: Source | None
+    source: Source
     cache: Cache
     batch: Batch
-    exact: Exact | None
+    baseline: Baseline | None
     count: Callable[[str, int], None] = lambda what, units: None
 
 
-class Task(Generic[Exact]):
+class Task(Generic[Baseline]):
     """A task: how samples are made, and what is measured on them; the base class of all tasks.
 
-    name: what it is called by. data: what the user's file or folder must contain; "" for a task
-    that takes none. variants: their names, as after the colon of "niah:single"; empty for a task
-    that has none. variant_word: what messages call a variant. main_score: the score that a report
-    shows first, if the samples have it. chosen: the variants to measure.
+    name: what it is called by. needs_data: what the user's file or folder must contain; "" for a
+    task that takes none. variants: their names, as after the colon of "niah:single"; empty for a
+    task that has none. variant_word: what messages call a variant. main_score: the score that a
+    report shows first, if the samples have it. lower_is_better: the scores of which a smaller value
+    is better. chosen: the variants to measure.
     """
 
     name: ClassVar[str] = ""
-    data: ClassVar[str] = ""
+    needs_data: ClassVar[str] = ""
     variants: ClassVar[Sequence[str]] = ()
     variant_word: ClassVar[str] = "variant"
     main_score: ClassVar[str] = "correct"
+    lower_is_better: ClassVar[Sequence[str]] = ()
     chosen: Sequence[str] = ()
 
     def __init__(self, variants: Sequence[str] = ()) -> None:
@@ -161,7 +177,7 @@ class Task(Generic[Exact]):
         """Return the samples, the same for the same source."""
         raise NotImplementedError
 
-    def measure(self, run: Run[Exact]) -> Measurement[tuple[list[Outcome], Exact]]:
+    def measure(self, run: Run[Baseline]) -> Measurement[tuple[list[Outcome], Baseline]]:
         """Return the outcome of every sample, and what other recipes are compared with."""
         raise NotImplementedError
 
@@ -180,20 +196,20 @@ def task_batches(tasks: Sequence[Task[Any]], source: Source, positions: int | No
     positions: of the model; None if it has no limit. Raises `InputError` for a context that needs
     more of them with its question and answer, a task that is named twice, and a missing --data.
     """
-    takers = [task for task in tasks if task.data]
-    if source.data is not None and not takers:
+    takers = [task for task in tasks if task.needs_data]
+    if source.data_path is not None and not takers:
         from .tasks import TASKS  # which are made of what is defined here
 
-        takers_by_name = [name for name, task in TASKS.items() if task.data]
+        takers_by_name = [name for name, task in TASKS.items() if task.needs_data]
         raise InputError(
             f"--data is given, and {', '.join(task.name for task in tasks)} takes none; leave it "
             f"out, or add a task that takes it: {' or '.join(takers_by_name)}"
         )
-    if source.data is None and takers:
-        raise InputError(f"the task {takers[0].name} needs --data: {takers[0].data}")
+    if source.data_path is None and takers:
+        raise InputError(f"the task {takers[0].name} needs --data: {takers[0].needs_data}")
     tasks_with_batches = []
     for task in tasks:
-        if not task.data:  # the texts of a user's file may be shorter
+        if not task.needs_data:  # the texts of a user's file may be shorter
             _check_positions(task, max(source.lengths), 1, positions)
         batches = task.batches(source)
         for batch in batches:

@@ -20,7 +20,8 @@ from .tasks import TASKS
 EXACT = "full"  # the recipe that keeps every token in the model's dtype
 RESAMPLES = 2000
 _SEED = 0
-_LOWER_IS_BETTER = ("nll", "perplexity", "kl_", "repetition")  # beginnings of names
+PER_SAMPLE = {"perplexity": "nll"}
+"""The score of a sample that a figure over all samples is computed from."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,20 @@ class Figures:
     decode_tokens_s: float | None = None
 
 
-def higher_is_better(score: str) -> bool:
-    """Return whether a larger value of this score is better."""
-    return not score.startswith(_LOWER_IS_BETTER)
+def higher_is_better(task: str, score: str) -> bool:
+    """Return whether a larger value of this score of the task is better."""
+    return PER_SAMPLE.get(score, score) not in _task(task).lower_is_better
 
 
 def main_score(task: str, scores: Sequence[str]) -> str:
     """Return the main score of the task: its usual one, else the first of `scores`."""
-    usual = TASKS[task].main_score if task in TASKS else Task.main_score
+    usual = _task(task).main_score
     return usual if usual in scores else scores[0]
+
+
+def _task(name: str) -> type[Task[Any]]:
+    """Return the task; the base class for a data set that only kvpress has."""
+    return TASKS.get(name, Task)
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
@@ -129,7 +135,7 @@ def _figures(
     if "nll" in scores:
         scores = {"perplexity": _exp(scores["nll"]), **scores}
     seconds = [line.get("seconds") or {} for line in done.values()]
-    prefills = [_total(each["prefill"]) for each in seconds if "prefill" in each]
+    prefills = [each["prefill"] for each in seconds if "prefill" in each]
     decode = sum(each.get("decode") or 0 for each in seconds)
     steps = sum(each.get("steps") or 0 for each in seconds)
     return Figures(
@@ -152,13 +158,6 @@ def _exp(interval: Interval) -> Interval:
         for end in (interval.mean, interval.low, interval.high)
     ]
     return Interval(ends[0] or 0.0, ends[1], ends[2], interval.samples)
-
-
-def _total(seconds: Any) -> float:
-    """Return the sum of the parts of a time: a number, or numbers by part."""
-    if isinstance(seconds, Mapping):
-        return float(sum(seconds.values()))
-    return float(sum(seconds)) if isinstance(seconds, Sequence) else float(seconds)
 
 
 def pareto(points: Sequence[tuple[float | None, float | None]], higher: bool) -> list[int]:

@@ -23,7 +23,7 @@ from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..analyse import attention, error
-from ..eval.comparison import QUESTION_POSITIONS
+from ..eval.comparison import positions_after
 from ..eval.evaluate import evaluate, with_full
 from ..eval.results import ResultFolder
 from ..eval.sample import Source, Task
@@ -208,7 +208,7 @@ class Lab:
 
     def _fitting(self, context: int) -> int:
         available = max_positions(self.model)
-        after = max(self.size.new_tokens + 1, QUESTION_POSITIONS)
+        after = positions_after(self.size.new_tokens)
         return context if available is None else min(context, available - after)
 
     def _distinct(self, recipe: Recipe) -> Recipe:
@@ -232,22 +232,21 @@ class Lab:
         """Return the finished lines of a task by recipe name, in the order of samples."""
         shown = with_full(recipes)
         chosen = [self._distinct(recipe) for recipe in shown]
-        source = Source(
-            self.tokenizer, self.text, self._source.text_ids, self._source.first,
-            lengths=[context], samples=samples, new_tokens=new_tokens, batch=batch, seed=self.seed,
-        )  # fmt: skip
+        source = replace(
+            self._source, lengths=[context], samples=samples, new_tokens=new_tokens, batch=batch
+        )
         plan = [(task, task.batches(source))]
         variants = "+".join(task.chosen)
         folder = self._folder(f"{task.name} {variants} {context} {samples} {new_tokens}")
         evaluate(self.model, source, chosen, plan, folder, self.progress)
         order = [sample.name for _, batches in plan for b in batches for sample in b.samples]
-        lines = {(line["recipe"], line["sample"]): line for line in folder.lines(task.name)}
+        lines = folder.outcomes(task.name)
         for recipe in chosen:
             for name in order:
-                if problem := lines[recipe.name, name].get("problem"):
+                if problem := lines[name, recipe.name].get("problem"):
                     raise InputError(f"{recipe.name}: {problem}")
         return {
-            asked.name: [lines[recipe.name, name] for name in order]
+            asked.name: [lines[name, recipe.name] for name in order]
             for asked, recipe in zip(shown, chosen, strict=True)
         }
 

@@ -255,7 +255,7 @@ class RecipePlanner:
             peak = self.peak(cache, tokens, batch)
             if peak is None:
                 peak = self.facts.weights.nbytes + cache.nbytes(tokens, batch)
-        except RecipeError:  # a budget that this context leaves nothing of
+        except RecipeError:  # the budget is too small for this context
             return False
         return peak <= self.memory
 

@@ -21,7 +21,15 @@ import numpy as np
 from kvloom import __version__
 
 from ..eval.results import RunResults
-from ..eval.summary import EXACT, Figures, Interval, higher_is_better, main_score, pareto
+from ..eval.summary import (
+    EXACT,
+    PER_SAMPLE,
+    Figures,
+    Interval,
+    higher_is_better,
+    main_score,
+    pareto,
+)
 from ..workload.files import finite
 
 
@@ -114,7 +122,7 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
     prompts = run.prompts.get(task, {})
     lines = run.lines.get(task, {})
     samples = list(prompts)
-    per_sample = "nll" if main == "perplexity" else main
+    per_sample = PER_SAMPLE.get(main, main)
     plain = [_row(row) for row in rows]
     for row in plain:
         values = [
@@ -123,15 +131,16 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
         ]
         row["values"] = [_short(value) for value in values]
         row["curves"] = _curves([lines.get((sample, row["recipe"])) for sample in samples])
+    higher = {score: higher_is_better(task, score) for score in scores}
     fronts = {}
     for score in scores:
         points = [(r.share, r.scores[score].mean if score in r.scores else None) for r in rows]
-        fronts[score] = pareto(points, higher_is_better(score)) if run.counts == "bytes" else []
+        fronts[score] = pareto(points, higher[score]) if run.counts == "bytes" else []
     return {
         "name": task,
         "main": main,
         "per_sample": per_sample,
-        "scores": {name: "higher" if higher_is_better(name) else "lower" for name in scores},
+        "scores": {score: "higher" if higher[score] else "lower" for score in scores},
         "rows": plain,
         "fronts": fronts,
         "samples": samples,

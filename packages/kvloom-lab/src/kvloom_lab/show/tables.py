@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..analyse.modes import ModeCheck
     from ..bench.timing import TimedRow
     from ..eval.comparison import Row
-    from ..eval.summary import Figures, Interval
+    from ..eval.summary import Figures
     from ..papers.claim import ClaimTable, Verdict
     from ..planner.plan_recipes import Plan, PlanRow
     from ..tuner.run import Tuning
@@ -119,7 +119,8 @@ def results_table(
         table = FigureTable(task, "recipe", columns)
         for row in rows:
             if row.scores:
-                cells = [_score_cell(row.scores.get(name)) for name in names]
+                means = {name: f"{interval.mean:.4g}" for name, interval in row.scores.items()}
+                cells = [means.get(name, "–") for name in names]
                 size = f"{(row.kv_bytes or 0) / 2**20:,.2f}"
                 table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples))
         parts.append(table)
@@ -130,10 +131,6 @@ def results_table(
         ]
     parts.append(Text("Means; the 95% intervals are on the page of kvloom report.", "dim"))
     return Group(*parts)
-
-
-def _score_cell(interval: Interval | None) -> str:
-    return "–" if interval is None else f"{interval.mean:.4g}"
 
 
 _COMPARISON_COLUMNS = (

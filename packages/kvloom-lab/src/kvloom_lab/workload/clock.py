@@ -10,7 +10,7 @@ from kvloom.kernels import compile_seconds
 
 
 def seconds(device: torch.device | None = None) -> float:
-    """Return a time in seconds that stands still while kernels are compiled.
+    """Return a time in seconds that does not advance while kernels are compiled.
 
     device: wait until this device has finished all its queued work first; None does not wait.
     """

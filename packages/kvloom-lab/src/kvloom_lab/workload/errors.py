@@ -26,17 +26,14 @@ def user_message(error: Exception) -> str | None:
     return None
 
 
-def one_line(error: Exception) -> str:
-    """Return any error as one line."""
-    lines = str(error).strip().splitlines()
-    return user_message(error) or f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
 def logged_line(error: Exception, what: str) -> str:
     """Return any error as one line; log the traceback of a defect, which `what` had."""
-    if user_message(error) is None:
-        _log.error("%s failed", what, exc_info=error)
-    return one_line(error)
+    message = user_message(error)
+    if message is not None:
+        return message
+    _log.error("%s failed", what, exc_info=error)
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def check_least(least: int, **values: int | None) -> None:

@@ -40,6 +40,11 @@ def machine(model: PreTrainedModel | Tensor) -> dict[str, Any]:
     }
 
 
+def conditions(model: PreTrainedModel, name: str, text: str, **more: Any) -> dict[str, Any]:
+    """Return the environment of results: `machine`, names of model and text, and more."""
+    return {**machine(model), "model": name, "text": text, **more}
+
+
 def model_facts(model: PreTrainedModel, name: str, geometry: Geometry) -> dict[str, Any]:
     """Return what identifies a model in results: its name, a hash of its weights, and its shape."""
     return {

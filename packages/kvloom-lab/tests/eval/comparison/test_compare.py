@@ -20,10 +20,9 @@ from kvloom.hf import read_tokens as forward
 from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import comparison, decoding, evaluate, with_full
-from kvloom_lab.eval.comparison import ASK, TIMED_STEPS, count_correct
+from kvloom_lab.eval.comparison import TIMED_STEPS, correct_after, correct_inside
 from kvloom_lab.workload import clock, passes
 from kvloom_lab.workload.passes import run_alone
-from sampling import slow_except
 
 
 def test_full_is_plain_transformers(model, tokenizer, task, rows):
@@ -126,10 +125,15 @@ def alone(model, tokenizer, recipe, task):
     forward(model, task.text[:, : task.context], cache)
     logits = [forward(model, task.text[:, i : i + 1], cache) for i in span]
     losses = [F.cross_entropy(x, task.text[:, i + 1]) for x, i in zip(logits, span, strict=True)]
-    correct = [
-        run_alone(model, count_correct(model, tokenizer, recipe, hay, len(task.text), task.ask))
-        for hay in task.haystacks
-    ]
+    correct, rows = [], len(task.text)
+    for hay in task.haystacks:
+        if task.ask == "inside":
+            work = correct_inside(model, tokenizer, recipe, hay, rows)
+        else:
+            read = kvloom.Cache(model, recipe)
+            forward(model, torch.tensor([hay.context_ids]), read)
+            work = correct_after(model, tokenizer, read, hay.questions, rows)
+        correct.append(run_alone(model, work))
     greedy = torch.stack(logits, 1).argmax(-1)
     read = cache.tokens_read if recipe.recall else None
     # a batch of several recipes rounds otherwise
@@ -139,11 +143,11 @@ def alone(model, tokenizer, recipe, task):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("ask", slow_except(ASK, "after"))
+@pytest.mark.parametrize("ask", ["after", pytest.param("inside", marks=pytest.mark.slow)])
 def test_figures_are_those_of_separate_runs(model, tokenizer, task, ask):
     specs = ["kivi:residual=32", "rtn", "h2o:tokens=40", "snapkv:tokens=40", "streaming:tokens=40",
              "minikv", "quest:tokens=48,page=4,recent=8", "clusterkv", "turbo"]  # fmt: skip
-    task = replace(task, ask=ask)
+    task = replace(task, source=replace(task.source, ask=ask))
     rows = work.compare(model, specs, task)
     with torch.inference_mode():
         want = [alone(model, tokenizer, resolve(spec), task) for spec in ("full", *specs)]

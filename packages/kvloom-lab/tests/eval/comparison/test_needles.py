@@ -14,13 +14,13 @@ from kvloom.recipe.resolve import resolve
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
 from kvloom_lab.eval.comparison import (
-    ASK,
     Haystack,
-    count_correct,
+    correct_after,
+    correct_inside,
     haystacks,
     question_about,
 )
-from kvloom_lab.eval.needles import fact_text
+from kvloom_lab.eval.facts import fact_text
 from kvloom_lab.eval.sample import Question
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import tokenize
@@ -86,7 +86,7 @@ def test_needles_of_other_tokenizers_read_as_text(other):
         assert len(whole) == len(q.ids) + q.tokens
 
 
-@pytest.mark.parametrize("ask", ASK)
+@pytest.mark.parametrize("ask", ["after", "inside"])
 def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
     """Questions of different lengths, side by side, after the context or as its end."""
     ids = tokenize(tokenizer, TEXT)
@@ -104,7 +104,12 @@ def test_an_answer_counts_when_plain_generation_gives_it(model, tokenizer, ask):
         asked.append(Question(longer, [answer], 5))
     hay = Haystack(hay.context_ids, asked)
     with torch.inference_mode():
-        work = count_correct(model, tokenizer, resolve("full"), hay, 2, ask)
+        if ask == "after":
+            cache = kvloom.Cache(model, "full")
+            model(torch.tensor([hay.context_ids]), past_key_values=cache)
+            work = correct_after(model, tokenizer, cache, asked, 2)
+        else:
+            work = correct_inside(model, tokenizer, resolve("full"), hay, 2)
         assert run_alone(model, work) == 5
     kvloom.detach(model)
 

@@ -41,7 +41,7 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
     if chat and not has_template:
         from . import TASKS  # which are made of what is defined here
 
-        others = [name for name, task in TASKS.items() if not task.data]
+        others = [name for name, task in TASKS.items() if not task.needs_data]
         raise InputError(
             "the tokenizer has no chat template, and this task is for instruction-tuned models; "
             f"use such a model, or a task without --data: {', '.join(others)}"
@@ -123,7 +123,7 @@ def question_batch(
         question=source.decode(question.ids),
         reference=", ".join(question.expected) if reference is None else reference,
         fields={"length": length, "tokens": len(ids), **fields},
-        data=question,
+        payload=question,
     )
     return Batch(torch.tensor([ids]), [sample])
 
@@ -134,17 +134,16 @@ def outcome_of(source: Source, answer: list[int], scores: dict[str, float]) -> O
 
 
 class QuestionTask(Task[None]):
-    """A task that asks questions about one context; the data of each sample are a `Question`."""
+    """A task that asks questions about one context; the payload of each sample is a `Question`."""
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Score an answer by the share of expected strings in it."""
-        return {"correct": sample.data.share_in(text)}
+        return {"correct": sample.payload.share_in(text)}
 
     def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Answer the questions about one context."""
         samples, source = run.batch.samples, run.source
-        assert source is not None
-        ids, tokens = [s.data.ids for s in samples], [s.data.tokens for s in samples]
+        ids, tokens = [s.payload.ids for s in samples], [s.payload.tokens for s in samples]
         generated = yield from answers(run.model, run.cache, ids, tokens, source.batch)
         outcomes = [
             outcome_of(source, answer, self.score(source.decode(answer), sample))
@@ -159,7 +158,7 @@ class QuestionTask(Task[None]):
 
 def question_positions(batch: Batch) -> int:
     """Return the positions of the longest question and its answer, whose last token takes none."""
-    return max(len(s.data.ids) + s.data.tokens - 1 for s in batch.samples)
+    return max(len(s.payload.ids) + s.payload.tokens - 1 for s in batch.samples)
 
 
 def data_records(path: str, fields: Fields) -> list[Record]:

@@ -25,7 +25,14 @@ from kvloom.errors import InputError
 
 from ...workload.passes import ForwardRequest, Measurement
 from ..decoding import greedy, read_question
-from ..needles import draw_keys, draw_number, fact_text, hide_at, question_text, split_at_answer
+from ..facts import (
+    draw_keys,
+    draw_number,
+    fact_text,
+    hide_near_depths,
+    question_text,
+    split_at_answer,
+)
 from ..sample import Batch, Outcome, Question, Run, Sample, Source, Task
 from .asking import QuestionTask, frame, outcome_of, prompt
 
@@ -130,7 +137,7 @@ def _batch(
     ]
     facts = [source.encode(text) for text, _ in content.facts]
     depths = [depth for _, depth in content.facts]
-    text = hide_at(tokenizer, source.text_ids, rng, facts, depths, prompts[0].room(length))
+    text = hide_near_depths(tokenizer, source.text_ids, rng, facts, depths, prompts[0].room(length))
     ids = prompts[0].context(text)
     context = source.decode(ids)
     samples = []
@@ -143,7 +150,7 @@ def _batch(
                 question=source.decode(part.question),
                 reference=", ".join(expected),
                 fields={"length": length, "depth": depth, "variant": variant},
-                data=Question(part.question, expected, len(expected) * (longest + 3) + 2),
+                payload=Question(part.question, expected, len(expected) * (longest + 3) + 2),
             )
         )
     return Batch(torch.tensor([ids]), samples)
@@ -175,10 +182,9 @@ class Multiturn(Task[None]):
     def measure(self, run: Run[None]) -> Measurement[tuple[list[Outcome], None]]:
         """Ask turn by turn; the last token of an answer is read with the next turn."""
         device, source, outcomes = run.model.device, run.source, []
-        assert source is not None
         last: list[int] = []
         for sample in run.batch.samples:
-            document, question = sample.data
+            document, question = sample.payload
             if document:
                 yield ForwardRequest(torch.tensor([[*last, *document]], device=device), run.cache)
                 last = []
@@ -192,8 +198,8 @@ class Multiturn(Task[None]):
 
     def positions(self, batch: Batch) -> int:
         """Return the positions of all turns and of the second document."""
-        data = [sample.data for sample in batch.samples]
-        return sum(len(document) + len(q.ids) + q.tokens for document, q in data) - 1
+        payloads = [sample.payload for sample in batch.samples]
+        return sum(len(document) + len(q.ids) + q.tokens for document, q in payloads) - 1
 
 
 def _conversation(source: Source, length: int, count: int) -> Batch:
@@ -202,7 +208,7 @@ def _conversation(source: Source, length: int, count: int) -> Batch:
     names = draw_keys(rng, 2 * TURNS)
     values = [draw_number(rng) for _ in names]
     facts = [source.encode(fact_text(k, v)) for k, v in zip(names, values, strict=True)]
-    hide = partial(hide_at, source.tokenizer, source.text_ids, rng)
+    hide = partial(hide_near_depths, source.tokenizer, source.text_ids, rng)
     first = [*source.first, *hide(facts[:TURNS], TURN_DEPTHS, length - len(source.first))]
     second = hide(facts[TURNS:], TURN_DEPTHS, length // 2)
     texts = [source.decode(first), source.decode(second)]
@@ -221,7 +227,9 @@ def _conversation(source: Source, length: int, count: int) -> Batch:
                     "length": length, "turn": turn + 1, "document": document + 1,
                     "depth": TURN_DEPTHS[position],
                 },
-                data=(second if document and not position else [], Question(ids, [value], tokens)),
+                payload=(
+                    second if document and not position else [], Question(ids, [value], tokens)
+                ),
             )
         )  # fmt: skip
     return Batch(torch.tensor([first]), samples)

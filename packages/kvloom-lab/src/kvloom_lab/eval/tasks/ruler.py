@@ -8,7 +8,7 @@ official ones. The two question-answering tasks need data sets and are left out.
 What differs from the official generator: the essays are not shipped, so that the haystack is the
 evaluation's text, from a word drawn at random; its sentences end at a full stop, question or
 exclamation mark, or after `SENTENCE` words. Instead of the lists of the package wonderwords, keys
-are two words of `eval.needles.WORDS`, and cwe counts words of the text. The question is asked
+are two words of `eval.facts.WORDS`, and cwe counts words of the text. The question is asked
 after the context is compressed, or, with ask="inside", as the official code asks it. A context has
 at most the tokens of --context, and one more unit of its haystack would not fit. The worked
 examples of vt and cwe are in the same user message as the question.
@@ -28,7 +28,7 @@ import numpy as np
 
 from kvloom.errors import InputError
 
-from ..needles import WORDS, draw_number
+from ..facts import WORDS, draw_number
 from ..sample import Batch, Question, Source
 from .asking import QuestionTask, frame, prompt, question_batch
 

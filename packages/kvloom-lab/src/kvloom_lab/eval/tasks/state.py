@@ -1,6 +1,6 @@
 """State that changes step by step: assignments that stand between the lines of a real text.
 
-An `update` assigns one variable again and again, and the last number counts. A `chain` gives a
+An `update` assigns one variable repeatedly, and the last number counts. A `chain` gives a
 variable a number, and each further one the value of the one before it, plus or minus a number. A
 `recursion` gives a function its first value and the step from one to the next. Questions ask for
 the value after 1, 2, 4 and 8 steps. Variables that are copied without arithmetic are `ruler:vt`,
@@ -18,7 +18,7 @@ import numpy as np
 
 from kvloom.errors import InputError
 
-from ..needles import draw_keys, hide_at
+from ..facts import draw_keys, hide_near_depths
 from ..sample import Batch, Question, Sample, Source
 from .asking import QuestionTask, frame, prompt, question_batch
 
@@ -89,7 +89,7 @@ class State(QuestionTask):
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Score the first number of an answer: over all steps, and of these steps."""
         numbers = re.findall(r"-?\d+", text)
-        correct = float(numbers[:1] == sample.data.expected)
+        correct = float(numbers[:1] == sample.payload.expected)
         return {"correct": correct, f"correct_{sample.fields['steps']}": correct}
 
 
@@ -113,7 +113,9 @@ def _batch(source: Source, length: int, variant: str, steps: int, number: int) -
             "use a longer --context"
         )
     depths = np.sort(rng.random(len(facts))).tolist()
-    ids = parts.context(hide_at(source.tokenizer, source.text_ids, rng, facts, depths, room))
+    ids = parts.context(
+        hide_near_depths(source.tokenizer, source.text_ids, rng, facts, depths, room)
+    )
     name = f"{variant}/{length}/{steps}/{number}"
     asked = Question(parts.question, [str(content.value)], ANSWER_TOKENS)
     return question_batch(source, name, ids, asked, length, variant=variant, steps=steps)

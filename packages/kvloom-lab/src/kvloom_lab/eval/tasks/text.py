@@ -19,14 +19,14 @@ from kvloom import Cache
 from ...workload.passes import ForwardRequest, Measurement
 from ...workload.text import cut_rows
 from ..decoding import decode, divergence
-from ..sample import Batch, Exact, Outcome, Run, Sample, Source, Task
+from ..sample import Baseline, Batch, Outcome, Run, Sample, Source, Task
 
 CHUNK = 64  # tokens between two readings by the exact cache
 GRAM = 4
 
 
-class ContinuationTask(Task[Exact]):
-    """A task on rows of text; a sample's data are its ids after the context."""
+class ContinuationTask(Task[Baseline]):
+    """A task on rows of text; a sample's payload are its ids after the context."""
 
     def batches(self, source: Source) -> list[Batch]:
         """Return rows of text of each length, in batches."""
@@ -42,7 +42,7 @@ class ContinuationTask(Task[Exact]):
                         source.decode(row[:length]),
                         reference=source.decode(row[length + 1 :]),
                         fields={"length": length},
-                        data=row[length:],
+                        payload=row[length:],
                     )
                     for i, row in enumerate(part)
                 ]
@@ -51,7 +51,7 @@ class ContinuationTask(Task[Exact]):
 
     def positions(self, batch: Batch) -> int:
         """Return the positions after a context; the last token takes none."""
-        return len(batch.samples[0].data) - 1
+        return len(batch.samples[0].payload) - 1
 
 
 class Perplexity(ContinuationTask[Tensor]):
@@ -59,18 +59,18 @@ class Perplexity(ContinuationTask[Tensor]):
 
     name = "perplexity"
     main_score = "perplexity"
+    lower_is_better = ("nll", "kl_mean", "kl_median", "kl_p999")
 
     def measure(self, run: Run[Tensor]) -> Measurement[tuple[list[Outcome], Tensor]]:
         """Score each continuation; returns the log-probabilities for the others."""
         source = run.source
-        assert source is not None
-        rows = torch.stack([sample.data for sample in run.batch.samples]).to(run.model.device)
+        rows = torch.stack([sample.payload for sample in run.batch.samples]).to(run.model.device)
         count = rows.shape[1] - 1
         decoded = yield from decode(run.cache, rows[:, 0], count, fed=rows[:, 1:])
-        exact = decoded.logp if run.exact is None else run.exact
+        baseline = decoded.logp if run.baseline is None else run.baseline
         nll = -decoded.logp.gather(2, rows[:, 1:, None].cpu())[..., 0]  # [B, N]
-        kl = divergence(exact, decoded.logp)
-        same = decoded.greedy == exact.argmax(-1)
+        kl = divergence(baseline, decoded.logp)
+        same = decoded.greedy == baseline.argmax(-1)
         outcomes = [
             Outcome(
                 scores={
@@ -85,7 +85,7 @@ class Perplexity(ContinuationTask[Tensor]):
             )
             for i in range(len(rows))
         ]
-        return outcomes, exact
+        return outcomes, baseline
 
 
 class ExactText(NamedTuple):
@@ -103,15 +103,15 @@ class Free(ContinuationTask[ExactText]):
 
     name = "free"
     main_score = "diverged_at"
+    lower_is_better = ("kl_mean", "repetition")
 
     def measure(self, run: Run[ExactText]) -> Measurement[tuple[list[Outcome], ExactText]]:
         """Generate greedily, and compare with the exact cache."""
         model, source = run.model, run.source
-        assert source is not None
         n = source.new_tokens
-        before = copy.deepcopy(run.cache) if run.exact is None else run.exact.cache
-        reader = None if run.exact is None else copy.deepcopy(before)
-        new = torch.stack([sample.data[0] for sample in run.batch.samples]).to(model.device)
+        before = copy.deepcopy(run.cache) if run.baseline is None else run.baseline.cache
+        reader = None if run.baseline is None else copy.deepcopy(before)
+        new = torch.stack([sample.payload[0] for sample in run.batch.samples]).to(model.device)
         tokens, kl = [], []
         for begin in range(0, n, CHUNK):
             decoded = yield from decode(run.cache, new, min(CHUNK, n - begin))
@@ -124,11 +124,11 @@ class Free(ContinuationTask[ExactText]):
             tokens.append(decoded.greedy)
             new = decoded.greedy[:, -1].to(model.device)
         written = torch.cat(tokens, dim=1)
-        exact = ExactText(before, written) if run.exact is None else run.exact
+        baseline = ExactText(before, written) if run.baseline is None else run.baseline
         curve = torch.cat(kl, dim=1) if kl else torch.zeros(written.shape)
         outcomes = []
         for i, row in enumerate(written):
-            different = (row != exact.tokens[i]).nonzero()
+            different = (row != baseline.tokens[i]).nonzero()
             outcomes.append(
                 Outcome(
                     scores={
@@ -141,7 +141,7 @@ class Free(ContinuationTask[ExactText]):
                     curves={"kl": curve[i].tolist()},
                 )
             )
-        return outcomes, exact
+        return outcomes, baseline
 
 
 def repetition(tokens: list[int]) -> float:

@@ -27,34 +27,34 @@ class TraceTask(ContinuationTask[list[Decoded]]):
 
     name = "trace"
     main_score = "kl_mean"
+    lower_is_better = ("kl_mean", "kl_p999", "kl_slope", "repetition")
 
     def measure(self, run: Run[list[Decoded]]) -> Measurement[tuple[list[Outcome], list[Decoded]]]:
         """Write the text with the exact cache, or read what that wrote, in pieces."""
         source, rows = run.source, len(run.batch.samples)
-        assert source is not None
         edges = block_edges(source.new_tokens)
         ends = sorted({*range(0, source.new_tokens, CHUNK), *edges})
-        new = torch.stack([s.data[0] for s in run.batch.samples]).to(run.model.device)
+        new = torch.stack([s.payload[0] for s in run.batch.samples]).to(run.model.device)
         written: list[Decoded] = []
         greedy, kl, same, mib = [], [], [], []
         for i, (begin, end) in enumerate(pairwise(ends)):
-            fed = None if run.exact is None else run.exact[i].greedy.to(new.device)
+            fed = None if run.baseline is None else run.baseline[i].greedy.to(new.device)
             decoded = yield from decode(run.cache, new, end - begin, fed)
-            exact = decoded if run.exact is None else run.exact[i]
-            if run.exact is None:
+            baseline = decoded if run.baseline is None else run.baseline[i]
+            if run.baseline is None:
                 written.append(decoded)
             greedy.append(decoded.greedy)
-            kl.append(divergence(exact.logp, decoded.logp))
-            same.append((decoded.greedy == exact.greedy).float())
-            new = exact.greedy[:, -1].to(new.device)
+            kl.append(divergence(baseline.logp, decoded.logp))
+            same.append((decoded.greedy == baseline.greedy).float())
+            new = baseline.greedy[:, -1].to(new.device)
             if end in edges:
                 mib.append(run.cache.nbytes / rows / 2**20)
-        text = torch.cat([piece.greedy for piece in run.exact or written], dim=1)
+        text = torch.cat([piece.greedy for piece in run.baseline or written], dim=1)
         columns = (torch.cat(pieces, dim=1) for pieces in (greedy, kl, same))
         outcomes = [
             Outcome(
                 {**scores(row_kl, row_same), "repetition": repetition(text[i].tolist())},
-                answer=source.decode(row) if run.exact is None else "",
+                answer=source.decode(row) if run.baseline is None else "",
                 tokens=source.pieces(row),
                 curves={"kl": row_kl.tolist(), **by_block(row_kl, row_same), "kv_mib": mib},
             )

@@ -185,22 +185,23 @@ class LongBench(QuestionTask):
     """The official metric of each data set, 0 to 1."""
 
     name = "longbench"
-    data = "a file or folder of LongBench's JSON lines, such as trec.jsonl"
+    needs_data = "a file or folder of LongBench's JSON lines, such as trec.jsonl"
     variants = tuple(DATA_SETS)
     variant_word = "data set"
     main_score = "score"
 
     def batches(self, source: Source) -> list[Batch]:
         """Return one context for each sample, of at most the lengths of the source."""
-        assert source.data is not None
+        assert source.data_path is not None
         groups: dict[tuple[str, str], list[Record]] = {}
-        for record in data_records(source.data, FIELDS):
+        for record in data_records(source.data_path, FIELDS):
             dataset = _checked(record)
             if dataset in self.chosen:
                 groups.setdefault((record.file.stem, dataset), []).append(record)
         if not groups:
             raise InputError(
-                f"{source.data!r} has no samples of {', '.join(self.chosen)}; give another --data"
+                f"{source.data_path!r} has no samples of {', '.join(self.chosen)}; give another "
+                "--data"
             )
         for (_, dataset), records in groups.items():
             DATA_SETS[dataset].metric("1", records[0].value["answers"][0], [])  # imports packages
@@ -213,7 +214,7 @@ class LongBench(QuestionTask):
 
     def score(self, text: str, sample: Sample) -> dict[str, float]:
         """Return the best score over the expected answers."""
-        question: LongBenchQuestion = sample.data
+        question: LongBenchQuestion = sample.payload
         if question.dataset in FIRST_LINE:
             text = text.lstrip("\n").split("\n")[0]
         metric = DATA_SETS[question.dataset].metric
@@ -280,14 +281,14 @@ class Summarize(QuestionTask):
     """ROUGE of greedy summaries of at most `new_tokens` tokens."""
 
     name = "summarize"
-    data = 'a file of JSON lines {"text": ..., "summary": ...}'
+    needs_data = 'a file of JSON lines {"text": ..., "summary": ...}'
     main_score = "rouge1"
 
     def batches(self, source: Source) -> list[Batch]:
         """Return one context for each text, of at most the lengths of the source."""
-        assert source.data is not None
+        assert source.data_path is not None
         package("rouge_score.rouge_scorer")
-        records = data_records(source.data, {"text": str, "summary": str})
+        records = data_records(source.data_path, {"text": str, "summary": str})
         chat_frame = frame(source.tokenizer, source.first)
         parts = prompt(source, chat_frame.before, source.encode(TAIL + chat_frame.after))
         batches = []

@@ -28,7 +28,7 @@ const valueOf = (task, recipe, i) => { const row = task.rows.find(r => r.recipe 
 const excerpt = (text, n) => text.length > n ? `${text.slice(0, n)}…` : text;
 
 function matching(task, a, b) {
-  const down = lower(task, task.per_sample) || ["nll"].includes(task.per_sample);
+  const down = lower(task, task.per_sample);
   return task.samples.map((_, i) => i).filter(i => {
     const [x, y] = [valueOf(task, a, i), valueOf(task, b, i)], which = $("which").value;
     if (which === "all") return true;

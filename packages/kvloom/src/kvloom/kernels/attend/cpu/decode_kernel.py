@@ -232,7 +232,7 @@ def _tile(variant: Variant) -> Any:
             if v_bits:
                 to = sums + 4 * (sets - 1) * padded * d
                 sum_values(values, lo, values_packed, to, mem)
-            tail = values.tail + (lo + values_packed - values.packed) * values.tail_row
+            tail = values.tail + (lo - values.packed) * values.tail_row
             sum_tail(tail, values.tail_row, values_packed, n, sums, mem)
 
     return attend
@@ -284,13 +284,13 @@ def _tokens_per_row(variant: Variant, side: int) -> int:
 def _tabled(variant: Variant, side: int) -> Any:
     """Make the step that gives a view its table of groups, if keys (0) or values (1) need one."""
     constants, d = variant.sides[side], variant.d
-    by_table, spec = constants.by == TABLE, constants.as_int
+    by_table, literal = constants.by == TABLE, constants.literal
 
     @kernel_step
     def tabled(view, groups):  # type: ignore[no-untyped-def]
         """Return the view with its table at `groups`."""
         if by_table and view.packed > 0:
-            scatter_table(view.table, groups, d, spec)
+            scatter_table(view.table, groups, d, literal)
             view = with_packed(view, view.packed, groups)
         return view
 

@@ -115,7 +115,8 @@ def kernel(variant: Variant) -> Any:
 
 def _score(variant: Variant) -> Any:
     """Make the step that scores a tile, block by block, of keys in the same space."""
-    d, w, own_queries, plain = variant.d, variant.w, variant.keys.own_space, SideConstants().as_int
+    d, w, own_queries = variant.d, variant.w, variant.keys.own_space
+    literal = SideConstants().literal  # of fp32
     at_once, unpack_keys = 16 // w, _unpack(variant, 0)  # tokens of one call of `scores`
 
     @kernel_step
@@ -130,7 +131,7 @@ def _score(variant: Variant) -> Any:
                     scores(
                         q + 4 * m0 * d, mem.begin, mem.block + 4 * d * i, 4 * d,
                         mem.logits + m0 * S_ROW + 4 * (j + i), S_ROW, 0, 0, 0, 0,
-                        d, w, at_once, plain,
+                        d, w, at_once, literal,
                     )  # fmt: skip
             j += many
 
@@ -139,7 +140,8 @@ def _score(variant: Variant) -> Any:
 
 def _sum(variant: Variant) -> Any:
     """Make the step that adds the values of a tile, block by block, to sums in the same space."""
-    d, w, own_sums, plain = variant.d, variant.w, variant.values.own_space, SideConstants().as_int
+    d, w, own_sums = variant.d, variant.w, variant.values.own_space
+    literal = SideConstants().literal  # of fp32
     unpack_values = _unpack(variant, 1)
 
     @kernel_step
@@ -152,7 +154,7 @@ def _sum(variant: Variant) -> Any:
             for m0 in range(0, padded, w):
                 values(
                     mem.logits + m0 * S_ROW + 4 * j, S_ROW, mem.block, 4 * d, many,
-                    to + 4 * m0 * d, 0, 0, 0, d, w, plain,
+                    to + 4 * m0 * d, 0, 0, 0, d, w, literal,
                 )  # fmt: skip
             j += many
 
@@ -161,10 +163,10 @@ def _sum(variant: Variant) -> Any:
 
 def _unpack(variant: Variant, side: int) -> Any:
     """Make the step that writes keys (0) or values (1) of the list side by side, in fp32."""
-    spec, d, exact = variant.sides[side], variant.d, variant.exact
-    own_space, meta, per_row = spec.own_space, spec.meta, spec.tokens_per_scale or 1
-    (per_block, height), bits, how = spec.per_block, spec.twice_bits, spec.as_int
-    rope, rope_row, size = spec.rope_dims, 8 * d, SIZE[exact]
+    constants, d, exact = variant.sides[side], variant.d, variant.exact
+    own_space, meta, per_row = constants.own_space, constants.meta, constants.tokens_per_scale or 1
+    (per_block, height), bits = constants.per_block, constants.twice_bits
+    literal, rope, rope_row, size = constants.literal, constants.rope_dims, 8 * d, SIZE[exact]
     is_key, fetch_ahead = side == 0, _prefetch(variant)
 
     @kernel_step
@@ -200,7 +202,7 @@ def _unpack(variant: Variant, side: int) -> Any:
                 unpack(
                     to, view.codes + j // per_block * height * view.row, view.row, t,
                     out_of_block(t, bits), view.scale + row, view.zero + row, view.table,
-                    mem.scales, near, far, d, how, meta,
+                    mem.scales, near, far, d, literal, meta,
                 )  # fmt: skip
                 continue
             source = view.tail + (j - view.packed) * view.tail_row
@@ -230,9 +232,10 @@ def _prefetch(variant: Variant) -> Any:
 
 def _prefetch_side(variant: Variant, side: int) -> Any:
     """Make the step that prefetches a token's key (0) or value (1)."""
-    spec, d, size = variant.sides[side], variant.d, variant.sides[side].meta_size
-    per_row, (per_block, height), bits = spec.tokens_per_scale or 1, spec.per_block, spec.twice_bits
-    line, scales = d * SIZE[variant.exact], size * (d if spec.by == CHANNEL else spec.across)
+    constants, d = variant.sides[side], variant.d
+    (per_block, height), bits = constants.per_block, constants.twice_bits
+    per_row, line = constants.tokens_per_scale or 1, d * SIZE[variant.exact]
+    scales = constants.meta_size * (d if constants.by == CHANNEL else constants.across)
 
     @kernel_step
     def fetch(view, j):  # type: ignore[no-untyped-def]

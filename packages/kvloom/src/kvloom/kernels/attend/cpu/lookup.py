@@ -30,7 +30,7 @@ from ...simd import (
     read,
     write,
 )
-from .variant import MAP, TABLE, SideConstants, from_int
+from .variant import MAP, TABLE, SideConstants, from_literal
 
 GROUPS = 8
 SIZE = 128  # bytes of a token's table
@@ -42,7 +42,7 @@ _BEGINS = (6, 0, 26, 20)
 
 
 def by_table(constants: SideConstants) -> SideConstants:
-    """Return the same spec, by table if its numbers are few and the CPU has AVX-512."""
+    """Return the same constants, by table if its numbers are few and the CPU has AVX-512."""
     fits = constants.by == MAP and constants.across <= GROUPS and constants.bits in (1.5, 2)
     return (
         constants._replace(by=TABLE)
@@ -58,7 +58,7 @@ def _begins(constants: SideConstants) -> tuple[int, ...]:
 @intrinsic(prefer_literal=True)
 def scatter_table(ctx: Any, table: Any, out: Any, d: Any, literal: Any) -> Any:
     """From each channel's group, int32 [d], write what is joined to its codes."""
-    n_d, constants = d.literal_value, from_int(literal.literal_value)
+    n_d, constants = d.literal_value, from_literal(literal.literal_value)
 
     def emit(b: Any, table: Any, out: Any, *_: Any) -> None:
         for v in range(0, n_d, WIDTH):
@@ -121,7 +121,7 @@ def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
 @intrinsic(prefer_literal=True)
 def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, literal: Any) -> Any:
     """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
-    constants = from_int(literal.literal_value)
+    constants = from_literal(literal.literal_value)
 
     def emit(b: Any, meta: Any, gap: Any, count: Any, out: Any, _: Any) -> None:
         def body(i: Any, _: list[Any]) -> list[Any]:

@@ -33,7 +33,7 @@ from ...simd import (
 )
 from . import lookup
 from .dequant import Meta, machine, one, tokens
-from .variant import CHANNEL, MAP, NONE, TABLE, SideConstants, from_int
+from .variant import CHANNEL, MAP, NONE, TABLE, SideConstants, from_literal
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
@@ -132,7 +132,7 @@ def _chain(
 @intrinsic(prefer_literal=True)
 def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, literal: Any) -> Any:
     """Write w queries fp32 [w, d], rotated back by a row of cosines and sines, to out."""
-    n_d, n_w, constants = d.literal_value, w.literal_value, from_int(literal.literal_value)
+    n_d, n_w, constants = d.literal_value, w.literal_value, from_literal(literal.literal_value)
 
     def emit(b: Any, q: Any, out: Any, row: Any, *_: Any) -> None:
         for i in range(n_w):
@@ -169,7 +169,7 @@ def scores(
     cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_blocks = d.literal_value, w.literal_value, blocks.literal_value
-    constants = from_int(literal.literal_value)
+    constants = from_literal(literal.literal_value)
     per = constants.per_block[0]
     n_tokens = n_blocks * per
 
@@ -267,7 +267,7 @@ def values(
 
     meta, meta_gap, table: see `dequant.Meta`.
     """
-    n_d, n_w, constants = d.literal_value, w.literal_value, from_int(literal.literal_value)
+    n_d, n_w, constants = d.literal_value, w.literal_value, from_literal(literal.literal_value)
 
     def emit(b: Any, *args: Any) -> None:
         for lo, hi in chunks(n_d // WIDTH, n_w):

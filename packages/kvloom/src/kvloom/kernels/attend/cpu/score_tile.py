@@ -48,7 +48,7 @@ def clear_begin(begin, w):  # type: ignore[no-untyped-def]
 def score_exact(variant: Variant) -> Any:
     """Make the step that scores exact tokens."""
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    at_once, exact = 16 // w, SideConstants(exact=variant.exact).as_int
+    at_once, literal = 16 // w, SideConstants(exact=variant.exact).literal
 
     @kernel_step
     def score(q, base, row, first, last, mem):  # type: ignore[no-untyped-def]
@@ -57,12 +57,12 @@ def score_exact(variant: Variant) -> Any:
         for j in range(first, even, at_once):
             scores(
                 q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
-                0, 0, d, w, at_once, exact,
+                0, 0, d, w, at_once, literal,
             )  # fmt: skip
         for j in range(even, last):
             scores(
                 q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
-                0, 0, d, w, 1, exact,
+                0, 0, d, w, 1, literal,
             )  # fmt: skip
 
     return score
@@ -70,9 +70,11 @@ def score_exact(variant: Variant) -> Any:
 
 def score_packed(variant: Variant) -> Any:
     """Make the step that scores packed keys."""
-    k, d, w, gap = variant.keys, variant.d, variant.w, variant.scales_gap
-    span, meta, size, rope, rope_row = variant.span(k), k.meta, k.meta_size, k.rope_dims, 8 * d
-    factor, offset, by_channel, folds, spec = k.factor, k.offset, k.by == CHANNEL, k.folds, _spec(k)
+    constants, d, w, gap = variant.keys, variant.d, variant.w, variant.scales_gap
+    span, meta, size = variant.span(constants), constants.meta, constants.meta_size
+    rope, rope_row, literal = constants.rope_dims, 8 * d, _literal(constants)
+    factor, offset = constants.factor, constants.offset
+    by_channel, folds = constants.by == CHANNEL, constants.folds
     write_scales, score_group = scales_of_tile(variant, 0), _score_group(variant)
 
     @kernel_step
@@ -81,7 +83,7 @@ def score_packed(variant: Variant) -> Any:
         far_steps = max(-BEFORE, position // FAR)  # multiples of FAR, and the rest
         near_steps = max(0, position - far_steps * FAR)
         if rope:
-            rotate_queries(q, mem.far, a.far + (far_steps + BEFORE) * rope_row, d, w, spec)
+            rotate_queries(q, mem.far, a.far + (far_steps + BEFORE) * rope_row, d, w, literal)
         write_scales(keys, lo, n, mem.scales)
         for g in range(0, n, span):
             group_q, tokens, row = q, min(span, n - g), (lo + g) // span * keys.meta_row
@@ -102,11 +104,11 @@ def score_packed(variant: Variant) -> Any:
 
 def _score_group(variant: Variant) -> Any:
     """Make the step that scores the tokens of a tile that share metadata."""
-    k, d, w, s_row = variant.keys, variant.d, variant.w, variant.logits_row
-    per_block, height = k.per_block
-    rope, rope_row, spec = k.rope_dims, 8 * d, _spec(k)
+    constants, d, w, s_row = variant.keys, variant.d, variant.w, variant.logits_row
+    per_block, height = constants.per_block
+    rope, rope_row, literal = constants.rope_dims, 8 * d, _literal(constants)
     # pack blocks that share a rotated query, or tables
-    run_blocks = max(1, 16 // per_block) if rope or k.by == TABLE else variant.tile
+    run_blocks = max(1, 16 // per_block) if rope or constants.by == TABLE else variant.tile
     score_blocks = _score_blocks(variant)
 
     @kernel_step
@@ -121,7 +123,7 @@ def _score_group(variant: Variant) -> Any:
             last = min(first + run_blocks, blocks)
             if rope:
                 row = a.near + (near_steps + g - skip + first * per_block) * rope_row
-                rotate_queries(mem.far, mem.rotated, row, d, w, spec)
+                rotate_queries(mem.far, mem.rotated, row, d, w, literal)
                 q = mem.rotated
             score_blocks(a, keys, q, base, to, first, last, mem)
         copy_rows(mem.rest, 64, to, s_row, w, skip)
@@ -131,35 +133,36 @@ def _score_group(variant: Variant) -> Any:
 
 def _score_blocks(variant: Variant) -> Any:
     """Make the step that scores pack blocks which share a rotated query, or tables."""
-    k, d, w, gap, s_row = variant.keys, variant.d, variant.w, variant.scales_gap, variant.logits_row
-    (per_block, height), across, spec = k.per_block, k.across, _spec(k)
+    constants, literal, d, w = variant.keys, _literal(variant.keys), variant.d, variant.w
+    (per_block, height), across = constants.per_block, constants.across
+    gap, s_row = variant.scales_gap, variant.logits_row
     at_once, rope_row = max(1, 16 // (w * per_block)), 8 * d
-    by_table, table_size = k.by == TABLE, lookup.SIZE
+    by_table, table_size = constants.by == TABLE, lookup.SIZE
 
     @kernel_step
     def score(a, keys, q, base, to, first, last, mem):  # type: ignore[no-untyped-def]
         """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
         meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across
         if by_table:
-            tabled(meta, gap, (last - first) * per_block, mem.tables, spec)
+            tabled(meta, gap, (last - first) * per_block, mem.tables, literal)
             meta, step = mem.tables, per_block * table_size
         even = first + (last - first) // at_once * at_once
         for i in range(first, even, at_once):
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
                 s_row, meta + (i - first) * step, gap, keys.table,
-                a.near + (i - first) * per_block * rope_row, d, w, at_once, spec,
+                a.near + (i - first) * per_block * rope_row, d, w, at_once, literal,
             )  # fmt: skip
         for i in range(even, last):
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
                 s_row, meta + (i - first) * step, gap, keys.table,
-                a.near + (i - first) * per_block * rope_row, d, w, 1, spec,
+                a.near + (i - first) * per_block * rope_row, d, w, 1, literal,
             )  # fmt: skip
 
     return score
 
 
-def _spec(keys: SideConstants) -> int:
+def _literal(constants: SideConstants) -> int:
     """Return how keys become numbers where queries have been prepared for them."""
-    return keys._replace(by=NONE).as_int if keys.folds else keys.as_int
+    return constants._replace(by=NONE).literal if constants.folds else constants.literal

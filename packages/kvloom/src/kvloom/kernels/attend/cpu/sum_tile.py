@@ -20,22 +20,24 @@ from .variant import CHANNEL, SideConstants, Variant
 def sum_exact(variant: Variant) -> Any:
     """Make the step that adds exact tokens."""
     d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    exact = SideConstants(exact=variant.exact).as_int
+    literal = SideConstants(exact=variant.exact).literal
 
     @kernel_step
     def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
-        """Add the tile's tokens first to last; its number `first` is at `base`."""
-        weights = mem.logits + 4 * first
-        values(weights, s_row, base, row, last - first, to, mem.scales, gap, 0, d, w, exact)
+        """Add the tile's tokens first to last; the tile's number 0 would be at `base`."""
+        weights, begin = mem.logits + 4 * first, base + first * row
+        values(weights, s_row, begin, row, last - first, to, mem.scales, gap, 0, d, w, literal)
 
     return add
 
 
 def sum_packed(variant: Variant) -> Any:
     """Make the step that adds packed values."""
-    v, d, gap, span = variant.values, variant.d, variant.scales_gap, variant.span(variant.values)
-    meta, size, factor, offset, per_block = v.meta, v.meta_size, v.factor, v.offset, v.per_block[0]
-    by_channel, per_token, across = v.by == CHANNEL, v.per_token, v.across
+    constants, d, gap = variant.values, variant.d, variant.scales_gap
+    span, per_block = variant.span(constants), constants.per_block[0]
+    meta, size = constants.meta, constants.meta_size
+    factor, offset = constants.factor, constants.offset
+    by_channel, per_token, across = constants.by == CHANNEL, constants.per_token, constants.across
     write_scales, add_group = scales_of_tile(variant, 1), _add_group(variant)
 
     @kernel_step
@@ -56,9 +58,9 @@ def sum_packed(variant: Variant) -> Any:
 
 def _add_group(variant: Variant) -> Any:
     """Make the step that adds the tokens of a tile that share metadata."""
-    v, d, w, gap = variant.values, variant.d, variant.w, variant.scales_gap
-    s_row, across, spec = variant.logits_row, v.across, v.as_int
-    per_block, height = v.per_block
+    constants, d, w, gap = variant.values, variant.d, variant.w, variant.scales_gap
+    s_row, across, literal = variant.logits_row, constants.across, constants.literal
+    per_block, height = constants.per_block
 
     @kernel_step
     def add(view, lo, g, tokens, to, mem):  # type: ignore[no-untyped-def]
@@ -70,7 +72,7 @@ def _add_group(variant: Variant) -> Any:
         front, full = (1 if skip > 0 else 0), end // per_block
         values(
             weights + 4 * front * per_block, s_row, base + front * block, view.row, full - front,
-            to, scales + 4 * front * per_block * across, gap, view.table, d, w, spec,
+            to, scales + 4 * front * per_block * across, gap, view.table, d, w, literal,
         )  # fmt: skip
         # pack blocks that also hold tokens of another group, or exact ones
         for edge in range(2):
@@ -80,7 +82,7 @@ def _add_group(variant: Variant) -> Any:
             copy_between(weights + 4 * past, s_row, mem.rest, w, per_block, skip - past, end - past)
             values(
                 mem.rest, 64, base + edge * full * block, view.row, 1, to,
-                scales + 4 * past * across, gap, view.table, d, w, spec,
+                scales + 4 * past * across, gap, view.table, d, w, literal,
             )  # fmt: skip
 
     return add

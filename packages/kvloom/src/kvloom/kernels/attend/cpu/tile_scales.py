@@ -58,9 +58,10 @@ def copy_rows(source, source_row, to, to_row, rows, n):  # type: ignore[no-untyp
 
 def scales_of_tile(variant: Variant, side: int) -> Any:
     """Make the step that writes the S and Z of packed keys (0) or values (1) per token."""
-    form, gap = variant.sides[side], variant.scales_gap
-    meta, size, across, levels = form.meta, form.meta_size, form.across, form.levels
-    factor, offset, per_token, adjacent = form.factor, form.offset, form.per_token, form.adjacent
+    constants, gap = variant.sides[side], variant.scales_gap
+    meta, size, across = constants.meta, constants.meta_size, constants.across
+    factor, offset, levels = constants.factor, constants.offset, constants.levels
+    per_token, adjacent = constants.per_token, constants.adjacent
 
     @kernel_step
     def write(view, lo, n, out):  # type: ignore[no-untyped-def]

@@ -33,7 +33,7 @@ from ...simd import (
 )
 from .dequant import Meta, machine
 from .microkernel import rotated, rotation_groups
-from .variant import MAP, SideConstants, from_int
+from .variant import MAP, SideConstants, from_literal
 
 
 @kernel_step
@@ -72,7 +72,8 @@ def unpack(
     twice as many as a token has groups by map, in whole vectors. near, far: rows of `rope_tables`
     that together rotate a key packed before RoPE to its position.
     """
-    n_d, constants, number = d.literal_value, from_int(literal.literal_value), kind.literal_value
+    constants = from_literal(literal.literal_value)
+    n_d, number = d.literal_value, kind.literal_value
 
     def emit(b: Any, *args: Any) -> None:
         to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]

@@ -19,7 +19,7 @@ NONE, CHANNEL, RUN, MAP, TABLE = range(5)
 
 
 class SideConstants(NamedTuple):
-    """What compiled code knows of keys or values; `as_int` is all of it in one literal."""
+    """What compiled code knows of keys or values; `literal` is all of it in one integer."""
 
     twice_bits: int = 0  # twice the bits of a code, 0: nothing is packed
     exact: int = 0  # number format of exact tokens, where these are read
@@ -99,7 +99,7 @@ class SideConstants(NamedTuple):
         return self.meta_size if self.by in (MAP, TABLE) else 0
 
     @property
-    def as_int(self) -> int:
+    def literal(self) -> int:
         """All fields in one integer: Numba passes integers to intrinsics as literals."""
         number = 0
         for field, width in zip(self, _WIDTHS, strict=True):
@@ -111,8 +111,8 @@ class SideConstants(NamedTuple):
 _WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1, 2, 8, 1, 1)
 
 
-def from_int(number: int) -> SideConstants:
-    """Invert `SideConstants.as_int`."""
+def from_literal(number: int) -> SideConstants:
+    """Invert `SideConstants.literal`."""
     constants = []
     for width in reversed(_WIDTHS):
         constants.append(number & ((1 << width) - 1))

@@ -52,7 +52,7 @@ class SelectVariant(NamedTuple):
 def rating(variant: SelectVariant) -> Any:
     """Compile the rating kernel of a variant."""
     d, w, number, bounds = variant
-    at_once, size, exact = 16 // w, SIZE[number], SideConstants(exact=number).as_int
+    at_once, size, literal = 16 // w, SIZE[number], SideConstants(exact=number).literal
     layout = RATE.dtype
 
     def rate(job):  # type: ignore[no-untyped-def]
@@ -86,12 +86,12 @@ def rating(variant: SelectVariant) -> Any:
                                 prefetch(low + (j + at_once) * lrow + t)
                     scores(
                         q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
-                        d, w, at_once, exact,
+                        d, w, at_once, literal,
                     )  # fmt: skip
                     if bounds:
                         scores(
                             q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
-                            d, w, at_once, exact,
+                            d, w, at_once, literal,
                         )  # fmt: skip
                         if w == 1:
                             store(to + 4 * j, load(to + 4 * j) + load(low_scores))
@@ -104,12 +104,12 @@ def rating(variant: SelectVariant) -> Any:
                 for j in range(even, hi):
                     scores(
                         q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
-                        d, w, 1, exact,
+                        d, w, 1, literal,
                     )  # fmt: skip
                     if bounds:
                         scores(
                             q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
-                            d, w, 1, exact,
+                            d, w, 1, literal,
                         )  # fmt: skip
                         for i in range(w):
                             cell = to + i * orow + 4 * j

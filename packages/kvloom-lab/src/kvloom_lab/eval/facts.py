@@ -15,7 +15,7 @@ import numpy as np
 from kvloom.errors import InputError
 
 ANSWER_DIGITS = 7
-NEAR = 64  # tokens: `hide_at` does not use a line end further away than that
+NEAR = 64  # tokens: `hide_near_depths` does not use a line end further away than that
 _WORDS = """
 amber anchor apple arrow autumn badge bamboo banjo barrel basket beacon beaver bishop blossom
 bottle bridge bronze bucket butter cabin cactus camel candle canyon carpet castle cedar cherry
@@ -84,7 +84,7 @@ def random_window(
     return text, ends[low:high] - start
 
 
-def hide(
+def hide_at_line_ends(
     text_ids: np.ndarray,
     ends: np.ndarray,
     rng: np.random.Generator,
@@ -110,7 +110,7 @@ def hide(
     return _inserted(text, facts, places.tolist())
 
 
-def hide_at(
+def hide_near_depths(
     tokenizer: Any,
     text_ids: np.ndarray,
     rng: np.random.Generator,
@@ -120,8 +120,8 @@ def hide_at(
 ) -> list[int]:
     """Return `tokens` ids of real text that contain the facts; the text starts at random.
 
-    Unlike `hide`, it moves a fact only to a near line end, and does not repeat a short text; the
-    published figures of the tasks and those of `kvloom compare` depend on these rules.
+    Unlike `hide_at_line_ends`, it moves a fact only to a near line end, and does not repeat a short
+    text; published figures of the tasks and of `kvloom compare` depend on these rules.
 
     facts: ids of each. depths: 0 to 1, the share of the text before each fact, which is moved to
     the next line end if one is near. Raises `InputError` if the facts do not fit, or the text is

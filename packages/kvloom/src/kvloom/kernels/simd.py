@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
@@ -122,6 +122,18 @@ def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
 def muladd(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
     return call(builder, "llvm.fmuladd.v16f32", VF, a, b, c)
+
+
+def has_pairs() -> bool:
+    """Whether the machine multiplies pairs of bf16 numbers: see `muladd_pairs`."""
+    return "avx512bf16" in features()
+
+
+def muladd_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c where each lane of a and b holds two bf16 numbers; both products are added."""
+    binding.initialize_native_asmparser()  # LLVM has no name for the instruction
+    kind = ir.FunctionType(VF, [VF, VF, VF])
+    return builder.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [a, b, c])
 
 
 def reduce_add(builder: Any, x: Any) -> Any:

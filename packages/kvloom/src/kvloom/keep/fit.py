@@ -136,12 +136,17 @@ def _solve(x: Tensor, missing: Tensor, ridge: float) -> Tensor | None:
 
     x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
     """
+    rows, values = x.shape
     if not x.numel():
         return None
-    gram = x.T @ x
-    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    few = rows < values  # (X'X + r 1)^-1 X' = X' (XX' + r 1)^-1
+    gram = x @ x.T if few else x.T @ x
+    gram.diagonal().add_(ridge * gram.trace() / values)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
-    change = torch.cholesky_solve(x.T @ missing, factor)
+    if few:
+        change = x.T @ torch.cholesky_solve(missing, factor)
+    else:
+        change = torch.cholesky_solve(x.T @ missing, factor)
     return change if (missing - x @ change).norm() < missing.norm() else None

@@ -167,7 +167,8 @@ def _options(options, b, h, head):  # type: ignore[no-untyped-def]
 def panels(vectors: int) -> Any:
     """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 behind the last.
 
-    Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile. See `mass.column_mass` for the call.
+    Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile.
+    See `mass.column_mass` for the call.
     """
     panel = 16 * vectors
     layout = PANELS.dtype
@@ -247,7 +248,8 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                         for i in range(used):
                             products(
                                 qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
-                                tile_logits + i * once * srow + 4 * j, srow, d, once, vectors, pairs,
+                                tile_logits + i * once * srow + 4 * j, srow, d, once, vectors,
+                                pairs,
                             )  # fmt: skip
                     for i in range(rows):
                         end = min(lo + TILE, own + i + 1)

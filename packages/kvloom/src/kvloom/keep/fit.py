@@ -25,26 +25,30 @@ class Fit:
 
         V' = V + (X'X + ridge d 1)^-1 X' (Y - X V),  d the mean of the diagonal of X'X
 
-    A head keeps its values where the system cannot be solved, or the error does not shrink. In
-    later chunks, the values of the sinks are no more changed.
+    Only the values with the largest sums of weights change, so many of a head. A head keeps its
+    values where the system cannot be solved, or the error does not shrink. In later chunks, the
+    values of the sinks are no more changed.
 
     Attributes:
         chunk: Tokens of a chunk.
         sinks: The first tokens of the prompt, which every query sees.
         every: Every so many-th query is a row of the regression.
         ridge: How much a large change of values costs.
+        values: How many values of a head change in a chunk.
     """
 
     chunk: int = 2048
     sinks: int = 4
-    every: int = 3
+    every: int = 6
     ridge: float = 0.01
+    values: int = 256
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "sinks", "every", "ridge")
+        check_fields(self, "chunk", "sinks", "every", "ridge", "values")
         check_whole("chunk", self.chunk, 1)
         check_whole("sinks", self.sinks, 0)
         check_whole("every", self.every, 1)
+        check_whole("values", self.values, 1)
         if self.ridge < 0:
             raise RecipeError(f"ridge={self.ridge!r} must be 0 or more")
 
@@ -115,6 +119,9 @@ class Fit:
             stay = seen[kept[seen]]
             x = self._weights(step, rows, keys[stay], back)
             changing = free[stay] & (stay >= lo)
+            if len(changing) > self.values:
+                sums = x.sum(dim=0).masked_fill(~changing, -1.0)
+                changing[sums.argsort(descending=True)[self.values :]] = False
             solved = _solve(x[:, changing], y - x @ values[stay], self.ridge)
             if solved is not None:
                 values[stay[changing]] += solved

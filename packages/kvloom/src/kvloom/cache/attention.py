@@ -19,6 +19,8 @@ from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
 from ..store.formats import Format, FormatView
 
+_STEP = 8  # queries, for which torch's fused attention is as fast
+
 
 def attend_to(
     q: Tensor,
@@ -50,6 +52,11 @@ def attend_to(
             out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products
     if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
+        state = _of_prompt(q, only, scale)
+        if state is not None:
+            if sink_logits is not None:
+                state = reference.with_sinks(state, sink_logits)
+            return state.out.to(q.dtype), None
         out = reference.sdpa(
             q, only.keys.tail, only.values.tail, scale,
             causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
@@ -67,6 +74,19 @@ def attend_to(
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
     return state.out.to(q.dtype), None
+
+
+def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
+    """Attend to a region whose last tokens the queries are, by a kernel; None if there is none."""
+    k, v = region.keys.tail, region.values.tail
+    if region.own != q.shape[2] or region.own <= _STEP:
+        return None
+    run = ops.attend_prompt.choose(q, k, v, scale).run
+    if run is None:
+        return None
+    dispatch.ran["attend_prompt", "cpu", ""] += 1
+    state: reference.AttentionState = run(q, k, v, scale, visible=region.visible)
+    return state
 
 
 def _by_format(

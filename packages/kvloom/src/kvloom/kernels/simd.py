@@ -20,6 +20,7 @@ from numba.core.registry import cpu_target
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+binding.initialize_native_asmparser()  # for instructions that LLVM cannot name
 WIDTH = 16
 FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
 SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
@@ -131,7 +132,6 @@ def has_pairs() -> bool:
 
 def muladd_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c where each lane of a and b holds two bf16 numbers; both products are added."""
-    binding.initialize_native_asmparser()  # LLVM has no name for the instruction
     kind = ir.FunctionType(VF, [VF, VF, VF])
     return builder.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [a, b, c])
 

@@ -107,11 +107,13 @@ def stores() -> list[Option]:
     for name in sorted(named, key=lambda name: named[name].budgeted):
         recipe = named[name]
         protect = recipe.protect
-        known = any((recipe.store, protect.recents) == (o.part, _pair(o.recent)) for o in options)
+        known = any(
+            (recipe.store, protect.exact_recents) == (o.part, _pair(o.recent)) for o in options
+        )
         if recipe.store.exact or known:
             continue
         similar = name in SIMILAR
-        options.append(Option(name, recipe.store, protect.sinks, protect.recent, similar))
+        options.append(Option(name, recipe.store, protect.sinks, protect.exact_recent, similar))
     for kind, fmt in FORMATS.items():
         if kind != "packed":
             options.append(Option(kind, Store(fmt(), fmt()), recent=32))

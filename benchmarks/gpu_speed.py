@@ -67,7 +67,7 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
         bench.row(f"{tokens} x {batch}: {name}", figures)
     for recipe in RECIPES:
         lanes = []
-        store, recents = resolve(recipe).store, resolve(recipe).protect.recents
+        store, recents = resolve(recipe).store, resolve(recipe).protect.exact_recents
         for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
             lane = KVSide(fmt, recent)
             lane.extend(x, 0)

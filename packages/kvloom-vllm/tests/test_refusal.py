@@ -54,7 +54,7 @@ def test_the_rule_packs_keys_and_values_by_page_and_keeps_the_sinks():
     found = paged("near-lossless@0=kivi:sinks=2", 256)
     for recipe in (found, found.for_layer(0, range(4))):
         assert {fmt.residual for fmt in recipe.store.quantized.values()} == {256}
-        assert recipe.protect.recents == (0, 0)
+        assert recipe.protect.exact_recents == (0, 0)
     assert (found.protect.sinks, found.for_layer(0, range(4)).protect.sinks) == (4, 2)
     assert kvloom.Recipe.from_toml(found.to_toml()) == found
 

@@ -236,7 +236,7 @@ def test_protected_tokens_and_tokens_without_scores(model, tokenizer):
 
 def test_sinks_beside_packed_tokens_are_exact(model, tokenizer):
     store = Store(Packed(4, "channel", 16, residual=16), Packed(4, "token", 16))
-    recipe = Recipe(store=store, protect=Protect(sinks=3, recent=(0, 9)))
+    recipe = Recipe(store=store, protect=Protect(sinks=3, exact_recent=(0, 9)))
     packed = seen_by(model, tokenizer, recipe)["layers"][0]["heads"][0]["packed"]
     body = PROMPT - 3  # keys in groups of 16, values all but the newest 9
     never = [-1] * 3

@@ -19,7 +19,7 @@ class ValueNorm(Scorer):
 
     power: float = 1.0
     kind: ClassVar[str] = "value-norm"
-    weighs: ClassVar[bool] = True  # it calls step.mass
+    sums_attention: ClassVar[bool] = True  # it calls step.mass
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""

@@ -134,7 +134,7 @@ def test_problems_of_a_part_name_the_layer():
 def test_the_score_weighs_values():
     q, k, v = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
     index = torch.arange(9).view(1, 1, -1)
-    step = Step(q, k, v, 0.25, None, None, None, index, 9, 0, 0, "sum")
+    step = Step(q, k, v, 0.25, index, 9)
     score = SCORERS["value-norm"]
     want = step.mass() * v.square().sum(dim=-1).sqrt()
     torch.testing.assert_close(checked(score(), step), want)

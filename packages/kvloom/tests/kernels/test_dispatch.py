@@ -281,7 +281,7 @@ WHOLE = {
     "swapped axes": steps.RECIPES["swapped axes"],
     "sinks": Recipe(
         store=Store(Packed(2, "channel", 32, residual=32), Packed(2, "token", 32)),
-        protect=Protect(3, recent=(0, 32)),
+        protect=Protect(3, exact_recent=(0, 32)),
     ),
     "streaming": resolve("streaming:tokens=24,sinks=4"),
 }

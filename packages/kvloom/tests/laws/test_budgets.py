@@ -24,8 +24,8 @@ BUDGETS = {
     "least": resolve("streaming:tokens=3,sinks=2"),
     "half": Recipe(keep=Keep(Budget(fraction=0.5))),
     "tenth": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(sinks=4)),
-    "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, recent=10)),
-    "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(recent=8)),
+    "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, exact_recent=10)),
+    "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(exact_recent=8)),
 }
 every_budget = pytest.mark.parametrize(
     "recipe", slow_except(BUDGETS, "streaming", "least", "half", "tenth, recent")
@@ -48,7 +48,7 @@ def test_the_budget_is_never_exceeded(recipe, sizes, padding, seed):
     visible = torch.ones(2, sum(sizes), dtype=torch.bool)
     visible[1, : sizes[0] // 2] = False
     cache, at = LayerCache(recipe), 0
-    protected = recipe.protect.sinks + max(recipe.protect.recents)
+    protected = recipe.protect.sinks + max(recipe.protect.exact_recents)
     for t in sizes:
         part = [x[:, :, at : at + t] for x in (q, k, v)]
         feed(cache, *part, visible=visible[:, : at + t] if padding else None)
@@ -77,7 +77,7 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
         assert torch.equal(probe.sinks(cache).keys[:, :, :sinks], k[:, :, :sinks])
         assert torch.equal(probe.sinks(cache).values[:, :, :sinks], v[:, :, :sinks])
     sides = (probe.keys(cache), probe.values(cache))
-    for side, recent, x in zip(sides, recipe.protect.recents, (k, v), strict=True):
+    for side, recent, x in zip(sides, recipe.protect.exact_recents, (k, v), strict=True):
         recent = min(recent, cache.seen - sinks)
         if recent:
             newest = side.tail.view()[:, :, -recent:]

@@ -166,6 +166,18 @@ def test_reset_asks_the_rule_again():
     assert torch.equal(marked(cache), marked(same))
 
 
+def test_a_rule_knows_how_many_tokens_are_sinks():
+    found = []
+
+    def rule(step):
+        found.append(step.sinks)
+        return step.k[..., 0]
+
+    cache = LayerCache(Recipe(store=TOKEN, protect=Protect(3, 6, Outliers(9, rule))))
+    feed(cache, *draw(1, 70))
+    assert found == [3]
+
+
 def test_rules_are_written_down_by_name():
     recipe = Recipe(store=TOKEN, protect=Protect(2, 6, Outliers(9, Observation(window=8))))
     assert Recipe.from_dict(recipe.to_dict()) == recipe

@@ -37,7 +37,7 @@ def recipe(store="exact", heads=0.2, layers="uniform", tokens=80, recent=7, sink
     """A recipe whose scores are lengths of keys, which a test can compute as well."""
     stored = resolve(STORES[store][0])
     keep = Keep(Budget(tokens, recent=recent, layers=layers, heads=heads), KeyNorm(), when="prompt")
-    return Recipe(keep, stored.store, protect=Protect(sinks, stored.protect.recent))
+    return Recipe(keep, stored.store, protect=Protect(sinks, stored.protect.exact_recent))
 
 
 def prompts(batch=2):

@@ -33,7 +33,9 @@ def recipe(index: str = "clusters", tier: Tier | None = None, group: str = "mean
         found = replace(found, block=16 if index == "packed" else 20, block_clusters=3)
     store = resolve("kivi:group=16,residual=16" if index == "packed" else "full").store
     recall = Recall(found, 40, group, full_layers=0, tier=tier)
-    return Recipe(store=store, recall=recall, protect=Protect(sinks=4, recent=2), name="small")
+    return Recipe(
+        store=store, recall=recall, protect=Protect(sinks=4, exact_recent=2), name="small"
+    )
 
 
 def layer(made: Recipe):

@@ -94,7 +94,7 @@ def made(keep: str, store: str, recall: str, sinks: int) -> Recipe | None:
     """The recipe of these parts, or None where recipes refuse it."""
     stored = STORES[store]
     try:
-        protect = Protect(max(sinks, stored.protect.sinks), stored.protect.recent)
+        protect = Protect(max(sinks, stored.protect.sinks), stored.protect.exact_recent)
         return Recipe(KEEPS[keep], stored.store, RECALLS[recall], protect, "mixed")
     except RecipeError:
         return None

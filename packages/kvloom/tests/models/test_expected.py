@@ -23,8 +23,15 @@ KVZIP = "kvzip:tokens=24,recent=6"
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sinks"),
+    [
+        (EXPECTED, 4),
+        ("evict:score=expected,tokens=24,recent=6,future=50,when=prompt,sinks=9", 9),
+    ],
+)
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
-def test_the_tokens_that_later_queries_expect_stay(name):
+def test_the_tokens_that_later_queries_expect_stay(name, recipe, sinks):
     ids, model = IDS["input_ids"][:1], zoo.build(name)
     calls, past = recorded(model), DynamicCache(config=model.config)
     with torch.no_grad():
@@ -32,15 +39,15 @@ def test_the_tokens_that_later_queries_expect_stay(name):
     inv_freq, scale = None, 1.0  # OPT scales its queries before attention
     if name != "opt":
         inv_freq, scale = model.model.rotary_emb.inv_freq.double().numpy(), 16**-0.5
-    cache = prefilled(zoo.build(name), EXPECTED, input_ids=ids)
+    cache = prefilled(zoo.build(name), recipe, input_ids=ids)
     layers = zip(calls, past.layers, logical(cache), strict=True)
     for number, ((q, k), layer, found) in enumerate(layers):
         rotation = None if name == "smollm3" and number == 1 else inv_freq
         r = q.shape[1] // k.shape[1]
         for h in range(k.shape[1]):
             v, mine = layer.values[0, h].double().numpy(), q[0, h * r : (h + 1) * r]
-            scores = rules.expected(mine, k[0, h], v, scale, rotation, 50, 4)
-            assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
+            scores = rules.expected(mine, k[0, h], v, scale, rotation, 50, sinks)
+            assert found[0, h].tolist() == rules.kept(scores, 24, sinks, 6)
 
 
 @pytest.mark.parametrize(("chunk", "contribution"), [(20, True), (100, True), (100, False)])

@@ -170,7 +170,7 @@ def _pack_recipe(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) 
 
     def make() -> PromptPacker:
         metadata = random_calibration(recipe, shape)
-        return PromptPacker(recipe.store, recipe.protect.recents, metadata)
+        return PromptPacker(recipe.store, recipe.protect.exact_recents, metadata)
 
     candidate = _renewed(name, make, lambda packer: packer.pack(k, v))
     candidate.read_bytes = lambda: k.nbytes + v.nbytes

@@ -163,7 +163,7 @@ def first_packed_at(recipe: Recipe) -> int | None:
     begins = [
         next(n for n in count(1) if fmt.to_pack(n, recent, prompt=False))
         for fmt, recent in zip(
-            (recipe.store.keys, recipe.store.values), recipe.protect.recents, strict=True
+            (recipe.store.keys, recipe.store.values), recipe.protect.exact_recents, strict=True
         )
         if fmt is not None
     ]

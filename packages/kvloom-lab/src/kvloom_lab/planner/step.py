@@ -74,7 +74,7 @@ class LayerKind:
     def waits(self) -> bool:
         """Whether the whole prompt stays exact until all layers have scored it."""
         keep = self.recipe.keep
-        return keep is not None and keep.waits
+        return keep is not None and (keep.joint or keep.scorer.repeats)
 
 
 class CacheBytes:

@@ -139,7 +139,7 @@ class BlockEvictor(ScoreEvictor):
 
     def _check_causal(self, queries: Queries) -> None:
         """Raise `CacheMisuse` for queries that wait, if a score must know what they have seen."""
-        if self.keep.scorer.weighs and queries.see_later:
+        if self.keep.scorer.sums_attention and queries.see_later:
             raise CacheMisuse(
                 f"score {self.keep.scorer.kind!r} weighs later blocks causally, and tokens of this "
                 "step see later ones (an image); use the score rotated, or when=prompt"

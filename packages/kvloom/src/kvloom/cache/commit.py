@@ -55,7 +55,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None, regions: Sequenc
         _add_uncommitted(state, queries, new)
     elif isinstance(state.storage, SlotStorage):
         assert isinstance(evictor, StepEvictor)
-        _vote(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
+        _evict_or_wait(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
         settle(state, state.uncommitted.queries, None)
@@ -101,7 +101,7 @@ def end_repetition(state: LayerState) -> None:
     evictor.end_repetition(state.segment)
     if evictor.phase is Phase.REPEATING:
         queries = evictor.end_wait()
-        _vote(state, queries, evictor.score_segment(state.segment, queries, state.seen))
+        _evict_or_wait(state, queries, evictor.score_segment(state.segment, queries, state.seen))
 
 
 def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
@@ -151,9 +151,11 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     if new is not None:
         segment.append(*new)
     if evictor.repetition is None:
-        _vote(state, queries, evictor.score_segment(segment, queries, state.seen))
+        _evict_or_wait(state, queries, evictor.score_segment(segment, queries, state.seen))
     elif evictor.repetition.scores is not None:
-        _vote(state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen))
+        _evict_or_wait(
+            state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen)
+        )
     else:  # the model has not repeated the prompt yet
         evictor.wait(Phase.REPEATING, queries.without_queries())
 
@@ -172,10 +174,10 @@ def _settle_block(
         evictor.hold(queries)
         return
     queries = evictor.take_queries(queries, len(segment) - block.used)
-    _vote(state, queries, evictor.score_block(segment, queries, block))
+    _evict_or_wait(state, queries, evictor.score_block(segment, queries, block))
 
 
-def _vote(state: LayerState, queries: Queries, scores: Tensor) -> None:
+def _evict_or_wait(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
     scores = evictor.marked(scores)

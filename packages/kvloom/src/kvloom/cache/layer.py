@@ -134,10 +134,10 @@ class LayerCache:
         return self.state.needs_ids
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether the next step may need the norms of the layer's input, for a score."""
         evictor = self.state.evictor
-        return self.recipe.reads_norms and evictor is not None and evictor.scoring
+        return self.recipe.uses_input_norms and evictor is not None and evictor.scoring
 
     @property
     def recording(self) -> bool:

@@ -83,7 +83,7 @@ class LayerState(Stateful):
     def reset(self) -> None:
         """Remove all tokens."""
         recipe, metadata, rank = self.recipe, self.metadata, self.rank
-        keep, recents, sinks = recipe.keep, recipe.protect.recents, recipe.protect.sinks
+        keep, recents, sinks = recipe.keep, recipe.protect.exact_recents, recipe.protect.sinks
         scored = keep is not None and not keep.by_age
         in_blocks = keep is not None and keep.block is not None
         in_place = scored and not in_blocks  # sinks stay in the segment: their score is inf
@@ -106,7 +106,7 @@ class LayerState(Stateful):
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe, metadata.latent)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else OutlierTokens(rule, rank, metadata.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, sinks, rank, metadata.head)
         self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0

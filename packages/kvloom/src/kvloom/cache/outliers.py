@@ -24,14 +24,15 @@ from .step import Queries
 class OutlierTokens(Stateful):
     """A rule, and exact copies of the tokens that it chose.
 
-    layer, head: the numbers of the layer and of its first key/value head, which seed noise.
+    sinks: how many first tokens the recipe protects. layer, head: the numbers of the layer and of
+    its first key/value head, which seed noise.
     """
 
     counters = ("done",)
     children = ("tokens",)
 
-    def __init__(self, rule: Outliers, layer: int, head: int = 0) -> None:
-        self.rule, self.layer, self.head = rule, layer, head
+    def __init__(self, rule: Outliers, sinks: int, layer: int, head: int = 0) -> None:
+        self.rule, self.sinks, self.layer, self.head = rule, sinks, layer, head
         self.reads_ids = rule.reads_ids
         self.tokens = Segment()
         self.done = False  # the rule runs once
@@ -47,11 +48,12 @@ class OutlierTokens(Stateful):
             return
         index = torch.arange(n, device=k.device).view(1, 1, -1)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        scorer = StepScorer(self.rule.scorer, self.rule.group, self.layer, self.head)
+        rule = self.rule
+        scorer = StepScorer(rule.scorer, rule.group, self.sinks, self.layer, self.head)
         scores = scorer.score(queries, k, v, queries.visible, index, n, bias)[..., lo:hi]
         visible = queries.visible if sinks is None else sinks.hide(queries.visible)
         visible = None if visible is None else visible[..., lo:hi]
-        slots = choose(scores, min(self.rule.tokens, hi - lo), 0, visible)
+        slots = choose(scores, min(rule.tokens, hi - lo), 0, visible)
         if slots is None:
             slots = torch.arange(hi - lo, device=k.device).expand(*scores.shape[:2], -1)
         slots = slots + lo

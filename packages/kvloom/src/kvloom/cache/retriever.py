@@ -104,7 +104,7 @@ class Retriever(Stateful):
         if not len(segment):
             return
         pinned = self.recipe.pinned_prefix
-        recent = max(self.recipe.protect.recents)
+        recent = max(self.recipe.protect.exact_recents)
         ready = max(0, min(len(segment) - recent, segment.packed_oldest))
         if self.store is not None:
             ready = ready // self.store.unit * self.store.unit

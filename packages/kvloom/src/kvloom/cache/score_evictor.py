@@ -74,8 +74,8 @@ class ScoreEvictor(Evictor):
         self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
-        rotation = score_rope if keep.scorer.rotates else None
-        self.scorer = StepScorer(keep.scorer, keep.group, seed, head, rotation)
+        rotation = score_rope if keep.scorer.needs_rope else None
+        self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
         self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.reads_ids)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
@@ -93,9 +93,8 @@ class ScoreEvictor(Evictor):
     @property
     def joint(self) -> bool:
         """Whether the next decision needs the scores of other layers."""
-        keep = self.keep
-        undivided = self.by_variance and self.heavy is None
-        return keep.shared or undivided or keep.budget.layers == "joint"
+        divided = self.by_variance and self.heavy is not None
+        return self.keep.shared if divided else self.keep.joint
 
     @property
     def defers(self) -> bool:
@@ -424,7 +423,7 @@ class LimitEvictor(ScoreEvictor):
     @property
     def scores_steps(self) -> bool:
         """Whether the scores need the attention mass of decode steps."""
-        return self.keep.scorer.weighs
+        return self.keep.scorer.sums_attention
 
     def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
         """Return the regions of a step, with keys at new positions: see the base class."""

@@ -24,9 +24,9 @@ from .step import Queries, StepInputs
 class StepScorer(Stateful):
     """A scorer, and the number of steps of this layer that it has scored.
 
-    group: how the query heads of a key/value head are joined. seed: of the noise, by layer. head:
-    the model's number of the first key/value head, which seeds noise, too. rope: the model's rotary
-    embedding, for scores that rotate keys.
+    group: how the query heads of a key/value head are joined. sinks: how many first tokens the
+    recipe protects. seed: of the noise, by layer. head: the model's number of the first key/value
+    head, which seeds noise, too. rope: the model's rotary embedding, for scores that rotate keys.
     """
 
     counters = ("steps",)
@@ -35,12 +35,13 @@ class StepScorer(Stateful):
         self,
         scorer: Callable[[Step], Tensor],
         group: str,
+        sinks: int,
         seed: int,
         head: int,
         rope: Rope | None = None,
     ) -> None:
-        self.scorer, self.group, self.seed, self.head = scorer, group, seed, head
-        self.rope = rope
+        self.scorer, self.group, self.sinks = scorer, group, sinks
+        self.seed, self.head, self.rope = seed, head, rope
         self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
 
@@ -82,10 +83,11 @@ class StepScorer(Stateful):
         """Return the input of a score: as for `score`."""
         k = query_keys(queries.q, k, v)
         return Step(
-            q=queries.q, k=k, v=v, scale=queries.scale, softcap=queries.softcap, visible=visible,
-            visible_queries=queries.visible_queries, index=index, seen=seen, number=self.steps,
-            seed=self.seed, group=self.group, bias=bias, products=queries.products, rope=self.rope,
-            head=self.head, ids=queries.ids, norms=queries.norms, ahead=queries.ahead,
+            q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
+            seed=self.seed, group=self.group, sinks=self.sinks, softcap=queries.softcap,
+            visible=visible, visible_queries=queries.visible_queries, bias=bias,
+            products=queries.products, rope=self.rope, ids=queries.ids, head=self.head,
+            norms=queries.norms, ahead=queries.ahead,
         )  # fmt: skip
 
 

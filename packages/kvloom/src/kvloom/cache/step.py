@@ -178,15 +178,16 @@ class Uncommitted(Stateful):
 
     def __init__(self, tokens: int, queries: Queries) -> None:
         self.tokens = tokens
-        self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids = queries[:6]
-        self.norms, self.ahead = queries.norms, queries.ahead
+        self.q, self.scale, self.softcap = queries.q, queries.scale, queries.softcap
+        self.visible, self.alibi = queries.visible, queries.alibi
+        self.ids, self.norms, self.ahead = queries.ids, queries.norms, queries.ahead
 
     @property
     def queries(self) -> Queries:
         """The queries of these tokens."""
         return Queries(
-            self.q, self.scale, self.visible, self.softcap, self.alibi, self.ids, norms=self.norms,
-            ahead=self.ahead,
+            self.q, self.scale, self.visible, softcap=self.softcap, alibi=self.alibi, ids=self.ids,
+            norms=self.norms, ahead=self.ahead,
         )  # fmt: skip
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -181,7 +181,7 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
-    if recipe.rotates_queries and not recipe_for(model, recipe).rotates_queries:
+    if recipe.has_rotated_score and not recipe_for(model, recipe).has_rotated_score:
         notes.append(
             "note: the model's queries cannot be rotated to other positions, so it reads each "
             "prompt twice, as with kvzip"

@@ -240,7 +240,7 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
     A model whose layers are not one list of modules that take hidden states [B, T, D] gives none.
     """
     parts = enumerate(map(compressed_part, cache.layers))
-    reading = [(i, layer) for i, layer in parts if layer is not None and layer.reads_norms]
+    reading = [(i, layer) for i, layer in parts if layer is not None and layer.uses_input_norms]
     modules = compat.decoder_layers(model) if reading else []
     with ExitStack() as hooks:
         for number, layer in reading if modules else ():

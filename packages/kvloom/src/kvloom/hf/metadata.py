@@ -134,7 +134,7 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
 def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     """Return the recipe as the layers of a model follow it: see `Recipe.fitted`."""
     fitted = recipe.fitted(compat.geometry(model))
-    if fitted.rotates_queries:
+    if fitted.has_rotated_score:
         try:
             rotary.layer_ropes(model)
         except UnsupportedModel:
@@ -163,14 +163,14 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
         "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
     }  # fmt: skip
     scorer = None if recipe.keep is None else recipe.keep.scorer
-    rotates = scorer is not None and scorer.rotates
-    if not store.calibrated and not store.pre_rope and not rotates:
+    needs_rope = scorer is not None and scorer.needs_rope
+    if not store.calibrated and not store.pre_rope and not needs_rope:
         return LayerMetadata(**shape)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
 
     def read() -> LayerMetadata:
-        rope = _score_rope(model, recipe, number) if rotates else None
+        rope = _score_rope(model, recipe, number) if needs_rope else None
         if store.pre_rope:
             rope = undoable_ropes(model)[number]
         sides = {}
@@ -182,7 +182,7 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
         return LayerMetadata(sides.get("keys"), sides.get("values"), rope, **shape)
 
-    metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, rotates), read)
+    metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, needs_rope), read)
     return metadata
 
 

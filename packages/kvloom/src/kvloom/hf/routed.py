@@ -80,7 +80,7 @@ class RoutedLayer(CacheLayerMixin):
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
         self.ids: Tensor | None = None  # of the running call, where a rule reads them
-        self.norms: Tensor | None = None  # of the layer's input in this call: see `reads_norms`
+        self.norms: Tensor | None = None  # of this call: see `uses_input_norms`
         self.latents: tuple[Tensor, Tensor] | None = None
         """The step's positional parts and latents, until attention comes."""
 
@@ -124,9 +124,9 @@ class RoutedLayer(CacheLayerMixin):
         return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether the next step needs the norms of the layer's input."""
-        return self.cache.reads_norms
+        return self.cache.uses_input_norms
 
     def check_axes(self) -> None:
         """Raise `CacheMisuse` if positions on several axes, as in an image, do not fit the recipe.
@@ -136,7 +136,7 @@ class RoutedLayer(CacheLayerMixin):
         keep = self.cache.recipe.keep
         if keep is None:
             return
-        by_order = keep.scorer.rotates and not isinstance(keep.scorer, Rotated)
+        by_order = keep.scorer.needs_rope and not isinstance(keep.scorer, Rotated)
         if by_order or keep.positions != "original":
             raise CacheMisuse(
                 f"{self.cache.name}: the recipe derives positions from the order of tokens, and "

@@ -182,9 +182,11 @@ class _FanOutLayer(RoutedLayer):
         return super().reads_queries or any(layer.reads_queries for _, layer in self.followers)
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether the leader or a follower reads the norms of the layer's input."""
-        return super().reads_norms or any(layer.reads_norms for _, layer in self.followers)
+        return super().uses_input_norms or any(
+            layer.uses_input_norms for _, layer in self.followers
+        )
 
     def check_axes(self) -> None:
         """Check the leader's recipe, and each follower's."""

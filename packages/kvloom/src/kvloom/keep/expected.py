@@ -12,7 +12,6 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..registry.fields import check_fields
 from .scorer import Scorer, Step
-from .select import first_tokens
 
 
 @dataclass(frozen=True)
@@ -22,31 +21,29 @@ class Expected(Scorer):
     Section 3: later queries are Gaussian, with the mean and covariance of the step's queries before
     RoPE, both rotated to each of the next positions and averaged. The expected logit of a key is
     then k m + k C k / 2; softmax over the keys makes it a weight w, and the score is (w + epsilon)
-    |v|.
+    |v|. Sinks take part in neither, and get the largest score.
 
     Attributes:
         future: How many next positions.
         epsilon: See above.
-        sinks: The first tokens that take part in neither, and get the largest score.
     """
 
     future: int = 512
     epsilon: float = 0.0
-    sinks: int = 4
     kind: ClassVar[str] = "expected"
-    rotates: ClassVar[bool] = True
+    needs_rope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "future", "epsilon", "sinks")
+        check_fields(self, "future", "epsilon")
         if self.future < 1:
             raise RecipeError(f"future={self.future} must be 1 position or more")
-        if not 0 <= self.epsilon < math.inf or self.sinks < 0:
-            raise RecipeError(f"epsilon={self.epsilon} and sinks={self.sinks} must be 0 or more")
+        if not 0 <= self.epsilon < math.inf:
+            raise RecipeError(f"epsilon={self.epsilon} must be 0 or more")
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
         b, hk, n, d = step.k.shape
-        first = first_tokens(n, self.sinks, step.visible, step.k.device)
+        first = step.sink_mask
         mean, covariance = self._queries(step, ~first[..., n - step.q.shape[2] :])
         mean, covariance = mean.view(b, hk, -1, d), covariance.view(b, hk, -1, d, d)
         k = step.k.float()

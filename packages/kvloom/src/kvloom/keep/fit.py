@@ -31,22 +31,19 @@ class Fit:
 
     Attributes:
         chunk: Tokens of a chunk.
-        sinks: The first tokens of the prompt, which every query sees.
         every: Every so many-th query is a row of the regression.
         ridge: How much a large change of values costs.
         values: How many values of a head change in a chunk.
     """
 
     chunk: int = 2048
-    sinks: int = 4
     every: int = 6
     ridge: float = 0.01
     values: int = 256
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "sinks", "every", "ridge", "values")
+        check_fields(self, "chunk", "every", "ridge", "values")
         check_whole("chunk", self.chunk, 1)
-        check_whole("sinks", self.sinks, 0)
         check_whole("every", self.every, 1)
         check_whole("values", self.values, 1)
         if self.ridge < 0:
@@ -110,7 +107,7 @@ class Fit:
         values = v.float().clone()
         for lo in range(0, len(k), self.chunk):
             hi = min(len(k), lo + self.chunk)
-            sinks = torch.arange(min(self.sinks, lo))
+            sinks = torch.arange(min(step.sinks, lo))
             seen = torch.cat([sinks, torch.arange(lo, hi)]).to(k.device)
             begin, end = (-(-max(0, i - first) // self.every) for i in (lo, hi))
             rows = q[:, begin:end].flatten(0, 1)

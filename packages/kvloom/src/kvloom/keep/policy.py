@@ -234,7 +234,7 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
             )
-        if self.fit is not None and not (self.scorer.of_prompt and self.scorer.rotates):
+        if self.fit is not None and not (self.scorer.of_prompt and self.scorer.needs_rope):
             raise RecipeError(
                 f"fit needs the prompt's queries and their rotation, which score "
                 f"{self.scorer.kind!r} does not keep; use the score rotated"
@@ -356,10 +356,9 @@ class Keep:
         return self.budget.layers in budgets.BY_VARIANCE or self.budget.heads is not None
 
     @property
-    def waits(self) -> bool:
-        """Whether a layer keeps the whole prompt exact until all layers have scored it."""
-        by_scores = self.budget.layers in ("joint", *budgets.BY_VARIANCE)
-        return self.shared or by_scores or self.scorer.repeats
+    def joint(self) -> bool:
+        """Whether an eviction from the prompt needs the scores of other layers."""
+        return self.shared or self.budget.layers in ("joint", *budgets.BY_VARIANCE)
 
     @property
     def by_age(self) -> bool:
@@ -396,7 +395,7 @@ class Outliers:
                 f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
                 "function of a Step"
             )
-        if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.rotates):
+        if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.needs_rope):
             how = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
             raise RecipeError(
                 f"score {self.scorer.kind!r} {how}, which outliers do not wait for; "

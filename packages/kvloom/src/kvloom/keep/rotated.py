@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..registry.fields import check_fields, check_whole
 from .scorer import Scorer, Step
-from .select import first_tokens
 
 
 @dataclass(frozen=True)
@@ -33,26 +32,23 @@ class Rotated(Scorer):
 
     Attributes:
         chunk: Tokens of a chunk.
-        sinks: The first tokens of the prompt, which every query sees.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
     """
 
     chunk: int = 2048
-    sinks: int = 4
     contribution: bool = True
     kind: ClassVar[str] = "rotated"
-    rotates: ClassVar[bool] = True
+    needs_rope: ClassVar[bool] = True
     of_prompt: ClassVar[bool] = True
-    reads_bias: ClassVar[bool] = False
+    supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "sinks", "contribution")
+        check_fields(self, "chunk", "contribution")
         check_whole("chunk", self.chunk, 1)
-        check_whole("sinks", self.sinks, 0)
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return self.contribution
 
@@ -63,8 +59,7 @@ class Rotated(Scorer):
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""
-        n = step.k.shape[2]
-        sinks = first_tokens(n, self.sinks, step.visible, step.k.device)
+        n, sinks = step.k.shape[2], step.sink_mask
         chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
         return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)
 
@@ -75,8 +70,8 @@ class Rotated(Scorer):
         seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
         repeated, own_seen = keys, seen & ~own_sinks
         count = seen.sum(dim=-1, keepdim=True)  # without padding
-        if lo and self.sinks:
-            slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : self.sinks]
+        if lo and step.sinks:
+            slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]
             first = step.k.gather(2, slots[..., None].expand(b, hk, -1, d))
             repeated = torch.cat([first, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.score.noise import Noise
 from ..positions.rope import Rope
+from .select import first_tokens
 
 
 @dataclass
 class Step:
     """The input of a score: T new queries and the N exact tokens that they attended to.
+
+    Whoever builds a step gives the first six, and of the others what the score reads.
 
     Attributes:
         q: [B, Hq, T, D] in the model's dtype, rotated as the model rotates them: of the last T
@@ -22,21 +26,22 @@ class Step:
         k: [B, Hk, N, D] in the model's dtype.
         v: [B, Hk, N, D] in the model's dtype.
         scale: Factor on q . k.
-        softcap: Cap of the logits; None: they are not capped.
-        visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
-        visible_queries: bool [B, 1, T], the same of the queries' own tokens.
         index: int32 or int64 [B or 1, Hk or 1, N], the tokens' positions in the sequence.
         seen: The length of the sequence so far.
         number: Counts decode steps; 0 for the prompt.
         seed: Differs from layer to layer.
         group: How query heads of a group are combined.
+        sinks: How many first tokens of each row are sinks (`Protect.sinks`), without padding.
+        softcap: Cap of the logits; None: they are not capped.
+        visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
+        visible_queries: bool [B, 1, T], the same of the queries' own tokens.
         bias: fp32 [B, Hq, N], added to the logits (ALiBi).
         products: scale * q @ k, where attention has computed it already (`kernels.score`).
         rope: The model's rotary embedding, for scores that need it; None: the model has none.
         ids: int64 [B, N], token ids, for scores with `reads_ids`.
         head: The model's number of the first key/value head, where this process has a part of them.
         norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
-            `reads_norms`; None where the model does not give it.
+            `uses_input_norms`; None where the model does not give it.
         ahead: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
     """
 
@@ -44,14 +49,15 @@ class Step:
     k: Tensor
     v: Tensor
     scale: float
-    softcap: float | None
-    visible: Tensor | None
-    visible_queries: Tensor | None
     index: Tensor
     seen: int
-    number: int
-    seed: int
-    group: str
+    number: int = 0
+    seed: int = 0
+    group: str = "sum"
+    sinks: int = 0
+    softcap: float | None = None
+    visible: Tensor | None = None
+    visible_queries: Tensor | None = None
     bias: Tensor | None = None
     products: Tensor | None = None
     rope: Rope | None = None
@@ -59,6 +65,17 @@ class Step:
     head: int = 0
     norms: Tensor | None = None
     ahead: Tensor | None = None
+
+    @property
+    def sink_mask(self) -> Tensor:
+        """Which tokens are sinks, bool [B or 1, 1 or Hk, N]."""
+        if self.visible is None:
+            return self.index < self.sinks
+        shape = torch.broadcast_shapes(self.visible.shape, self.index.shape)
+        order = self.index.expand(shape).argsort(dim=-1)  # slots are not ordered by position
+        visible = self.visible.expand(shape).gather(-1, order)
+        first = first_tokens(shape[-1], self.sinks, visible, visible.device)
+        return torch.zeros_like(first).scatter(-1, order, first)
 
     def mass(
         self,
@@ -119,25 +136,26 @@ class Scorer:
 
     Attributes:
         kind: The name in recipes.
-        weighs: Whether the score calls `Step.mass`.
+        sums_attention: Whether it sums up the attention of a step's queries: `Step.mass`, but not
+            the largest weights.
         repeats: Whether the model repeats the prompt for it; such scores derive from
             `Reconstruction`.
-        rotates: Whether the score needs the model's rotary embedding, `Step.rope`.
+        needs_rope: Whether the score needs the model's rotary embedding, `Step.rope`.
         of_prompt: Whether it needs the queries of a whole prompt, and cannot score later steps.
-        reads_bias: Whether it can score a model with ALiBi.
+        supports_alibi: Whether it can score a model with ALiBi.
         reads_ids: Whether it needs `Step.ids`; such a score is a rule for outliers.
     """
 
     kind: ClassVar[str] = ""
-    weighs: ClassVar[bool] = False
+    sums_attention: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
-    rotates: ClassVar[bool] = False
+    needs_rope: ClassVar[bool] = False
     of_prompt: ClassVar[bool] = False
-    reads_bias: ClassVar[bool] = True
+    supports_alibi: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = False
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return False
 

@@ -70,7 +70,7 @@ class Mass(Scorer):
 
     damping: float = 1.0
     kind: ClassVar[str] = "mass"
-    weighs: ClassVar[bool] = True
+    sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self, "damping")
@@ -102,7 +102,7 @@ class Observation(Scorer):
     pool: str = "avg"
     kernel: int = 7
     kind: ClassVar[str] = "observation"
-    weighs: ClassVar[bool] = True
+    sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self, "window", "kernel")
@@ -143,7 +143,7 @@ class Noisy(Scorer):
     tau_end: float = 2.0
     steps: int = 128
     kind: ClassVar[str] = "noisy"
-    weighs: ClassVar[bool] = True
+    sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fields(self, "fixed", "tau_begin", "tau_end", "steps")
@@ -201,10 +201,10 @@ class ValueAware(Scorer):
 
     base: Scorer = field(default_factory=Mass)
     kind: ClassVar[str] = "value-aware"
-    weighs: ClassVar[bool] = True
+    sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, Scorer) or not self.base.weighs:
+        if not isinstance(self.base, Scorer) or not self.base.sums_attention:
             raise RecipeError(
                 f"base={self.base!r} of a value-aware score must be a score of attention, such as "
                 "mass or observation"

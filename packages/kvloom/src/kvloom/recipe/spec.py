@@ -21,25 +21,30 @@ from ..store import Packed, Store
 from . import text
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, Unchanged, listed, select, spelled
+from .upgrade import without_sinks
 
 
 @dataclass(frozen=True)
 class Protect:
-    """Tokens that always stay.
+    """Tokens that are exempt from eviction, from packing, or from both.
 
-    The newest stay exact. So do sinks, unless the recipe evicts by score and packs; then they are
-    packed with the other tokens.
+    Every step of a recall reads the sinks and the exact recent tokens.
 
     Attributes:
-        sinks: How many first tokens.
-        recent: How many newest tokens; or (keys, values) where the two differ, as in KIVI.
+        sinks: How many first tokens. They are never evicted. They are not packed either, unless a
+            score evicts from the prompt (when="prompt").
+        exact_recent: How many newest tokens are not packed; or (keys, values) where the two differ,
+            as in KIVI. With when="block", `Budget.recent` decides this. Eviction by age does not
+            evict them; eviction by score may, as `Budget.recent` allows.
         outliers: A rule for more tokens of the prompt that are not packed.
-        ids: Token ids. Such tokens of the first prompt always stay, as far as the budget allows.
-        ids_except: Token ids. Tokens of the first prompt with any other id always stay, likewise.
+        ids: Token ids. Such tokens of the first prompt are not evicted, as far as the budget
+            allows.
+        ids_except: Token ids. Tokens of the first prompt with any other id are not evicted,
+            likewise.
     """
 
     sinks: int = 0
-    recent: int | tuple[int, int] = 0
+    exact_recent: int | tuple[int, int] = 0
     outliers: Outliers | None = None
     ids: tuple[int, ...] | None = None
     ids_except: tuple[int, ...] | None = None
@@ -48,15 +53,25 @@ class Protect:
         check_fields(self, "outliers", "ids", "ids_except")
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
-        if isinstance(self.recent, tuple) and len(self.recent) != 2:
-            raise RecipeError(f"recent={self.recent!r} must be one number, or (keys, values)")
-        for name, value in (("sinks", self.sinks), *(("recent", r) for r in self.recents)):
-            check_whole(name, value, 0, " of tokens")
+        recent = self.exact_recent
+        if isinstance(recent, tuple) and len(recent) != 2:
+            raise RecipeError(f"exact_recent={recent!r} must be one number, or (keys, values)")
+        check_whole("sinks", self.sinks, 0, " of tokens")
+        for tokens in self.exact_recents:
+            check_whole("exact_recent", tokens, 0, " of tokens")
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `exact_recent`."""
+        if "exact_recent" in table:
+            return table
+        return {"exact_recent" if name == "recent" else name: x for name, x in table.items()}
 
     @property
-    def recents(self) -> tuple[int, int]:
+    def exact_recents(self) -> tuple[int, int]:
         """The number of exact newest tokens of keys and of values."""
-        return self.recent if isinstance(self.recent, tuple) else (self.recent, self.recent)
+        recent = self.exact_recent
+        return recent if isinstance(recent, tuple) else (recent, recent)
 
     @property
     def reads_ids(self) -> bool:
@@ -66,7 +81,7 @@ class Protect:
     @property
     def tokens(self) -> int:
         """The number of protected tokens, without outliers and tokens that stay by their ids."""
-        return self.sinks + max(self.recents)
+        return self.sinks + max(self.exact_recents)
 
 
 @dataclass(frozen=True)
@@ -144,7 +159,7 @@ class Recipe:
         keep: Which tokens stay; None: all.
         store: The formats of keys and values.
         recall: Which stored tokens a step reads; None: all.
-        protect: Tokens that always stay.
+        protect: Tokens that are exempt from eviction, from packing, or from both.
         name: As reports print it.
         layers: Overrides for some layers; of two for one layer, the later one wins.
         start: Everything stays exact until the context exceeds this many tokens; then all tokens so
@@ -316,7 +331,7 @@ class Recipe:
     @property
     def always_read(self) -> int:
         """Tokens that every step of a recipe with recall reads: sinks or prefix, and recent."""
-        return max(self.protect.sinks, self.pinned_prefix) + max(self.protect.recents)
+        return max(self.protect.sinks, self.pinned_prefix) + max(self.protect.exact_recents)
 
     @property
     def reads_queries(self) -> bool:
@@ -326,9 +341,9 @@ class Recipe:
         return scored or indexed or self.protect.outliers is not None
 
     @property
-    def reads_norms(self) -> bool:
+    def uses_input_norms(self) -> bool:
         """Whether the score reads the norms of the layers' inputs."""
-        return self.keep is not None and self.keep.scorer.reads_norms
+        return self.keep is not None and self.keep.scorer.uses_input_norms
 
     @property
     def stores(self) -> tuple[Store, ...]:
@@ -428,7 +443,9 @@ class Recipe:
     @property
     def in_windows(self) -> Recipe:
         """The plain recipe of packed windows: formats and the newest exact tokens alone."""
-        return _interned(Recipe(store=self.store, protect=Protect(recent=self.protect.recent)))
+        return _interned(
+            Recipe(store=self.store, protect=Protect(exact_recent=self.protect.exact_recent))
+        )
 
     def expired(self, tokens: int, window: int, prompt: bool = False) -> int:
         """Return how many of the oldest tokens a packed window does not store.
@@ -474,10 +491,10 @@ class Recipe:
         """
         keep = None if self.keep is None else self.keep.repeating
         layers = tuple(_repeating(override) for override in self.layers)
-        return replace(self, keep=keep, layers=layers) if self.rotates_queries else self
+        return replace(self, keep=keep, layers=layers) if self.has_rotated_score else self
 
     @property
-    def rotates_queries(self) -> bool:
+    def has_rotated_score(self) -> bool:
         """Whether a layer has the score `Rotated`."""
         keeps = (x.keep for x in self._plain)
         return any(keep is not None and isinstance(keep.scorer, Rotated) for keep in keeps)
@@ -541,7 +558,7 @@ class Recipe:
                 f"{geometry.dims[0]} and {geometry.dims[1]}; leave out the tier"
             )
         problems += _head_budget_problems(self, geometry)
-        if self.keep is not None and geometry.alibi and not self.keep.scorer.reads_bias:
+        if self.keep is not None and geometry.alibi and not self.keep.scorer.supports_alibi:
             problems.append(
                 f"score {self.keep.scorer.kind!r} moves queries to other positions, and the "
                 "model's attention adds a bias by position (ALiBi); use another score, such as mass"
@@ -585,6 +602,11 @@ class Recipe:
         return _predict_tokens(plain, tokens - before, layer.geometry, expired)
 
     # text
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that a former version may have written."""
+        return without_sinks(table)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.
@@ -648,7 +670,7 @@ def _latent_problem(recipe: Recipe) -> str | None:
             "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
             "format without one, such as turbo"
         )
-    if any(keep.scorer.rotates for keep in keeps):
+    if any(keep.scorer.needs_rope for keep in keeps):
         return (
             "its score rotates queries to later positions, and the queries of latents (MLA) have "
             "parts without a position; use another score, such as observation"
@@ -728,7 +750,7 @@ def predicted_layer_nbytes(
         by_ids = recipe.protect.reads_ids or (outliers is not None and outliers.reads_ids)
         ids = 8 * tokens if by_ids else 0
         read = queries if recipe.reads_queries else 0
-        read += 4 * tokens if recipe.reads_norms else 0
+        read += 4 * tokens if recipe.uses_input_norms else 0
         return stored + read + (8 if separate_sinks or in_blocks else 0) + ids
     if keep is None or keep.by_age:
         kept = tokens
@@ -763,7 +785,7 @@ def _predict_blocks(recipe: Recipe, tokens: int, g: Geometry) -> int:
     total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
     if not count:  # the queries wait for a block
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
-        return total + queries + (4 * tokens if recipe.reads_norms else 0)
+        return total + queries + (4 * tokens if recipe.uses_input_norms else 0)
     wanted = g.kv_heads * (keep.budget.resolve(tokens) - sinks - stored + count)
     granted = max(0, min(g.kv_heads * count, wanted // unit * unit))
     return total + _predict_ragged(recipe, granted, g)
@@ -802,7 +824,7 @@ def _predict_index(recipe: Recipe, tokens: int, prefix: int, g: Geometry) -> int
     """Return the bytes of one head's index of `tokens` tokens without the first `prefix`."""
     if recipe.recall is None:
         return 0
-    ready = tokens - max(recipe.protect.recents)
+    ready = tokens - max(recipe.protect.exact_recents)
     for fmt, recent in _sides(recipe):
         ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
     if recipe.recall.tier is not None:
@@ -820,4 +842,4 @@ def _predict_slots(room: int, g: Geometry) -> int:
 def _sides(recipe: Recipe) -> list:
     """Return (format, recent exact tokens) of keys and of values."""
     store = recipe.store
-    return list(zip((store.keys, store.values), recipe.protect.recents, strict=True))
+    return list(zip((store.keys, store.values), recipe.protect.exact_recents, strict=True))

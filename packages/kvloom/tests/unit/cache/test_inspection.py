@@ -92,7 +92,7 @@ def test_a_packer_packs_as_a_layer_does():
     q, k, v = prompt(256)
     layer = LayerCache(recipe)
     fill(layer, q, k, v)
-    packer = PromptPacker(recipe.store, recipe.protect.recents, LayerMetadata())
+    packer = PromptPacker(recipe.store, recipe.protect.exact_recents, LayerMetadata())
     packer.pack(k, v)
     assert packer.nbytes == layer.nbytes
 

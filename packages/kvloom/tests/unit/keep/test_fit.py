@@ -100,17 +100,18 @@ def test_padding_changes_nothing(chunk):
 
 def test_the_sinks_are_fitted_with_the_first_chunk_alone():
     one, kept = step(), chosen(2)
-    first = step(seen=12)
+    one.sinks = 2
+    first = step(seen=12, sinks=2)
     first.q, first.k, first.v = (x[:, :, :12] for x in (one.q, one.k, one.v))
-    expected = fitted(Fit(12, 2), first, kept[..., :12], one.k[:, :, :12])
-    found = fitted(Fit(12, 2), one, kept, one.k)
+    expected = fitted(Fit(12), first, kept[..., :12], one.k[:, :, :12])
+    found = fitted(Fit(12), one, kept, one.k)
     torch.testing.assert_close(found[:, :, :12], expected)
     assert not torch.equal(found[:, :, 12:], one.v[:, :, 12:])
 
 
 def test_a_recipe_with_a_fit_is_written_down():
     recipe = resolve("rotated:fraction=0.2,fit=true,chunk=512,sinks=2")
-    assert recipe.keep.fit == Fit(512, 2)
+    assert recipe.keep.fit == Fit(512)
     assert Recipe.from_toml(recipe.to_toml()) == recipe
     assert resolve("rotated").keep.fit is None
 
@@ -121,7 +122,6 @@ def test_a_recipe_with_a_fit_is_written_down():
         (lambda: Fit(chunk=0), "chunk"),
         (lambda: Fit(every=0), "every"),
         (lambda: Fit(values=0), "values"),
-        (lambda: Fit(sinks=-1), "sinks"),
         (lambda: Fit(ridge=-1.0), "ridge=-1.0 must be 0 or more"),
         (lambda: Fit(ridge="x"), "ridge='x' must be a number"),
         (lambda: Keep(Budget(8), Expected(), when="prompt", fit=Fit()), "use the score rotated"),

@@ -93,7 +93,7 @@ class Mine(Scorer):
 def step(tokens: int = 5) -> Step:
     q, k = torch.randn(2, 4, tokens, 8), torch.randn(2, 2, tokens, 8)
     index = torch.arange(tokens).view(1, 1, -1)
-    return Step(q, k, k, 1.0, None, None, None, index, tokens, 0, 0, "sum")
+    return Step(q, k, k, 1.0, index, tokens)
 
 
 @pytest.mark.parametrize(

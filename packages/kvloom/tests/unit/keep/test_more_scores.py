@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -33,10 +35,8 @@ def step(t: int = N, **changes) -> Step:
     """A step of the last t of N tokens, the same numbers every time."""
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(B, h, n, D, generator=g) for h, n in ((HQ, t), (HK, N), (HK, N)))
-    one = Step(q + 1, k, v, 0.5, None, None, None, torch.arange(N)[None, None], N, 0, 0, "mean")
-    for name, value in changes.items():
-        setattr(one, name, value)
-    return one
+    one = Step(q + 1, k, v, 0.5, torch.arange(N)[None, None], N, group="mean", sinks=4)
+    return replace(one, **changes)
 
 
 def by_head(one: Step):
@@ -47,11 +47,24 @@ def by_head(one: Step):
             yield b, h, *(x.double().numpy() for x in (q, one.k[b, h], one.v[b, h]))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [0, 4, 100])
+def test_sinks_are_the_first_tokens_wherever_their_slots_are(sinks, padded):
+    g = torch.Generator().manual_seed(sinks)
+    index = torch.stack([torch.randperm(N, generator=g) for _ in range(B * HK)]).view(B, HK, N)
+    visible = index % 3 > 0 if padded else None  # each head's padding is where its slots are
+    mask = step(index=index, visible=visible, sinks=sinks).sink_mask
+    for b in range(B):
+        for h in range(HK):
+            real = [i for i in range(N) if i % 3 or not padded]
+            assert sorted(index[b, h][mask[b, h]].tolist()) == real[:sinks]
+
+
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize(("future", "sinks", "epsilon"), [(1, 0, 0.0), (40, 4, 0.02), (512, 1, 0)])
 def test_expected_attention(future, sinks, epsilon, rotates):
-    one = step(rope=Rope(INV_FREQ) if rotates else None)
-    found = Expected(future, epsilon, sinks)(one)
+    one = step(rope=Rope(INV_FREQ) if rotates else None, sinks=sinks)
+    found = Expected(future, epsilon)(one)
     inv_freq = INV_FREQ.double().numpy() if rotates else None
     for b, h, q, k, v in by_head(one):
         want = rules.expected(q, k, v, 0.5, inv_freq, future, sinks, epsilon)
@@ -60,9 +73,9 @@ def test_expected_attention(future, sinks, epsilon, rotates):
 
 def test_expected_attention_is_that_of_drawn_queries():
     """The expectation of exp(logit), by drawing Gaussian queries instead of by its formula."""
-    one = step()
+    one = step(sinks=0)
     one.q, one.scale = one.q * 0.5, 0.25
-    found = Expected(sinks=0)(one)
+    found = Expected()(one)
     for b, h, q, k, v in by_head(one):
         weights = 0
         for head in q:
@@ -80,7 +93,7 @@ def test_padding_in_front_changes_no_score(rope):
     visible[:, :, :10] = False
     whole = step(rope=rope)
     padded = step(rope=rope, visible=visible, visible_queries=visible)
-    alone = step(rope=rope, seen=20)
+    alone = step(rope=rope, seen=20, index=torch.arange(20)[None, None])
     alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
     if rope is not None:  # rotated as at positions from 0 on
         alone.q, alone.k = (rope.rotate(x, torch.full((1, 1, 20), -10)) for x in (alone.q, alone.k))
@@ -140,11 +153,10 @@ def test_the_base_of_a_value_aware_score_is_written_down(base):
     ("build", "message"),
     [
         (lambda: Expected(future=0), "future=0 must be 1 position or more"),
-        (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 and sinks=4 must be 0 or more"),
+        (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 must be 0 or more"),
         (lambda: ValueAware(KeyNorm()), "must be a score of attention, such as mass"),
         (lambda: ValueAware(Reconstruction()), "must be a score of attention, such as mass"),
         (lambda: Rotated(chunk=0), "chunk"),
-        (lambda: Rotated(sinks=-1), "sinks"),
         (lambda: Rotated(contribution=2), "contribution=2 must be True or False"),
         (lambda: Keep(Budget(8), Rotated()), "whole prompt, so it cannot score steps"),
         (lambda: Outliers(8, Rotated()), "rotates the prompt's queries, which outliers"),

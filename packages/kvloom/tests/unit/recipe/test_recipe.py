@@ -114,11 +114,11 @@ def test_a_part_of_a_wrong_type_is_refused(build, says):
         ({"sinks": -1}, "sinks=-1"),
         ({"sinks": 1.5}, "sinks=1.5"),
         ({"sinks": True}, "sinks=True"),
-        ({"recent": -3}, "recent=-3"),
-        ({"recent": (0, -3)}, "recent=-3"),
-        ({"recent": "8"}, "recent='8'"),
-        ({"recent": (1, 2, 3)}, "recent=(1, 2, 3)"),
-        ({"recent": (1,)}, "recent=(1,)"),
+        ({"exact_recent": -3}, "exact_recent=-3"),
+        ({"exact_recent": (0, -3)}, "exact_recent=-3"),
+        ({"exact_recent": "8"}, "exact_recent='8'"),
+        ({"exact_recent": (1, 2, 3)}, "exact_recent=(1, 2, 3)"),
+        ({"exact_recent": (1,)}, "exact_recent=(1,)"),
     ],
 )
 def test_bad_protection_is_refused(fields, wrong):
@@ -199,7 +199,7 @@ def test_keep_and_a_packed_store_do_not_combine():
 @pytest.mark.parametrize(("sinks", "recent"), [(8, 0), (4, 4), (0, (2, 9))])
 def test_a_budget_must_leave_room_beside_protected_tokens(sinks, recent):
     protect = Protect(sinks, recent)
-    least = sinks + max(protect.recents)
+    least = sinks + max(protect.exact_recents)
     with pytest.raises(RecipeError, match=f"use {least + 1} or more"):
         Recipe(keep=Keep(Budget(tokens=least)), protect=protect)
     Recipe(keep=Keep(Budget(tokens=least + 1)), protect=protect)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep
+from kvloom.keep import SCORERS, Budget, Fit, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe.spec import LayerOverride, Protect, Recipe
 from kvloom.store import Packed, Store
 
 formats = st.none() | st.builds(
@@ -34,7 +34,7 @@ formats |= by_token(
 formats |= by_token(bits=st.just(3), rotation=st.sampled_from(["group", "head"]))
 formats |= by_token(bits=st.just(4), static=st.just(True), reorder=st.just(True))
 numbers = st.integers(0, 500)
-protects = st.builds(Protect, sinks=numbers, recent=numbers | st.tuples(numbers, numbers))
+protects = st.builds(Protect, sinks=numbers, exact_recent=numbers | st.tuples(numbers, numbers))
 budgets = st.builds(Budget, tokens=st.integers(1001, 10**6)) | st.builds(
     Budget, fraction=st.floats(1e-9, 1)
 )
@@ -87,7 +87,7 @@ def test_a_dict_is_plain_and_without_none():
                 "residual": 1,
             }
         },
-        "protect": {"sinks": 2, "recent": [0, 128]},
+        "protect": {"sinks": 2, "exact_recent": [0, 128]},
         "name": "custom",
     }
 
@@ -101,11 +101,11 @@ def test_a_toml_written_by_hand():
             axis = "channel"
             residual = 64
             [protect]
-            recent = [0, 64]
+            exact_recent = [0, 64]
             """
     ) == Recipe(
         store=Store(keys=Packed(4, "channel", residual=64)),
-        protect=Protect(recent=(0, 64)),
+        protect=Protect(exact_recent=(0, 64)),
         name="mine",
     )
 
@@ -119,15 +119,16 @@ def test_a_toml_written_by_hand():
         ({"store": {"keys": {"bits": 2}}}, "keys: Packed needs the field 'axis'"),
         ({"keep": {}}, "give one"),
         ({"keep": {"budget": {"tokens": 8}, "score": 1}}, "Keep has no field 'score'"),
-        ({"protect": {"recents": 1}}, "Protect has no field 'recents'; it has sinks, recent"),
+        ({"protect": {"last": 1}}, "Protect has no field 'last'; it has sinks, exact_recent"),
+        ({"protect": {"recent": 1, "exact_recent": 2}}, "Protect has no field 'recent'; it has"),
         ({"recall": {"index": "tree"}}, "index kind='tree' is not one of clusters, pages, topk"),
         (
             {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": [1]}}},
             "kind=[1] is not one of",
         ),
         (
-            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "weighs": True}}},
-            "Mass has no field 'weighs'; it has damping",
+            {"keep": {"budget": {"tokens": 5}, "scorer": {"kind": "mass", "sums_attention": True}}},
+            "Mass has no field 'sums_attention'; it has damping",
         ),
         # a section that is no section
         ({"protect": 3}, "protect"),
@@ -167,3 +168,55 @@ def test_a_kind_alone_is_its_defaults():
 def test_a_table_of_transforms_still_loads(transform, fields):
     text = f'[store.keys]\nbits = 2\naxis = "token"\n\n[store.keys.transform]\n{transform}\n'
     assert Recipe.from_toml(text).store.keys == Packed(2, "token", **fields)
+
+
+def test_the_former_name_of_exact_recent_still_loads():
+    text = """
+        [protect]
+        recent = [0, 32]
+        [[layers]]
+        where = "first 1"
+        protect = {sinks = 4, recent = 8}
+        """
+    recipe = Recipe.from_toml(text)
+    assert recipe.protect == Protect(exact_recent=(0, 32))
+    assert recipe.layers[0].protect == Protect(4, 8)
+
+
+def former(kind: str, sinks: int, fit: dict | None = None) -> dict:
+    """The table of a recipe whose score, and its fit, have sinks of their own."""
+    keep = {"budget": {"tokens": 64}, "scorer": {"kind": kind, "sinks": sinks}, "when": "prompt"}
+    return {"keep": {**keep, **({"fit": fit} if fit else {})}, "protect": {"sinks": 4}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fit"), [("rotated", {"sinks": 4, "every": 2}), ("rotated", None), ("expected", None)]
+)
+def test_former_sinks_still_load_where_they_are_those_of_protect(kind, fit):
+    keep = Keep(Budget(64), SCORERS[kind](), when="prompt", fit=Fit(every=2) if fit else None)
+    table = former(kind, 4, fit)
+    assert Recipe.from_dict(table) == Recipe(keep, protect=Protect(4))
+    override = Recipe.from_dict({"layers": [{"where": "first 1", **table}]}).layers[0]
+    assert override == LayerOverride("first 1", keep=keep, protect=Protect(4))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (former("rotated", 8), "sinks=8 of scorer differs from sinks=4 of protect"),
+        (former("rotated", 4, {"sinks": 0}), "sinks=0 of fit differs from sinks=4 of protect"),
+        (
+            former("expected", 4) | {"layers": [{"where": "0", "protect": {"sinks": 2}}]},
+            "sinks=4 of scorer differs from sinks=2 of protect",
+        ),
+        (
+            {"layers": [{"where": "0", **former("rotated", 5)}]},
+            "sinks=5 of scorer differs from sinks=4 of protect",
+        ),
+        (former("mass", 4), "Mass has no field 'sinks'"),
+    ],
+)
+def test_former_sinks_that_differ_from_those_of_protect_are_refused(table, says):
+    with pytest.raises(RecipeError) as refused:
+        Recipe.from_dict(table)
+    assert says in str(refused.value)

@@ -20,7 +20,7 @@ def test_the_names_there_are():
 def test_kivi_reads_as_the_paper():
     assert resolve("kivi") == Recipe(
         store=Store(Packed(2, "channel", 32, "fp16", residual=128), Packed(2, "token", 32, "fp16")),
-        protect=Protect(recent=(0, 128)),
+        protect=Protect(exact_recent=(0, 128)),
         name="kivi",
     )
 
@@ -45,7 +45,7 @@ def test_overrides_reach_both_windows():
     recipe = resolve("kivi:group=64,residual=192,bits=4,meta=fp32")
     assert recipe.store.keys == Packed(4, "channel", 64, "fp32", residual=192)
     assert recipe.store.values == Packed(4, "token", 64, "fp32")
-    assert recipe.protect.recents == (0, 192)
+    assert recipe.protect.exact_recents == (0, 192)
 
 
 @pytest.mark.parametrize("name", ["kivi", "kivi:group=64,residual=128", "kivi-4"])

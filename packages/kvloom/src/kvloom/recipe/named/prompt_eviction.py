@@ -118,7 +118,7 @@ def expected(
     kvpress; the newest `recent` tokens stay (kvpress: recent=0); softcapped logits are capped after
     the expectation; padding takes part in nothing.
     """
-    scorer = Expected(future, epsilon, sinks)
+    scorer = Expected(future, epsilon)
     return _once(
         scorer, tokens, fraction, sinks, recent,
         group="mean", layers=layers, positions=positions, store=store,
@@ -189,9 +189,9 @@ def rotated(
     changes with the length, the model repeats the prompt instead, as for `kvzip`.
     """
     return _once(
-        Rotated(chunk, sinks, contribution), tokens, fraction, sinks, recent,
+        Rotated(chunk, contribution), tokens, fraction, sinks, recent,
         group="max", layers=layers, positions=positions, heads=heads, store=store,
-        fit=Fit(chunk, sinks) if fit else None, block=block,
+        fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip
 
 
@@ -308,5 +308,5 @@ def _stored_as(name: str, recipe: Recipe) -> Recipe:
         raise RecipeError(
             f"store={name!r} also selects tokens; use a recipe that only packs, such as kivi-4"
         )
-    protect = replace(recipe.protect, recent=other.protect.recent)
+    protect = replace(recipe.protect, exact_recent=other.protect.exact_recent)
     return replace(recipe, store=other.store, protect=protect)

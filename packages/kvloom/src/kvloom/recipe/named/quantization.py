@@ -27,7 +27,7 @@ def rtn(
 ) -> Recipe:
     """Round-to-nearest per token, keys and values alike, nothing exact: the baseline."""
     fmt = Packed(bits, "token", group, meta, rotation="head" if rotate else "none")
-    return Recipe(store=Store(fmt, fmt), protect=Protect(recent=residual))
+    return Recipe(store=Store(fmt, fmt), protect=Protect(exact_recent=residual))
 
 
 def kivi(
@@ -110,7 +110,7 @@ def smoothquant(
     """
     packed = partial(Packed, bits, "token", group, meta, smooth=True)
     store = _calibrated(packed(pre_rope=pre_rope), packed(), calibration)
-    return Recipe(store=store, protect=Protect(recent=residual))
+    return Recipe(store=store, protect=Protect(exact_recent=residual))
 
 
 def rptq(

@@ -266,13 +266,14 @@ def _mass_case(
     *,
     noise: Noise | None = None,
     ahead: Tensor | None = None,
+    rest: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Hashable]:
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
     gradient = q.requires_grad and torch.is_grad_enabled()
-    return k, (shape, q.dtype, k.dtype, kind, ahead is None, gradient)
+    return k, (shape, q.dtype, k.dtype, kind, ahead is None, rest is None, gradient)
 
 
 column_mass = Op(
@@ -289,8 +290,8 @@ column_mass = Op(
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_triton.problems(
-            q, k, noise, ahead
+        problems=lambda q, k, *_, noise=None, ahead=None, rest=None, **__: mass_triton.problems(
+            q, k, noise, ahead, rest
         ),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),

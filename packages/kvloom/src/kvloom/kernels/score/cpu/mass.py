@@ -84,6 +84,8 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
     numbers, tensors = _options(b, hq, hk, t, n, given)
+    assert given.rest is None or given.window is None, "a window is causal"
+    rest = None if given.rest is None else given.rest.float().contiguous()
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
         layout = PANELS.pack(
@@ -95,8 +97,9 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=given.window or 0, largest=given.largest, scale=scale,
-            softcap=given.softcap or 0.0, inverse_tau=1 / given.tau, options=numbers,
+            scratch_bytes=4 * size, window=given.window or 0, rest=address(rest),
+            largest=given.largest, scale=scale, softcap=given.softcap or 0.0,
+            inverse_tau=1 / given.tau, options=numbers,
         )  # fmt: skip
         kernels.mass.run(job, 1, threads)
     del tensors

@@ -236,15 +236,24 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                     query = base + (row0 + i) * a.q.row if i < rows else 0
                     _widen(there, 4 * once, d, query, a.q.channel, a.number)
                 for i in range(rows):
-                    store_one(best + 4 * i, np.float32(-np.inf))
-                    store_one(sums + 4 * i, np.float32(0.0))
-                own = n - t + row0  # the first row's key
+                    other, begin_sum = np.float32(-np.inf), np.float32(0.0)
+                    if a.rest != 0:
+                        other = load_one(
+                            a.rest + 4 * ((b * a.query_heads + head) * t + row0 + i), FP32
+                        )
+                        begin_sum = np.float32(1.0 if other > np.float32(-np.inf) else 0.0)
+                    store_one(best + 4 * i, other)
+                    store_one(sums + 4 * i, begin_sum)
+                own, next_key = n - t + row0, 1  # the first row's last key; how far the next sees
+                if a.rest != 0:
+                    own, next_key = n - 1, 0
+                reach = own + (rows - 1) * next_key + 1
                 tile0 = max(0, own - window + 1) // TILE if window > 0 else 0
-                tile1 = -(-(own + rows) // TILE)
+                tile1 = -(-reach // TILE)
                 for tile in range(tile0, tile1):
                     lo = tile * TILE
                     tile_logits = s + tile * room * srow
-                    for j in range(0, min(TILE, own + rows - lo), panel):
+                    for j in range(0, min(TILE, reach - lo), panel):
                         for i in range(used):
                             products(
                                 qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
@@ -252,7 +261,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                                 pairs,
                             )  # fmt: skip
                     for i in range(rows):
-                        end = min(lo + TILE, own + i + 1)
+                        end = min(lo + TILE, own + i * next_key + 1)
                         begin = max(lo, own + i - window + 1) if window > 0 else lo
                         top, weight_sum, done = np.float32(-np.inf), np.float32(0.0), 0
                         if end > begin:

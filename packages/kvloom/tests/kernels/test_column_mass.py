@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import naive
+from kvloom.kernels.attend.reference import attend
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import Noise
@@ -122,6 +123,23 @@ def test_a_bias_for_each_row(backend):
     q, k, g = drawn(0, HQ, HK, T, N)
     bias = 5 * torch.randn(2, HQ, N, generator=g)
     agrees(backend.column_mass(q, k, 0.4, bias=bias), q, k, 0.4, bias=bias)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_keys_take_their_part_of_each_row(backend, dtype, largest):
+    """All see the first keys; the others, which are seen causally, are given by their lse."""
+    q, k, g = drawn(3, HQ, HK, T, N)
+    q, k, first = q.to(dtype), k.to(dtype), N - T
+    given = {"softcap": 3.0, "largest": largest} | options(["left padding"], g)
+    given["visible"] = given["visible"] & (torch.rand(2, 1, N, generator=g) > 0.2)
+    seen = given["visible"]
+    others = attend(q, k[:, :, first:], k[:, :, first:], 0.3, softcap=3.0, causal=True,
+                    visible=seen[..., first:])  # fmt: skip
+    want = backend.column_mass(q, k, 0.3, **given)[..., :first]
+    given["visible"] = seen[..., :first]
+    got = backend.column_mass(q, k[:, :, :first], 0.3, rest=others.lse, **given)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
 
 
 def test_rows_are_normalised_and_blocks_do_not_show(backend, monkeypatch):

@@ -19,6 +19,8 @@ from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
 from ..store.formats import Format, FormatView
 
+_STEP = 8  # queries, for which torch's fused attention is as fast
+
 
 def attend_to(
     q: Tensor,
@@ -29,13 +31,14 @@ def attend_to(
     plan: OpPlan[..., reference.AttentionState] | None = None,
     sink_logits: Tensor | None = None,
     ahead: reference.AttentionState | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
     operation as a layer has bound it (None: bind it for this call). sink_logits: fp32 [Hq], of
     attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
-    [B, Hq, T, D] in q's dtype, and the products if a kernel returned them (else None).
+    [B, Hq, T, D] in q's dtype; and, if a kernel returned them (else None), the products, and the
+    log-sum-exp of a prompt's logits, fp32 [B, Hq, T], without attention sinks.
     """
     only = regions[0] if len(regions) == 1 else None
     if only is None or only.where is not None or only.own < only.keys.tokens:
@@ -48,13 +51,19 @@ def attend_to(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
             out = state.out if ahead is None else reference.merge([state, ahead]).out
-            return out if out.dtype == q.dtype else out.to(q.dtype), state.products
+            return out if out.dtype == q.dtype else out.to(q.dtype), state.products, None
     if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
+        state = _of_prompt(q, only, scale)
+        if state is not None:
+            lse = state.lse
+            if sink_logits is not None:
+                state = reference.with_sinks(state, sink_logits)
+            return state.out.to(q.dtype), None, lse
         out = reference.sdpa(
             q, only.keys.tail, only.values.tail, scale,
             causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
         )  # fmt: skip
-        return out, None
+        return out, None, None
     states = [] if ahead is None else [ahead]
     for region in regions:
         if region.where is None and any(isinstance(view.packed, FormatView) for view in region[:2]):
@@ -66,7 +75,20 @@ def attend_to(
     state = reference.merge(states)
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
-    return state.out.to(q.dtype), None
+    return state.out.to(q.dtype), None, None
+
+
+def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
+    """Attend to a region whose last tokens the queries are, by a kernel; None if there is none."""
+    k, v = region.keys.tail, region.values.tail
+    if region.own != q.shape[2] or region.own <= _STEP:
+        return None
+    run = ops.attend_prompt.choose(q, k, v, scale).run
+    if run is None:
+        return None
+    dispatch.ran["attend_prompt", "cpu", ""] += 1
+    state: reference.AttentionState = run(q, k, v, scale, visible=region.visible)
+    return state
 
 
 def _by_format(

@@ -150,7 +150,9 @@ class BlockEvictor(ScoreEvictor):
         fit = self.keep.fit
         if fit is None:
             return queries.without_queries()
-        return queries._replace(q=fit.rows(queries.q, queries.visible_queries), products=None)
+        return queries._replace(
+            q=fit.rows(queries.q, queries.visible_queries), products=None, lse=None
+        )
 
     def divides_heads(self, tokens: int) -> bool:
         """Return whether heads of all layers compete for the tokens of a vote."""

@@ -67,15 +67,15 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     products_score = scores_step and state.seen > 0 and ahead is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     if state.metadata.latent:
-        out, products = _attend_to_latents(step, regions, state.plan, ahead), None
+        out, products, lse = _attend_to_latents(step, regions, state.plan, ahead), None, None
     else:
-        out, products = attend_to(
+        out, products, lse = attend_to(
             queries.q, regions, queries.scale, queries.softcap, products_score, state.plan,
             queries.sink_logits, ahead,
         )  # fmt: skip
-    if products is not None or queries.q.requires_grad:
-        q = queries.q
-        queries = queries._replace(q=q.detach() if q.requires_grad else q, products=products)
+    if products is not None or lse is not None or queries.q.requires_grad:
+        q = queries.q.detach() if queries.q.requires_grad else queries.q
+        queries = queries._replace(q=q, products=products, lse=lse)
         step = step._replace(queries=queries)
     return out, OpenStep(step, stored, regions)
 
@@ -89,7 +89,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     if step.attended is not None:
         return step.attended
     queries = step.queries
-    out, _ = attend_to(
+    out, *_ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
         sink_logits=queries.sink_logits, ahead=attention_ahead(state, step),
     )  # fmt: skip
@@ -132,7 +132,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     if state.metadata.latent:
         out = _attend_to_latents(step, regions)
     else:
-        out, _ = attend_to(
+        out, *_ = attend_to(
             queries.q, joined(regions), queries.scale, queries.softcap,
             sink_logits=queries.sink_logits,
         )  # fmt: skip
@@ -150,7 +150,9 @@ def _attend_to_latents(
     """Attend absorbed queries to a latent layer; plan: of one query; ahead: as for `attend_to`."""
     scale = step.queries.scale
     q, regions = latents.absorbed(step.queries.q, regions, scale)
-    out, _ = attend_to(q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, ahead=ahead)
+    out, *_ = attend_to(
+        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, ahead=ahead
+    )
     return out if step.expand is None else step.expand(out)
 
 

@@ -200,7 +200,7 @@ class ScoreEvictor(Evictor):
         if fit is None:
             return queries.without_queries()
         assert queries.visible is None or queries.visible.shape[2] == queries.tokens
-        return queries._replace(q=fit.rows(queries.q, queries.visible), products=None)
+        return queries._replace(q=fit.rows(queries.q, queries.visible), products=None, lse=None)
 
     def keep_prompt(
         self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None

@@ -23,11 +23,12 @@ class Queries(NamedTuple):
 
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
-    products: scale * q @ k, where attention left it (see `ops.step_mass`). sink_logits: fp32 [Hq],
-    of attention sinks, where the model has them; scores leave them out. norms: fp32 [B, T], the
-    norm of the layer's input at each query, where a score reads it. ahead: int64 [B, T], how many
-    later tokens each query sees by a mask of the model, as those of an image do (None: none).
-    sees_past: False where such a mask hides earlier tokens, which no score knows.
+    products: scale * q @ k, where attention left it (see `ops.step_mass`). lse: fp32 [B, Hq, T],
+    the log-sum-exp of the logits, where a prompt's attention left it. sink_logits: fp32 [Hq], of
+    attention sinks, where the model has them; scores leave them out. norms: fp32 [B, T], the norm
+    of the layer's input at each query, where a score reads it. ahead: int64 [B, T], how many later
+    tokens each query sees by a mask of the model, as those of an image do (None: none). sees_past:
+    False where such a mask hides earlier tokens, which no score knows.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Queries(NamedTuple):
     alibi: Alibi | None = None
     ids: Tensor | None = None
     products: Tensor | None = None
+    lse: Tensor | None = None
     sink_logits: Tensor | None = None
     norms: Tensor | None = None
     ahead: Tensor | None = None
@@ -67,14 +69,14 @@ class Queries(NamedTuple):
             position = alibi.position
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
         return self._replace(
-            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None,
+            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None, lse=None,
             **self._by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
         return self._replace(
-            q=self.q[:, :, :0].clone(), products=None, ids=None, norms=None, ahead=None
+            q=self.q[:, :, :0].clone(), products=None, lse=None, ids=None, norms=None, ahead=None
         )
 
     def after(self, earlier: Queries | None) -> Queries:
@@ -88,7 +90,7 @@ class Queries(NamedTuple):
         q, ahead = torch.cat([earlier.q, self.q], dim=2), None
         if earlier.ahead is not None or self.ahead is not None:
             ahead = torch.cat([earlier._tokens_ahead, self._tokens_ahead], dim=1)
-        return self._replace(q=q, products=None, ids=ids, norms=norms, ahead=ahead)
+        return self._replace(q=q, products=None, lse=None, ids=ids, norms=norms, ahead=ahead)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
@@ -96,14 +98,21 @@ class Queries(NamedTuple):
         q, visible = self.q[:, :, :left], self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
         # ALiBi may count from a removed token
-        return self._replace(q=q, visible=visible, **self._by_query(lambda x: x[:, :left]))
+        return self._replace(
+            q=q, visible=visible, lse=None, **self._by_query(lambda x: x[:, :left])
+        )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
-        """Apply fn to the tensors, along the batch dimension; drop the products."""
+        """Apply fn to the tensors, along the batch dimension; drop products and lse."""
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
         return self._replace(
-            q=fn(self.q), visible=visible, alibi=alibi, products=None, **self._by_query(fn)
+            q=fn(self.q),
+            visible=visible,
+            alibi=alibi,
+            products=None,
+            lse=None,
+            **self._by_query(fn),
         )
 
     @property

@@ -25,23 +25,27 @@ class Fit:
 
         V' = V + (X'X + ridge d 1)^-1 X' (Y - X V),  d the mean of the diagonal of X'X
 
-    A head keeps its values where the system cannot be solved, or the error does not shrink. In
-    later chunks, the values of the sinks are no more changed.
+    Only the values with the largest sums of weights change, so many of a head. A head keeps its
+    values where the system cannot be solved, or the error does not shrink. In later chunks, the
+    values of the sinks are no more changed.
 
     Attributes:
         chunk: Tokens of a chunk.
         every: Every so many-th query is a row of the regression.
         ridge: How much a large change of values costs.
+        values: How many values of a head change in a chunk.
     """
 
     chunk: int = 2048
-    every: int = 3
+    every: int = 6
     ridge: float = 0.01
+    values: int = 256
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "every", "ridge")
+        check_fields(self, "chunk", "every", "ridge", "values")
         check_whole("chunk", self.chunk, 1)
         check_whole("every", self.every, 1)
+        check_whole("values", self.values, 1)
         if self.ridge < 0:
             raise RecipeError(f"ridge={self.ridge!r} must be 0 or more")
 
@@ -112,6 +116,9 @@ class Fit:
             stay = seen[kept[seen]]
             x = self._weights(step, rows, keys[stay], back)
             changing = free[stay] & (stay >= lo)
+            if len(changing) > self.values:
+                sums = x.sum(dim=0).masked_fill(~changing, -1.0)
+                changing[sums.argsort(descending=True)[self.values :]] = False
             solved = _solve(x[:, changing], y - x @ values[stay], self.ridge)
             if solved is not None:
                 values[stay[changing]] += solved
@@ -133,12 +140,17 @@ def _solve(x: Tensor, missing: Tensor, ridge: float) -> Tensor | None:
 
     x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
     """
+    rows, values = x.shape
     if not x.numel():
         return None
-    gram = x.T @ x
-    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    few = rows < values  # (X'X + r 1)^-1 X' = X' (XX' + r 1)^-1
+    gram = x @ x.T if few else x.T @ x
+    gram.diagonal().add_(ridge * gram.trace() / values)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
-    change = torch.cholesky_solve(x.T @ missing, factor)
+    if few:
+        change = x.T @ torch.cholesky_solve(missing, factor)
+    else:
+        change = torch.cholesky_solve(x.T @ missing, factor)
     return change if (missing - x @ change).norm() < missing.norm() else None

@@ -59,6 +59,7 @@ class Rotated(Scorer):
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""
+        step = replace(step, products=None, ahead=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
         chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
         return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)
@@ -79,6 +80,9 @@ class Rotated(Scorer):
             repeated = step.rope.rotate(repeated, -count)
         before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
         own = slice(max(0, lo - before), max(0, hi - before))
+        if step.lse is not None and own == slice(0, step.k.shape[2]):
+            once = replace(step, k=repeated, visible=None if step.visible is None else seen)
+            return once.mass(largest=True, rest=_without_sinks(step, sinks))
         real_queries = step.visible_queries
         doubled = replace(
             step,
@@ -86,11 +90,32 @@ class Rotated(Scorer):
             k=torch.cat([repeated, keys], dim=2),
             visible=torch.cat([seen, own_seen], dim=-1),
             visible_queries=None if real_queries is None else real_queries[:, :, own],
-            products=None,
-            ahead=None,  # as a repetition is read
         )
         end = repeated.shape[2]
         return doubled.mass(largest=True)[..., end + lo - hi : end]
+
+
+def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
+    """Return the log-sum-exp of each query's logits but those of sinks, fp32 [B, Hq, N].
+
+    step: of a prompt, with `Step.lse`. sinks: bool [B or 1, 1 or Hk, N].
+    """
+    assert step.lse is not None
+    if not step.sinks:
+        return step.lse
+    b, hk, _, d = step.k.shape
+    slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]
+    first = step.k.gather(2, slots[..., None].expand(b, hk, -1, d)).float()
+    queries = step.q.float().unflatten(1, (hk, -1))
+    logits = queries @ first.transpose(-1, -2).unsqueeze(2) * step.scale  # [B, Hk, R, N, sinks]
+    if step.softcap is not None:
+        logits = step.softcap * torch.tanh(logits / step.softcap)
+    hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
+    share = (
+        logits.masked_fill(hidden, -torch.inf) - step.lse.unflatten(1, (hk, -1))[..., None]
+    ).exp()
+    rest = step.lse.unflatten(1, (hk, -1)) + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
+    return rest.masked_fill(sinks[:, :, None], -torch.inf).flatten(1, 2)
 
 
 def _contributions(step: Step) -> Tensor:

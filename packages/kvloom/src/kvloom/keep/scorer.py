@@ -37,6 +37,8 @@ class Step:
         visible_queries: bool [B, 1, T], the same of the queries' own tokens.
         bias: fp32 [B, Hq, N], added to the logits (ALiBi).
         products: scale * q @ k, where attention has computed it already (`kernels.score`).
+        lse: fp32 [B, Hq, T], the log-sum-exp of each query's logits, where attention has computed
+            it already: of a prompt.
         rope: The model's rotary embedding, for scores that need it; None: the model has none.
         ids: int64 [B, N], token ids, for scores with `reads_ids`.
         head: The model's number of the first key/value head, where this process has a part of them.
@@ -60,6 +62,7 @@ class Step:
     visible_queries: Tensor | None = None
     bias: Tensor | None = None
     products: Tensor | None = None
+    lse: Tensor | None = None
     rope: Rope | None = None
     ids: Tensor | None = None
     head: int = 0
@@ -83,6 +86,7 @@ class Step:
         noise: Noise | None = None,
         tau: float = 1.0,
         largest: bool = False,
+        rest: Tensor | None = None,
     ) -> Tensor:
         """Return the attention mass of each token, fp32 [B, Hk, N].
 
@@ -91,6 +95,8 @@ class Step:
             noise: Added to the logits (Keyformer).
             tau: Temperature of the logits (Keyformer).
             largest: The largest weight of any query takes the place of their sum.
+            rest: fp32 [B, Hq, T], the log-sum-exp of the logits of other tokens, which take their
+                part of each query's weights. Queries then see all tokens of the step.
         """
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
@@ -105,11 +111,11 @@ class Step:
             "noise": noise,
             "tau": tau,
         }
-        if self.products is not None and not skip and not largest:
+        if self.products is not None and not skip and not largest and rest is None:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
             ahead = None if self.ahead is None else self.ahead[:, skip:]
-            options |= {"largest": largest, "ahead": _if_any(ahead)}
+            options |= {"largest": largest, "ahead": _if_any(ahead), "rest": rest}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.grouped(mass.view(b, hk, -1, n))
 

@@ -18,9 +18,10 @@ from .append import reference as append_reference
 from .append.cpu import append as append_cpu
 from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
+from .attend.cpu import prompt as prompt_cpu
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
-from .dispatch import Backend, Op
+from .dispatch import Backend, Op, differentiated
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
 from .quantize.encoding import LayerEncoding
@@ -148,7 +149,7 @@ def _attend_problems(module: Any) -> Any:
         reasons: list[str] = module.problems(q, regions)
         if any(x.keys.exact.shape[3] != x.values.exact.shape[3] for x in regions):
             reasons = [*reasons, "keys and values have different head_dim"]
-        return reasons or ([dispatch.GRADIENT] if dispatch.differentiated(q) else [])
+        return reasons or ([dispatch.GRADIENT] if differentiated(q) else [])
 
     return problems
 
@@ -171,6 +172,21 @@ attend = Op(
         coverage=attend_triton.COVERAGE,
     ),
 )
+
+
+attend_prompt = Op(
+    "attend_prompt",
+    attend_reference.attend_prompt,
+    lambda q, k, v, *_, **__: (
+        q, (q.shape[3], k.shape[3], v.shape[3], q.dtype, k.dtype, v.dtype, differentiated(q))
+    ),
+    cpu=Backend(
+        run=prompt_cpu.attend,
+        problems=lambda q, k, v, *_, **__: prompt_cpu.COVERAGE.problems(q, k, v),
+        load=lambda *_, **__: prompt_cpu.compiled(),
+        coverage=str(prompt_cpu.COVERAGE),
+    ),
+)  # fmt: skip
 
 
 # --- quantize -------------------------------------------------------------------------------------
@@ -250,13 +266,14 @@ def _mass_case(
     *,
     noise: Noise | None = None,
     ahead: Tensor | None = None,
+    rest: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Hashable]:
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
     gradient = q.requires_grad and torch.is_grad_enabled()
-    return k, (shape, q.dtype, k.dtype, kind, ahead is None, gradient)
+    return k, (shape, q.dtype, k.dtype, kind, ahead is None, rest is None, gradient)
 
 
 column_mass = Op(
@@ -273,8 +290,8 @@ column_mass = Op(
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_triton.problems(
-            q, k, noise, ahead
+        problems=lambda q, k, *_, noise=None, ahead=None, rest=None, **__: mass_triton.problems(
+            q, k, noise, ahead, rest
         ),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),
@@ -307,7 +324,7 @@ select_pages = _scores_op(select_reference.select_pages, select_cpu.select_pages
 OPS: dict[str, Op[..., Any]] = {
     op.name: op
     for op in (
-        append, attend, pack, unpack, column_mass, step_mass, lowest, kmeans, page_bounds,
-        cluster_scores, page_scores, select_clusters, select_pages,
+        append, attend, attend_prompt, pack, unpack, column_mass, step_mass, lowest, kmeans,
+        page_bounds, cluster_scores, page_scores, select_clusters, select_pages,
     )
 }  # fmt: skip

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.core.registry import cpu_target
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
+binding.initialize_native_asmparser()  # for instructions that LLVM cannot name
 WIDTH = 16
 FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
 SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
@@ -122,6 +123,17 @@ def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
 def muladd(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c."""
     return call(builder, "llvm.fmuladd.v16f32", VF, a, b, c)
+
+
+def has_pairs() -> bool:
+    """Whether the machine multiplies pairs of bf16 numbers: see `muladd_pairs`."""
+    return "avx512bf16" in features()
+
+
+def muladd_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c where each lane of a and b holds two bf16 numbers; both products are added."""
+    kind = ir.FunctionType(VF, [VF, VF, VF])
+    return builder.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [a, b, c])
 
 
 def reduce_add(builder: Any, x: Any) -> Any:

@@ -39,13 +39,16 @@ def weights(q, k, scale, softcap, by, inv_freq):
 
 
 @pytest.mark.parametrize("rotates", [True, False])
-@pytest.mark.parametrize(("every", "ridge", "softcap"), [(1, 0.01, None), (3, 0.2, 4.0)])
-def test_the_values_are_those_of_the_formula(every, ridge, softcap, rotates):
+@pytest.mark.parametrize(
+    ("every", "ridge", "softcap", "count"),
+    [(1, 0.01, None, N), (3, 0.2, 4.0, N), (1, 0.01, None, 5)],
+)
+def test_the_values_are_those_of_the_formula(every, ridge, softcap, count, rotates):
     rope = Rope(INV_FREQ) if rotates else None
     one, kept = step(rope=rope, softcap=softcap), chosen()
     q_all, k_all, v_all = (x.double().numpy() for x in (one.q, one.k, one.v))
     keys = one.k + 0.1 * torch.randn(one.k.shape, generator=torch.Generator().manual_seed(3))
-    found = fitted(Fit(every=every, ridge=ridge), one, kept, keys)
+    found = fitted(Fit(every=every, ridge=ridge, values=count), one, kept, keys)
     inv_freq = INV_FREQ.double().numpy() if rotates else None
     for b in range(B):
         for h in range(HK):
@@ -54,9 +57,13 @@ def test_the_values_are_those_of_the_formula(every, ridge, softcap, rotates):
             k, v = k_all[b, h], v_all[b, h]
             y = weights(q, k, 0.5, softcap, N, inv_freq) @ v
             x = weights(q, keys[b, h].double().numpy()[s], 0.5, softcap, N, inv_freq)
-            gram = x.T @ x
+            change = np.zeros_like(v[s])
+            largest = np.argsort(-x.sum(axis=0))[:count]
+            z = x[:, largest]
+            gram = z.T @ z
             delta = np.diag(gram).mean()
-            change = np.linalg.solve(gram + ridge * delta * np.eye(len(gram)), x.T @ (y - x @ v[s]))
+            system = gram + ridge * delta * np.eye(len(gram))
+            change[largest] = np.linalg.solve(system, z.T @ (y - x @ v[s]))
             np.testing.assert_allclose(found[b, h][s], v[s] + change, rtol=1e-2, atol=2e-4)
             assert np.linalg.norm(y - x @ (v[s] + change)) < np.linalg.norm(y - x @ v[s])
             assert torch.equal(found[b, h][~s].double(), torch.from_numpy(v[~s]))
@@ -114,6 +121,7 @@ def test_a_recipe_with_a_fit_is_written_down():
     [
         (lambda: Fit(chunk=0), "chunk"),
         (lambda: Fit(every=0), "every"),
+        (lambda: Fit(values=0), "values"),
         (lambda: Fit(ridge=-1.0), "ridge=-1.0 must be 0 or more"),
         (lambda: Fit(ridge="x"), "ridge='x' must be a number"),
         (lambda: Keep(Budget(8), Expected(), when="prompt", fit=Fit()), "use the score rotated"),

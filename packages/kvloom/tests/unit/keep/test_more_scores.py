@@ -23,6 +23,7 @@ from kvloom.keep import (
     Step,
     ValueAware,
 )
+from kvloom.kernels.attend.reference import attend
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Recipe
 from kvloom.recipe.resolve import resolve
@@ -69,6 +70,22 @@ def test_expected_attention(future, sinks, epsilon, rotates):
     for b, h, q, k, v in by_head(one):
         want = rules.expected(q, k, v, 0.5, inv_freq, future, sinks, epsilon)
         np.testing.assert_allclose(found[b, h].numpy(), want, rtol=1e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_rotated_takes_what_attention_has_summed(sinks, padded, softcap):
+    visible = torch.arange(N) >= torch.tensor([0, 7])[:, None, None] if padded else None
+    one = step(rope=Rope(INV_FREQ), sinks=sinks, softcap=softcap, visible=visible,
+               visible_queries=visible)  # fmt: skip
+    want = Rotated()(one)
+    lse = attend(one.q, one.k, one.v, one.scale, causal=True, visible=visible, softcap=softcap).lse
+    torch.testing.assert_close(Rotated()(replace(one, lse=lse)), want, rtol=1e-4, atol=0)
+    wrong = Rotated()(replace(one, lse=lse + 1))  # it is read
+    assert (wrong < want)[want > 0].any()
+    chunks = Rotated(chunk=20)(one)  # a chunk does not know its own part of the sum
+    assert torch.equal(Rotated(chunk=20)(replace(one, lse=lse)), chunks)
 
 
 def test_expected_attention_is_that_of_drawn_queries():

@@ -246,6 +246,16 @@ def attend(
     return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
 
+def attend_prompt(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None
+) -> AttentionState:
+    """Attend causally to exact tokens, of which the queries are the last: `attend` of a prompt.
+
+    A kernel returns out in q's dtype.
+    """
+    return attend(q, k, v, scale, causal=True, visible=visible)
+
+
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of logits [B, Hk, R, T, N] times values [B, Hk, N, D]; all-hidden rows give 0."""
     b, hk, r, t, n = logits.shape

@@ -26,7 +26,8 @@ class MassOptions(NamedTuple):
     a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
     `window` of the keys up to its own. noise is added to the logits, and tau divides them. largest:
     the largest weight of any row takes the place of their sum. ahead: int64 [B, T], how many keys
-    behind its own a query sees, too.
+    behind its own a query sees, too. rest: fp32 [B, Hq, T], log(sum of exp(logit)) of other keys in
+    each row's softmax; attention is not causal then.
     """
 
     visible: Tensor | None = None
@@ -38,9 +39,12 @@ class MassOptions(NamedTuple):
     tau: float = 1.0
     largest: bool = False
     ahead: Tensor | None = None
+    rest: Tensor | None = None
 
 
-def ahead_problem(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None) -> str | None:
+def ahead_problem(
+    q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None, *_: Any
+) -> str | None:
     """Return why no kernel sums the attention of queries to later tokens."""
     return None if ahead is None else "queries see later tokens, as in an image"
 
@@ -48,8 +52,8 @@ def ahead_problem(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | Non
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 
-    The T queries are the last T of the N tokens, causally. options: of `MassOptions`. Returns fp32
-    [B, Hq, N].
+    The T queries are the last T of the N tokens, causally, but for `rest`. options: of
+    `MassOptions`. Returns fp32 [B, Hq, N].
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -61,7 +65,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     for lo in range(0, t, step):
         hi = min(t, lo + step)
         # no row of this block sees further
-        end = n - t + hi if given.ahead is None else n
+        end = n - t + hi if given.ahead is None and given.rest is None else n
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
         part, block_mass = mass[..., :end], _combined(logits, lo, n, given)
@@ -98,7 +102,7 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     The last row's own key is the last, but for `ahead`.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau, largest, ahead = options
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, ahead, rest = options
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if bias is not None:
@@ -108,7 +112,9 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     if tau != 1.0:
         logits = logits / tau
     pairs = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
-    if ahead is None:
+    if rest is not None:
+        hidden = ~pairs
+    elif ahead is None:
         hidden = pairs.triu(end - rows + 1)
     else:
         first = n - ahead.shape[1] + lo  # the own key of row lo
@@ -121,7 +127,11 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     logits = logits.masked_fill(hidden, -torch.inf)
     if visible is not None:
         logits = logits.masked_fill(~visible[:, :, None, None, :end], -torch.inf)
-    weights = logits.softmax(dim=-1)
+    if rest is not None:
+        others = rest[:, :, lo : lo + rows, None].unflatten(1, (hk, r))
+        weights = torch.cat([logits, others], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = logits.softmax(dim=-1)
     if visible is not None:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
     if visible_queries is not None:

@@ -70,6 +70,24 @@ _STEP: dict[str, Any] = {  # what both kernels take
     "logits": int,  # result: fp32 [B, Hq, T, N padded], scale * q @ k; 0: not wanted
     "logits_row": int,
 }
+PROMPT = Arguments(
+    batch=int,
+    group=int,  # query heads per key/value head
+    queries=int,
+    tokens=int,
+    head_dim=int,
+    kv_heads=int,
+    q=int,  # pairs of bf16 [B, Hq, blocks, D / 2, rows]
+    keys=int,  # pairs [B, Hk, N / panel, D / 2, panel], whole tiles
+    values=int,  # pairs [B, Hk, tiles, D / panel, tile / 2, panel]
+    visible=MATRIX,  # bool [B, Hk, N], False hides a key
+    out=int,  # bf16 [B, Hq, T, D]
+    lse=int,  # fp32 [B, Hq, T]
+    scale=float,
+    scratch=int,  # one area per thread
+    scratch_bytes=int,
+)
+
 DECODE = Arguments(**_STEP)
 PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     table=int,  # int64 [B, width], the blocks of each row's pages

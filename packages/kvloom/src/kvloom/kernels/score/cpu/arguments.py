@@ -48,6 +48,7 @@ MASS = Arguments(
     scratch=int,  # one area per thread
     scratch_bytes=int,
     window=int,  # keys that a query sees, 0: all
+    rest=int,  # fp32 [B, Hq, T] of other keys, or 0: causal
     largest=int,  # 1: the largest weight of any row in place of the sum
     scale=float,
     softcap=float,  # 0: none

@@ -69,7 +69,10 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     hk, n = k.shape[1], k.shape[2]
     if not (b and hq and t and n):
         return q.new_zeros(b, hq, n, dtype=torch.float32)
-    kernels = compiled()
+    kernels = compiled(_has_pairs(q) and _has_pairs(k))
+    if kernels.pairs:
+        q, k, d = q.view(torch.float32), k.view(torch.float32), d // 2
+    number, queries, keys = NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
     tiles, rows = -(-n // kernels.tile), kernels.rows
     blocks = max(1, min(4, -(-t // rows), _LOGITS // (rows * n)))
     threads = min(torch.get_num_threads(), 1 + b * hq * t * n * d // _PRODUCTS_PER_THREAD)
@@ -81,7 +84,8 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
     numbers, tensors = _options(b, hq, hk, t, n, given)
-    number, queries, keys = NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
+    assert given.rest is None or given.window is None, "a window is causal"
+    rest = None if given.rest is None else given.rest.float().contiguous()
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
         layout = PANELS.pack(
@@ -93,12 +97,20 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=given.window or 0, largest=given.largest, scale=scale,
-            softcap=given.softcap or 0.0, inverse_tau=1 / given.tau, options=numbers,
+            scratch_bytes=4 * size, window=given.window or 0, rest=address(rest),
+            largest=given.largest, scale=scale, softcap=given.softcap or 0.0,
+            inverse_tau=1 / given.tau, options=numbers,
         )  # fmt: skip
         kernels.mass.run(job, 1, threads)
     del tensors
     return (mass.amax(dim=0) if given.largest else mass.sum(dim=0))[..., :n]
+
+
+def _has_pairs(x: Tensor) -> bool:
+    """Return whether x is of bf16 numbers whose pairs can be read as fp32 numbers."""
+    steps = x.stride()
+    even = not any(size % 2 for size in (x.shape[3], x.storage_offset(), *steps[:3]))
+    return x.dtype == torch.bfloat16 and steps[3] == 1 and even
 
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
@@ -180,19 +192,23 @@ class _Kernels(NamedTuple):
     lowest: Any
     tile: int
     rows: int
+    pairs: bool
 
 
 @cache
-def compiled() -> _Kernels:
-    """Compile the kernels; they cover every case."""
+def compiled(pairs: bool = False) -> _Kernels:
+    """Compile the kernels; they cover every case. pairs: multiply pairs of bf16 if possible."""
     with dispatch.loading():
+        from ...simd import has_pairs
         from . import mass_kernel, microkernel
     rows, vectors = microkernel.AT_ONCE
+    pairs = pairs and has_pairs()
     return _Kernels(
         mass_kernel.panels(vectors),
-        mass_kernel.mass(rows, vectors),
+        mass_kernel.mass(rows, vectors, pairs),
         mass_kernel.step(),
         mass_kernel.lowest(),
         mass_kernel.TILE,
         rows,
+        pairs,
     )

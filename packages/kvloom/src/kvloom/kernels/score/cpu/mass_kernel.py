@@ -44,20 +44,20 @@ TILE = 256  # keys
 
 
 @kernel_step
-def _widen(to, gap, numbers, source, step, kind, factor):  # type: ignore[no-untyped-def]
-    """Write numbers of a format as fp32 times a factor, zeros if source is 0."""
+def _widen(to, gap, numbers, source, step, kind):  # type: ignore[no-untyped-def]
+    """Write numbers of a format as fp32, zeros if source is 0."""
     if source == 0:
         for i in range(numbers):
             store_one(to + i * gap, np.float32(0.0))
     elif kind == FP32:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, FP32) * factor)
+            store_one(to + i * gap, load_one(source + i * step, FP32))
     elif kind == FP16:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, FP16) * factor)
+            store_one(to + i * gap, load_one(source + i * step, FP16))
     else:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, BF16) * factor)
+            store_one(to + i * gap, load_one(source + i * step, BF16))
 
 
 @kernel_step
@@ -70,15 +70,16 @@ def _state(options, head, row):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def _soften(s, to, lo, begin, end, softcap, inverse_tau, bias, visible, keys, kind, state):  # type: ignore[no-untyped-def]
+def _soften(s, to, lo, begin, end, scale, softcap, inverse_tau, bias, visible, keys, kind, state):  # type: ignore[no-untyped-def]
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
-    s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin.
+    s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin. scale:
+    factor of the products.
     inverse_tau: 1 / tau. bias, visible, keys: addresses of key 0's, or 0.
     """
     best = splat(np.float32(-np.inf))
     for j in range(lo, end, 16):
-        x = load(s + 4 * (j - lo))
+        x = load(s + 4 * (j - lo)) * splat(scale)
         if softcap > 0.0:  # c * tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             cap = np.float32(softcap)
             e = exp(x * splat(np.float32(2.0) / cap))
@@ -166,7 +167,8 @@ def _options(options, b, h, head):  # type: ignore[no-untyped-def]
 def panels(vectors: int) -> Any:
     """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 behind the last.
 
-    panel: 16 * vectors. A task is a head and a tile. See `mass.column_mass` for the call.
+    Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile.
+    See `mass.column_mass` for the call.
     """
     panel = 16 * vectors
     layout = PANELS.dtype
@@ -185,16 +187,17 @@ def panels(vectors: int) -> Any:
             for j in range(TILE):
                 key = base + (tile * TILE + j) * a.keys.row if tile * TILE + j < n else 0
                 there = to + 4 * (j // panel * panel * d + j % panel)
-                _widen(there, 4 * panel, d, key, a.keys.channel, a.number, np.float32(1.0))
+                _widen(there, 4 * panel, d, key, a.keys.channel, a.number)
 
     return Kernel(panels, f"panels of keys {vectors}")
 
 
 @cache
-def mass(once: int, vectors: int) -> Any:
+def mass(once: int, vectors: int, pairs: bool) -> Any:
     """Compile the kernel that sums attention by key; see `mass.column_mass` for the call.
 
-    once: query rows whose products with 16 * vectors keys are taken at once.
+    once: query rows whose products with 16 * vectors keys are taken at once. pairs: numbers of
+    queries and keys are pairs of bf16 numbers.
     """
     panel = 16 * vectors
     layout = MASS.dtype
@@ -209,7 +212,7 @@ def mass(once: int, vectors: int) -> Any:
         tiles, room = -(-n // TILE), once * a.blocks  # rows of a block
         srow, zero16 = 4 * TILE, splat(np.float32(0.0))
         s = a.scratch + count(job + scratch_counter) * a.scratch_bytes  # [tiles, room, TILE]
-        qs = s + tiles * room * srow  # queries times scale [blocks, D, once]
+        qs = s + tiles * room * srow  # queries [blocks, D, once]
         tops = qs + 4 * room * d  # [tiles, room], a row's largest logit in a tile; its factor then
         best = tops + 4 * tiles * room  # [room], largest so far, and sum
         sums = best + 4 * room
@@ -231,30 +234,40 @@ def mass(once: int, vectors: int) -> Any:
                 for i in range(used * once):
                     there = qs + 4 * (i // once * once * d + i % once)
                     query = base + (row0 + i) * a.q.row if i < rows else 0
-                    _widen(there, 4 * once, d, query, a.q.channel, a.number, scale)
+                    _widen(there, 4 * once, d, query, a.q.channel, a.number)
                 for i in range(rows):
-                    store_one(best + 4 * i, np.float32(-np.inf))
-                    store_one(sums + 4 * i, np.float32(0.0))
-                own = n - t + row0  # the first row's key
+                    other, begin_sum = np.float32(-np.inf), np.float32(0.0)
+                    if a.rest != 0:
+                        other = load_one(
+                            a.rest + 4 * ((b * a.query_heads + head) * t + row0 + i), FP32
+                        )
+                        begin_sum = np.float32(1.0 if other > np.float32(-np.inf) else 0.0)
+                    store_one(best + 4 * i, other)
+                    store_one(sums + 4 * i, begin_sum)
+                own, next_key = n - t + row0, 1  # the first row's last key; how far the next sees
+                if a.rest != 0:
+                    own, next_key = n - 1, 0
+                reach = own + (rows - 1) * next_key + 1
                 tile0 = max(0, own - window + 1) // TILE if window > 0 else 0
-                tile1 = -(-(own + rows) // TILE)
+                tile1 = -(-reach // TILE)
                 for tile in range(tile0, tile1):
                     lo = tile * TILE
                     tile_logits = s + tile * room * srow
-                    for j in range(0, min(TILE, own + rows - lo), panel):
+                    for j in range(0, min(TILE, reach - lo), panel):
                         for i in range(used):
                             products(
                                 qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
                                 tile_logits + i * once * srow + 4 * j, srow, d, once, vectors,
+                                pairs,
                             )  # fmt: skip
                     for i in range(rows):
-                        end = min(lo + TILE, own + i + 1)
+                        end = min(lo + TILE, own + i * next_key + 1)
                         begin = max(lo, own + i - window + 1) if window > 0 else lo
                         top, weight_sum, done = np.float32(-np.inf), np.float32(0.0), 0
                         if end > begin:
                             top, weight_sum = _soften(
                                 tile_logits + i * srow, tile_logits + i * srow, lo, begin, end,
-                                softcap, inverse_tau, bias, visible, index, noisy,
+                                scale, softcap, inverse_tau, bias, visible, index, noisy,
                                 _state(options, head, row0 + i),
                             )  # fmt: skip
                             done = (end - lo + 15) // 16 * 16
@@ -288,7 +301,7 @@ def mass(once: int, vectors: int) -> Any:
                     else:
                         _add_up(weights_of_tile, srow, rows, factors, there, TILE)
 
-    return Kernel(mass, f"column mass {once}, {vectors}")
+    return Kernel(mass, f"column mass {once}, {vectors}{', pairs' if pairs else ''}")
 
 
 @cache
@@ -318,8 +331,8 @@ def step() -> Any:
                 end = n - t + i + 1
                 row = to if i == 0 else scratch
                 top, weight_sum = _soften(
-                    s, row, 0, 0, end, softcap, inverse_tau, bias, visible, index, options.noise,
-                    _state(options, head, i),
+                    s, row, 0, 0, end, np.float32(1.0), softcap, inverse_tau, bias, visible, index,
+                    options.noise, _state(options, head, i),
                 )  # fmt: skip
                 factor = np.float32(0.0)
                 if top > np.float32(-np.inf):

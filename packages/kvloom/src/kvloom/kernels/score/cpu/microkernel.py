@@ -28,6 +28,7 @@ from ...simd import (
     loop,
     lowered,
     muladd,
+    muladd_pairs,
     read,
     write,
 )
@@ -57,13 +58,15 @@ _FAR = (
 
 @intrinsic(prefer_literal=True)
 def products(
-    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any
+    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any, pairs: Any
 ) -> Any:
     """Write the products of some queries, fp32 [d, rows], and a panel of keys to out.
 
-    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows and vectors are constants.
+    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows, vectors and pairs are
+    constants. pairs: a number of q and of k is a pair of bf16 numbers.
     """
     n_rows, n_vectors = rows.literal_value, vectors.literal_value
+    add_product = muladd_pairs if pairs.literal_value else muladd
 
     def emit(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
@@ -74,7 +77,7 @@ def products(
             for row in range(n_rows):  # one broadcast at a time: sums take most registers
                 x = broadcast(b, read(b, at(b, here, 4 * row), F32))
                 row_sums = sums[row * n_vectors : (row + 1) * n_vectors]
-                totals += [muladd(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
+                totals += [add_product(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
             return totals
 
         sums = loop(b, d, [constant(0.0)] * (n_rows * n_vectors), add)
@@ -83,7 +86,7 @@ def products(
             to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
             write(b, at(b, to, 64 * v), total)
 
-    return lowered(types.void(*[types.int64] * 5, rows, vectors), emit)
+    return lowered(types.void(*[types.int64] * 5, rows, vectors, pairs), emit)
 
 
 @intrinsic

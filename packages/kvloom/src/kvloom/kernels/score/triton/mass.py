@@ -26,10 +26,14 @@ def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
     return None if q.dtype == k.dtype else f"queries are {q.dtype}, keys {k.dtype}"
 
 
-def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, _: Any) -> str | None:
+def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, *_: Any) -> str | None:
     if noise is None or noise.kind in _KINDS:
         return None
     return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
+
+
+def _other_keys(*case: Any) -> str | None:
+    return None if case[4] is None else "`rest` stands for other keys"
 
 
 COVERAGE = Coverage(
@@ -37,20 +41,25 @@ COVERAGE = Coverage(
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", ahead_problem),
+    ("no other keys in the softmax", _other_keys),
 )
 
 
 def problems(
-    q: Tensor, k: Tensor, noise: Noise | None = None, ahead: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    noise: Noise | None = None,
+    ahead: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> list[str]:
     """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    return cuda.problems(k) + COVERAGE.problems(q, k, noise, ahead)
+    return cuda.problems(k) + COVERAGE.problems(q, k, noise, ahead, rest)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
     given_options = MassOptions(**options)
-    visible, visible_queries, softcap, bias, window, noise, tau, largest, _ = given_options
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, *_ = given_options
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:

@@ -33,6 +33,7 @@ from ...simd import (
     at,
     broadcast,
     constant,
+    has_pairs,
     load,
     load_any,
     load_i32,
@@ -40,6 +41,7 @@ from ...simd import (
     loop,
     lowered,
     muladd,
+    muladd_pairs,
     read,
     splat,
     store,
@@ -50,20 +52,13 @@ from .arguments import NEAREST, SUM
 PANEL = 2 * WIDTH  # centroids whose products are taken together
 # Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.
 _HAS = binding.get_host_cpu_features()
-binding.initialize_native_asmparser()  # `_fused_pairs` is an instruction that LLVM cannot name
 ROWS = 12 if _HAS.get("avx512f") else 3
 TOKENS = 96
 
 
 def takes_pairs(d: int, number: int) -> bool:
     """Whether keys of d numbers of a format are multiplied in pairs."""
-    return number == BF16 and d % 32 == 0 and bool(_HAS.get("avx512bf16"))
-
-
-def _fused_pairs(b: Any, x: Any, y: Any, acc: Any) -> Any:
-    """x * y + acc where each lane holds two bf16 numbers, both products added."""
-    kind = ir.FunctionType(VF, [VF, VF, VF])
-    return b.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [x, y, acc])
+    return number == BF16 and d % 32 == 0 and has_pairs()
 
 
 @intrinsic(prefer_literal=True)
@@ -76,7 +71,7 @@ def _meet(
     and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
     """
     n_d, step = d.literal_value, 4
-    meet = _fused_pairs if pairs.literal_value else muladd
+    meet = muladd_pairs if pairs.literal_value else muladd
 
     def emit(b: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from .joint import decide
 from .latents import query_keys
 from .layer_state import LayerState
 from .reading import exact_tokens
-from .score_evictor import Decision, StepEvictor
+from .score_evictor import Decision, ScoreEvictor, StepEvictor
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries, Uncommitted
@@ -150,14 +150,11 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
         return
     if new is not None:
         segment.append(*new)
-    if evictor.repetition is None:
-        _evict_or_wait(state, queries, evictor.score_segment(segment, queries, state.seen))
-    elif evictor.repetition.scores is not None:
-        _evict_or_wait(
-            state, queries.without_queries(), evictor.score_segment(segment, queries, state.seen)
-        )
-    else:  # the model has not repeated the prompt yet
-        evictor.wait(Phase.REPEATING, queries.without_queries())
+    if evictor.repetition is not None and evictor.repetition.scores is None:
+        evictor.wait(Phase.REPEATING, evictor.needed(queries))
+        return
+    scores = evictor.score_segment(segment, queries, state.seen)
+    _evict_or_wait(state, _needed(evictor, queries), scores)
 
 
 def _settle_block(
@@ -174,15 +171,24 @@ def _settle_block(
         evictor.hold(queries)
         return
     queries = evictor.take_queries(queries, len(segment) - block.used)
-    _evict_or_wait(state, queries, evictor.score_block(segment, queries, block))
+    scores = evictor.score_block(segment, queries, block)
+    _evict_or_wait(state, _needed(evictor, queries), scores)
+
+
+def _needed(evictor: ScoreEvictor, queries: Queries) -> Queries:
+    """Return what of queries that have scored an eviction needs, which may wait."""
+    if evictor.joint or evictor.repeats or evictor.keep.fit is not None:
+        return evictor.needed(queries)
+    return queries
 
 
 def _evict_or_wait(state: LayerState, queries: Queries, scores: Tensor) -> None:
-    """Evict by these scores: at once, or when the layers that decide together have scored."""
+    """Evict by these scores: at once, or when the layers that decide together have scored.
+
+    queries: what an eviction needs of those that have scored.
+    """
     evictor = state.score_evictor
     scores = evictor.marked(scores)
-    if evictor.joint or evictor.keep.fit is not None:
-        queries = evictor.needed(queries)
     if not evictor.joint:
         evict(state, queries, Decision(scores))
         return

@@ -74,7 +74,7 @@ class ScoreEvictor(Evictor):
         self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
-        rotation = score_rope if keep.scorer.needs_rope else None
+        rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
         self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.reads_ids)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE

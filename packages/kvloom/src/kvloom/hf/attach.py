@@ -181,10 +181,10 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
-    if recipe.has_rotated_score and not recipe_for(model, recipe).has_rotated_score:
+    if recipe.rotates_queries and not recipe_for(model, recipe).rotates_queries:
         notes.append(
             "note: the model's queries cannot be rotated to other positions, so it reads each "
-            "prompt twice, as with kvzip"
+            "prompt twice, as with kvzip, and values are not fitted"
         )
     if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
         notes.append(

@@ -134,11 +134,11 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
 def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     """Return the recipe as the layers of a model follow it: see `Recipe.fitted`."""
     fitted = recipe.fitted(compat.geometry(model))
-    if fitted.has_rotated_score:
+    if fitted.rotates_queries:
         try:
             rotary.layer_ropes(model)
         except UnsupportedModel:
-            return fitted.repeating
+            return fitted.without_rotation
     return fitted
 
 
@@ -162,8 +162,7 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
     shape: dict[str, Any] = {
         "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
     }  # fmt: skip
-    scorer = None if recipe.keep is None else recipe.keep.scorer
-    needs_rope = scorer is not None and scorer.needs_rope
+    needs_rope = recipe.keep is not None and recipe.keep.needs_rope
     if not store.calibrated and not store.pre_rope and not needs_rope:
         return LayerMetadata(**shape)
     path = _path(model, recipe) if store.calibrated else None

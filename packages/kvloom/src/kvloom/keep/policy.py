@@ -234,10 +234,10 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
             )
-        if self.fit is not None and not (self.scorer.of_prompt and self.scorer.needs_rope):
+        if self.fit is not None and not self.scorer.of_prompt:
             raise RecipeError(
-                f"fit needs the prompt's queries and their rotation, which score "
-                f"{self.scorer.kind!r} does not keep; use the score rotated"
+                f"fit needs the queries of a whole prompt, and score {self.scorer.kind!r} also "
+                "scores steps; use the score rotated or reconstruction"
             )
         if self.fit is not None and self.positions != "original":
             raise RecipeError('fit attends to tokens where they are; use positions="original"')
@@ -338,12 +338,21 @@ class Keep:
         return self.when in ("prompt", "block")
 
     @property
-    def repeating(self) -> Keep:
-        """This, by a repetition of the prompt in place of its rotated queries, without a fit."""
-        if not isinstance(self.scorer, Rotated):
-            return self
-        once = self.after_prompt
-        return replace(once, scorer=Reconstruction(self.scorer.chunk), fit=None)
+    def needs_rope(self) -> bool:
+        """Whether the score or the fit needs the model's rotary embedding."""
+        return self.scorer.needs_rope or self.fit is not None
+
+    @property
+    def rotates_queries(self) -> bool:
+        """Whether the score or the fit rotates the queries of a prompt."""
+        return isinstance(self.scorer, Rotated) or self.fit is not None
+
+    @property
+    def without_rotation(self) -> Keep:
+        """This without rotated queries: the model repeats the prompt, and no values are fitted."""
+        if isinstance(self.scorer, Rotated):
+            return replace(self.after_prompt, scorer=Reconstruction(self.scorer.chunk), fit=None)
+        return self if self.fit is None else replace(self, fit=None)
 
     @property
     def after_prompt(self) -> Keep:

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..errors import IncompatibleRecipe, RecipeError
-from ..keep import Budget, Keep, Outliers, Rotated
+from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
 from ..registry.fields import check_choice, check_fields, check_whole
 from ..store import Packed, Store
@@ -473,10 +473,10 @@ class Recipe:
         """Return the recipe as layers of a model follow it; it changes for latents and ALiBi alone.
 
         Latents have formats of their own (`Store.of_latents`). They have one key/value head, so
-        heads do not compete for a budget. Neither latents nor ALiBi allow `Rotated`: see
-        `repeating`.
+        heads do not compete for a budget. Neither latents nor ALiBi allow rotated queries: see
+        `without_rotation`.
         """
-        recipe = self.repeating if geometry.alibi or geometry.latent else self
+        recipe = self.without_rotation if geometry.alibi or geometry.latent else self
         if not geometry.latent:
             return recipe
         keep, store = recipe.keep, recipe.store
@@ -484,20 +484,20 @@ class Recipe:
         return replace(recipe, layers=layers, **_of_latents({"keep": keep, "store": store}))
 
     @property
-    def repeating(self) -> Recipe:
+    def without_rotation(self) -> Recipe:
         """The recipe for models whose queries cannot be rotated to other positions.
 
-        The score `Rotated` becomes the one that it stands for: the model repeats the prompt.
+        The score `Rotated` becomes the one that it stands for, and no values are fitted: see
+        `Keep.without_rotation`.
         """
-        keep = None if self.keep is None else self.keep.repeating
-        layers = tuple(_repeating(override) for override in self.layers)
-        return replace(self, keep=keep, layers=layers) if self.has_rotated_score else self
+        keep = None if self.keep is None else self.keep.without_rotation
+        layers = tuple(_without_rotation(override) for override in self.layers)
+        return replace(self, keep=keep, layers=layers) if self.rotates_queries else self
 
     @property
-    def has_rotated_score(self) -> bool:
-        """Whether a layer has the score `Rotated`."""
-        keeps = (x.keep for x in self._plain)
-        return any(keep is not None and isinstance(keep.scorer, Rotated) for keep in keeps)
+    def rotates_queries(self) -> bool:
+        """Whether a layer has the score `Rotated`, or fits values."""
+        return any(x.keep is not None and x.keep.rotates_queries for x in self._plain)
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
@@ -509,7 +509,7 @@ class Recipe:
                 "it would compress nothing, as no layer of the model has plain full attention; use "
                 'transformers\' own cache, or recipe "full", whose report says what the layers have'
             ]
-        if geometry.latent and (reason := _latent_problem(self.repeating)):
+        if geometry.latent and (reason := _latent_problem(self.without_rotation)):
             return [reason]
         if (fitted := self.fitted(geometry)) != self:
             return fitted.problems(geometry)
@@ -644,9 +644,9 @@ class Recipe:
         return text.read_toml(source, cls.from_dict)
 
 
-def _repeating(override: LayerOverride) -> LayerOverride:
+def _without_rotation(override: LayerOverride) -> LayerOverride:
     keep = override.keep
-    return replace(override, keep=keep.repeating) if isinstance(keep, Keep) else override
+    return replace(override, keep=keep.without_rotation) if isinstance(keep, Keep) else override
 
 
 def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
@@ -670,7 +670,7 @@ def _latent_problem(recipe: Recipe) -> str | None:
             "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
             "format without one, such as turbo"
         )
-    if any(keep.scorer.needs_rope for keep in keeps):
+    if any(keep.needs_rope for keep in keeps):
         return (
             "its score rotates queries to later positions, and the queries of latents (MLA) have "
             "parts without a position; use another score, such as observation"

@@ -136,6 +136,7 @@ def kvzip(
     positions: str = "original",
     store: str = "full",
     heads: float = 1.0,
+    fit: bool = False,
 ) -> Recipe:
     """KVzip (arXiv:2505.23416): once after the prompt, by attention while the model repeats it.
 
@@ -144,7 +145,8 @@ def kvzip(
     its key/value head. Nothing in the score depends on a question, so one cache serves many. The
     extra pass costs more than the prompt itself.
 
-    instruction: token ids before each chunk, separated by spaces, or none.
+    instruction: token ids before each chunk, separated by spaces, or none. fit: change the values
+    that stay, so that they replace all values, as for `rotated`.
 
     Departures: every layer and head keeps equally many tokens by default (the official code divides
     one budget over all of them, as heads=0,layers=joint does); the instruction is given as token
@@ -155,6 +157,7 @@ def kvzip(
     return _once(
         scorer, tokens, fraction, sinks, recent,
         group="max", layers=layers, positions=positions, heads=heads, store=store,
+        fit=Fit(chunk) if fit else None,
     )  # fmt: skip
 
 

@@ -33,22 +33,22 @@ def attend_to(
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
-    operation as a layer has bound it (None: bind it for this call). sink_logits: fp32 [Hq], of
+    operation as a layer keeps it (None: bind it for this call). sink_logits: fp32 [Hq], of
     attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
     [B, Hq, T, D] in q's dtype, and the products if a kernel returned them (else None).
     """
     only = regions[0] if len(regions) == 1 else None
     if only is None or only.where is not None or only.own < only.keys.tokens:
-        if plan is None:
-            run = ops.attend.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits).run
-        else:
-            run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
+        plan = OpPlan(ops.attend) if plan is None else plan
+        run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
         if run is not None:
             state = run(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
             out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products
+        if only is not None and not _has_format(only):
+            plan.count_reference()
     if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
         out = reference.sdpa(
             q, only.keys.tail, only.values.tail, scale,
@@ -57,7 +57,7 @@ def attend_to(
         return out, None
     states = [] if ahead is None else [ahead]
     for region in regions:
-        if region.where is None and any(isinstance(view.packed, FormatView) for view in region[:2]):
+        if _has_format(region):
             states += _by_format(q, region, scale, softcap)
         elif only is None:
             states.append(ops.attend(q, [region], scale, softcap=softcap))
@@ -67,6 +67,12 @@ def attend_to(
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
     return state.out.to(q.dtype), None
+
+
+def _has_format(region: Region) -> bool:
+    """Return whether keys or values are packed in a format of another distribution."""
+    packed = region.keys.packed, region.values.packed
+    return region.where is None and any(isinstance(x, FormatView) for x in packed)
 
 
 def _by_format(

@@ -110,8 +110,7 @@ class Segment(Stateful):
             if max_abs is not None and not within((k, v), max_abs):
                 return False
             max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
-        run = self.append_plan.bind((k, v)) or ops.append.reference
-        if not run((k, v), (to_keys, to_values), max_abs):
+        if not self.append_plan((k, v), (to_keys, to_values), max_abs):
             return False
         keys.count += t
         values.count += t

@@ -11,7 +11,7 @@ from types import FunctionType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (
+PACKAGES = (
     "cache", "calibrate", "errors", "hf", "keep", "kernels", "positions", "progress", "recall",
     "recipe", "registry", "store",
 )  # fmt: skip
@@ -41,8 +41,8 @@ def is_public(module: str, name: str) -> bool:
     """Return whether a name is in `__all__` of kvloom or of a package directly below it."""
     if (module, name) in (("kvloom", ""), ("kvloom", "__version__")):
         return True
-    _package, _, room = module.partition(".")
-    return (not room or room in ROOMS) and name in import_module(module).__all__
+    _package, _, package = module.partition(".")
+    return (not package or package in PACKAGES) and name in import_module(module).__all__
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)

@@ -19,7 +19,7 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     queries, k, v, *_ = step
     traits = k.shape, v.shape, k.dtype, v.dtype, k.device
     if traits != state.traits:
-        check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
+        check_shapes(state.name, state.like, k, v, state.facts.value_dim)
         state.traits = traits
     if not queries.sees_past and state.recipe.reads_queries:
         raise CacheMisuse(

@@ -1,7 +1,7 @@
 """How kvloom gets under a Hugging Face transformers model."""
 
 from .compat import geometry, has_adapter, read_tokens, stock_kinds, supported_model
-from .metadata import CALIBRATION_FILE, identity, load_layer_metadata
+from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
 from .rotary import layer_ropes
 from .routing import attachment_restored
@@ -27,7 +27,7 @@ __all__ = [
     "has_adapter",
     "identity",
     "layer_ropes",
-    "load_layer_metadata",
+    "load_layer_facts",
     "logits_difference",
     "observe_steps",
     "prefill_together",

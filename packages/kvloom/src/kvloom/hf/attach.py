@@ -16,7 +16,7 @@ from ..recipe.spec import Recipe
 from . import compat, rotary, self_check
 from .cache import Cache
 from .guard import Owner
-from .metadata import load_layer_metadata, recipe_for
+from .layer_facts import load_layer_facts, recipe_for
 from .routing import attachment, set_attachment, unroute
 from .states import state_nbytes
 
@@ -128,7 +128,7 @@ def attach(
     model = compat.supported_model(model)
     recipe = resolve(recipe)
     recipe.check(compat.geometry(model))
-    load_layer_metadata(model, recipe_for(model, recipe))
+    load_layer_facts(model, recipe_for(model, recipe))
     rotary.renumbering(model, recipe)
     self_check.admit(model, Cache, check)
     result = report(model, recipe)

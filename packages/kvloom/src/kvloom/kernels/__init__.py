@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .plan import OpPlan
     from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
     from .quantize.encoding import PackedTensors, RopeAngles
-    from .quantize.rotated import rotate, unrotate
+    from .quantize.hadamard import rotate, unrotate
 
 __all__ = [
     "AttentionState",
@@ -52,10 +52,10 @@ __getattr__ = lazy_names(
         "merge": "attend.reference",
         "operations_run": "dispatch",
         "pack_codes": "quantize.byte_layout",
-        "rotate": "quantize.rotated",
+        "rotate": "quantize.hadamard",
         "rows_for": "quantize.byte_layout",
         "unpack_codes": "quantize.byte_layout",
-        "unrotate": "quantize.rotated",
+        "unrotate": "quantize.hadamard",
         "use_backend": "dispatch:use",
     },
 )

@@ -128,16 +128,16 @@ def _attend_case(
 def _region_case(region: Region) -> Hashable:
     keys, values, where, visible, bias, own = region
     packed, like = keys.packed, keys.exact
-    rotation = how = None
+    rotation = kind = None
     if packed is not None and packed.rope is not None:
         rope, positions = packed.rope, packed.positions
         per_token = positions is not None and positions.shape[2] > 1
         rotation = rope.inv_freq.shape[0], rope.interleaved, per_token
     if where is not None:
-        how = where.kind
+        kind = where.kind
     return (
         like.shape[1], values.exact.shape[3], keys.encoding, values.encoding, packed is None,
-        values.packed is None, rotation, how, visible is None, bias is None, own > 0,
+        values.packed is None, rotation, kind, visible is None, bias is None, own > 0,
     )  # fmt: skip
 
 

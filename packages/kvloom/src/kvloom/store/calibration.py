@@ -31,7 +31,7 @@ KINDS = ("keys", "raw_keys", "values")
 class Calibration:
     """Tensors by name, and what they were computed from.
 
-    model: its `hf.metadata.identity`. text: SHA-256 of the text's tokens. settings: how
+    model: its `hf.layer_facts.identity`. text: SHA-256 of the text's tokens. settings: how
     it was calibrated. Tensors: `range.{layer}.{kind}` fp32 [2, Hk, D], minimum and maximum of each
     channel; `groups.{layer}.{kind}.{shape}` int32 [Hk, D]; `clip.{layer}.{kind}.{format}` fp32
     [groups] and `clip_layer.…` fp32 [1].

@@ -209,8 +209,7 @@ class PackedTokens(Stateful):
             if layer_encoding is None:
                 if self.fmt.calibrated:
                     raise CacheMisuse(
-                        "a calibrated format needs the calibration of its layer; give it as "
-                        "metadata"
+                        "a calibrated format needs the calibration of its layer; give it as facts"
                     )
                 layer_encoding = self.fmt.encoding.bind(x.shape[1], x.shape[3])
             assert layer_encoding.encoding == self.fmt.encoding, "calibrated for another encoding"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....positions.rope import Rope
 from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
-from ...quantize.rotated import levels, matrix
+from ...quantize.hadamard import levels, matrix
 from ..regions import KVView, PackedPrefix
 from .rope_tables import tables
 
@@ -130,12 +130,12 @@ class SidePacker:
 
     def _repack(self, packed: PackedPrefix, d: int) -> None:
         layer_encoding, table, first, table_head = packed.layer_encoding, None, None, 0
-        how = layer_encoding.encoding
+        encoding = layer_encoding.encoding
         stored = packed.codes, packed.scale, packed.zero
-        if how.rotation == "group":
-            table = _levels(how.bits)
+        if encoding.rotation == "group":
+            table = _levels(encoding.bits)
         elif layer_encoding.group_of is not None:
-            by = layer_encoding.by_layer if how.span == "layer" else layer_encoding.by_head
+            by = layer_encoding.by_layer if encoding.span == "layer" else layer_encoding.by_head
             table, first, table_head = *by, 4 * d
         read = stored if layer_encoding.static is None else (stored[0], *layer_encoding.multiplied)
         codes, scale, zero = rows = tuple(_rowwise(x) for x in read)

@@ -163,7 +163,7 @@ def _unpack(variant: Variant, side: int) -> Any:
     """Make the step that writes keys (0) or values (1) of the list side by side, in fp32."""
     spec, d, exact = variant.sides[side], variant.d, variant.exact
     own_space, meta, per_row = spec.own_space, spec.meta, spec.tokens_per_scale or 1
-    (per_block, height), bits, how = spec.per_block, spec.twice_bits, spec.as_int
+    (per_block, height), bits, literal = spec.per_block, spec.twice_bits, spec.as_int
     rope, rope_row, size = spec.rope_dims, 8 * d, SIZE[exact]
     is_key, fetch_ahead = side == 0, _prefetch(variant)
 
@@ -200,7 +200,7 @@ def _unpack(variant: Variant, side: int) -> Any:
                 unpack(
                     to, view.codes + j // per_block * height * view.row, view.row, t,
                     out_of_block(t, bits), view.scale + row, view.zero + row, view.table,
-                    mem.scales, near, far, d, how, meta,
+                    mem.scales, near, far, d, literal, meta,
                 )  # fmt: skip
                 continue
             source = view.tail + (j - view.packed) * view.tail_row

@@ -81,7 +81,7 @@ def _place(v: int, constants: SideConstants) -> int:
     return 64 * v - (2 * constants.rope_dims if second else 0)
 
 
-def rotated(
+def apply_rope(
     b: Any, xs: dict[int, Any], row: Any, d: int, constants: SideConstants, back: bool
 ) -> dict[int, Any]:
     """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
@@ -118,7 +118,7 @@ def _chain(
     queries: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        queries[j] = rotated(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
+        queries[j] = apply_rope(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
     for v in q:
         cos = read(b, at(b, rope, 8 * d + _place(v, constants)), VF)
         twice = b.fadd(cos, cos)
@@ -138,7 +138,7 @@ def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, literal
         for i in range(n_w):
             for vs in rotation_groups(n_d, constants):
                 xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
-                for v, x in rotated(b, xs, row, n_d, constants, back=True).items():
+                for v, x in apply_rope(b, xs, row, n_d, constants, back=True).items():
                     write(b, at(b, out, 4 * i * n_d + 64 * v), x)
 
     return lowered(types.void(*[types.int64] * 3, d, w, literal), emit)
@@ -204,7 +204,7 @@ def scores(
                             for v in vs
                         }
                     if constants.rope_dims and not chained:
-                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
+                        x = apply_rope(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
                         acc[row][t] = muladd(b, x[v], y, acc[row][t])

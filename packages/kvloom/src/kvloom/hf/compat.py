@@ -1,4 +1,4 @@
-"""Differences between models and between versions of transformers; no other module checks them.
+"""What kvloom must know of a model's class and config, and of the version of transformers.
 
 Decides whether a model can be supported, what its layers are, and which model types have an
 adapter: those whose attention bypasses transformers' attention interface, or attends to other heads

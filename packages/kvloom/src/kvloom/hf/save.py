@@ -32,10 +32,10 @@ from ..errors import (
     UnsupportedModel,
 )
 from ..recipe.spec import Recipe
-from ..store import LayerFacts, files
+from ..store import files
 from ..store.calibration import checksum
 from . import compat, shard, stock
-from .layer_facts import identity, load_layer_facts, recipe_for
+from .layer_facts import identity
 from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
 
@@ -57,7 +57,7 @@ def save(cache: RoutedCache, path: str | Path) -> None:
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _tables([layer.cache.state.facts for layer in cache.routed]),
+        "calibration": _calibration(cache),
         "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
@@ -101,15 +101,14 @@ def _restore(
             "prefill and save the cache again"
         ) from error
     try:
-        facts = load_layer_facts(model, recipe_for(model, recipe))
+        cache = kind(model, recipe)
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
-    if _tables(facts) != about["calibration"]:
+    if _calibration(cache) != about["calibration"]:
         raise SavedCacheError(
             f"{str(path)!r} was packed with another calibration than the one that "
             f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
         )
-    cache = kind(model, recipe)
     devices = _devices(model)
     with safe_open(path, "pt") as file:
         for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
@@ -208,12 +207,13 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     return json.loads(json.dumps(traits, default=str))
 
 
-def _tables(layers: list[LayerFacts]) -> str | None:
+def _calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
+    facts = [layer.cache.state.facts for layer in cache.routed]
     tables = {
         f"{i}.{side}.{name}": x
-        for i, facts in enumerate(layers)
-        for side, encoding in (("keys", facts.keys), ("values", facts.values))
+        for i, layer in enumerate(facts)
+        for side, encoding in (("keys", layer.keys), ("values", layer.values))
         if encoding is not None
         for name, x in encoding.tensors.items()
     }

@@ -1,4 +1,4 @@
-"""The other distributions use documented names of the library, and no others."""
+"""The other distributions and the examples use documented names of the library, and no others."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ PACKAGES = (
     "cache", "calibrate", "errors", "hf", "keep", "kernels", "positions", "progress", "recall",
     "recipe", "registry", "store",
 )  # fmt: skip
+EXAMPLES = ROOT / "packages" / "kvloom" / "tests" / "extend"
 FOLDERS = [
     *(ROOT / "packages" / name / "src" for name in ("kvloom-lab", "kvloom-vllm")),
     ROOT / "examples" / "kvloom-formats" / "src",
+    EXAMPLES,
 ]
 PAGES = ROOT / "docs" / "reference" / "api"
 
 
 def imported_names(folder: Path) -> set[tuple[str, str]]:
-    """Return (module of kvloom, name) of all imports in a folder's files."""
+    """Return (module of kvloom, name) of all imports in a folder's files; of EXAMPLES, `my_*`."""
     found = set()
-    for path in folder.rglob("*.py"):
+    for path in folder.rglob("my_*.py" if folder == EXAMPLES else "*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [(alias.name, "") for alias in node.names]

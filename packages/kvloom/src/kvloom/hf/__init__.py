@@ -1,5 +1,6 @@
 """How kvloom gets under a Hugging Face transformers model."""
 
+from . import adapters
 from .compat import geometry, has_adapter, read_tokens, stock_kinds, supported_model
 from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
@@ -20,6 +21,7 @@ __all__ = [
     "Follower",
     "ObservedStep",
     "Together",
+    "adapters",
     "attachment_restored",
     "can_step_together",
     "generate_sample",

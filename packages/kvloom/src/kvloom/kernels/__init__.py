@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from . import ops
     from .attend.reference import AttentionState, merge
     from .attend.regions import KVView, Paged, PageTable, Region
-    from .dispatch import compile_seconds, operations_run
+    from .dispatch import Backend, compile_seconds, operations_run
     from .dispatch import use as use_backend
     from .plan import OpPlan
     from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionState",
+    "Backend",
     "KVView",
     "OpPlan",
     "PackedTensors",
@@ -40,6 +41,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "Backend": "dispatch",
         "KVView": "attend.regions",
         "OpPlan": "plan",
         "PackedTensors": "quantize.encoding",

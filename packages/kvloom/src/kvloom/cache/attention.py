@@ -37,8 +37,8 @@ def attend_to(
     attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
     [B, Hq, T, D] in q's dtype, and the products if a kernel returned them (else None).
     """
-    only = regions[0] if len(regions) == 1 else None
-    if only is None or only.where is not None or only.own < only.keys.tokens:
+    sole_region = regions[0] if len(regions) == 1 else None
+    if sole_region is None or not _is_first_prompt(sole_region):
         plan = OpPlan(ops.attend) if plan is None else plan
         run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
         if run is not None:
@@ -47,19 +47,20 @@ def attend_to(
             )
             out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products
-        if only is not None and not _has_format(only):
+        if sole_region is not None and not _has_format(sole_region):
             plan.count_reference()
-    if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
+    if sole_region is not None and ahead is None and _fused(sole_region, q.shape[2], softcap):
         out = reference.sdpa(
-            q, only.keys.tail, only.values.tail, scale,
-            causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
+            q, sole_region.keys.tail, sole_region.values.tail, scale,
+            causal=sole_region.own > 1, visible=sole_region.visible, bias=sole_region.bias,
+            sink_logits=sink_logits,
         )  # fmt: skip
         return out, None
     states = [] if ahead is None else [ahead]
     for region in regions:
         if _has_format(region):
             states += _by_format(q, region, scale, softcap)
-        elif only is None:
+        elif sole_region is None:
             states.append(ops.attend(q, [region], scale, softcap=softcap))
         else:  # no kernel covers it, as `bind` has said
             states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
@@ -67,6 +68,11 @@ def attend_to(
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
     return state.out.to(q.dtype), None
+
+
+def _is_first_prompt(region: Region) -> bool:
+    """Return whether all tokens of a region are the step's own."""
+    return region.where is None and region.own == region.keys.tokens
 
 
 def _has_format(region: Region) -> bool:

@@ -66,9 +66,9 @@ def check_shapes(
             f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
             f"{v.dtype} do not belong together; give one value per key"
         )
-    if like is not None and (want := _traits(like)) != (got := _traits(k)):
+    if like is not None and (cache_traits := _traits(like)) != (key_traits := _traits(k)):
         names = "batch size", "key/value heads", "head dimension", "dtype", "device"
-        for what, expected, received in zip(names, want, got, strict=True):
+        for what, expected, received in zip(names, cache_traits, key_traits, strict=True):
             if expected != received:
                 raise CacheMisuse(
                     f"{name}: this cache holds {what} {expected} and was given {received}; "

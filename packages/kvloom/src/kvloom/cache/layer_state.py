@@ -190,5 +190,5 @@ class LayerState(Stateful):
         if state["draft"] is not None:
             assert like is not None
             self.uncommitted = Uncommitted(0, Queries(like, 1.0))
-        both = {"storage": state["tokens"], "uncommitted": state["draft"]}
-        super().load_state({**state, **both}, like)
+        renamed = {"storage": state["tokens"], "uncommitted": state["draft"]}
+        super().load_state({**state, **renamed}, like)

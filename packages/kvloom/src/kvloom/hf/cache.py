@@ -28,9 +28,9 @@ class Cache(RoutedCache):
     Args:
         model: Any supported model, also inside the wrapper of peft or `torch.compile`.
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
-        check: Whether to compare the logits of a short random batch with those of the plain model,
-            once per model, if no test of kvloom covers its class with this transformers. False
-            also admits the model to later calls.
+        check: Whether to compare the logits of a short random batch with those of the plain model.
+            This runs once per model, if no test of kvloom covers its class with this transformers.
+            False also admits the model to later calls.
 
     Raises:
         UnsupportedModel: kvloom cannot route the model. These errors are raised before the model

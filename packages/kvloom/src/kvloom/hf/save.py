@@ -1,8 +1,8 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
 Decides what is in a file's metadata and which files are refused; `LayerState.state` decides what
-of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
-spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+of a cache is saved. The file is safetensors. It has tensors as the cache stores them, without spare
+room, all else as JSON in the metadata, and a checksum of all bytes at the end. It has no code.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
 is named by its path in the tree of state, as `2.tokens.keys.packed.codes.live`.
 """

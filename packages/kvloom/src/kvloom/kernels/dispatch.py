@@ -113,9 +113,7 @@ class Op(Generic[P, R]):
         Pass as many arguments as `case` reads, and call `run`. If that is None, the caller runs
         the reference and counts it, or runs and counts something better.
         """
-        like, rest = self.case(*args, **options)
-        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
-        bound = self.bindings.get(key) or self.choose(*args, **options)
+        bound = self.choose(*args, **options)
         if bound.run is not None:
             ran[bound.counted] += 1
         return bound
@@ -123,7 +121,7 @@ class Op(Generic[P, R]):
     def choose(self, *args: Any, **options: Any) -> BoundOp:
         """Return what `bind` does without counting a use."""
         like, rest = self.case(*args, **options)
-        key = setting(), like.device, rest
+        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
         bound = self.bindings.get(key)
         if bound is None:
             bound = self.bindings[key] = self._choose(like, *args, **options)
@@ -212,7 +210,7 @@ def use(backend: str) -> Iterator[None]:
 def setting() -> str:
     """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend.
 
-    `Op.bind` and `OpPlan.bind` run at every step: they have this expression in place of the call.
+    `Op.choose` and `OpPlan.bind` run at every step: they have this expression in place of the call.
     """
     return forced.get() or environment()
 

@@ -44,7 +44,7 @@ def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     return scores, scores.dtype
 
 
-def _scores_problems(scores: Tensor) -> list[str]:
+def _scores_problems(scores: Tensor, *_: Any, **__: Any) -> list[str]:
     return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
 
 
@@ -57,7 +57,7 @@ def _scores_op(
     """Declare an operation on scores that has a CPU kernel only."""
     backend = Backend(
         run=run,
-        problems=lambda scores, *_, **__: _scores_problems(scores),
+        problems=_scores_problems,
         load=lambda *_, **__: load(),
         coverage=coverage,
     )

@@ -173,14 +173,14 @@ def positions(
     tokens: behind the first position, where positions are consecutive.
     """
     assert packed.positions is not None
-    at, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
-    last = at if at.numel() == 1 else at.max()
+    per_head, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
+    last = per_head if per_head.numel() == 1 else per_head.max()
     near, far = tables(rope, d, int(last) + (1 if per_token else tokens))
     numbers = {
-        "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(at, 2),
+        "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(per_head, 2),
         "position_per_token": int(per_token),
     }  # fmt: skip
-    return numbers, (near, far, at)
+    return numbers, (near, far, per_head)
 
 
 def multiplied(q: Tensor, divisor: Tensor) -> Tensor:
@@ -193,8 +193,8 @@ def _rowwise(x: Tensor) -> Tensor:
     """Return x [., ., rows, .] with contiguous rows."""
     if x.is_contiguous():
         return x
-    _, _, row, one = x.stride()
-    return x if one == 1 and row == x.shape[3] else x.contiguous()
+    _, _, row, channel = x.stride()
+    return x if channel == 1 and row == x.shape[3] else x.contiguous()
 
 
 @cache

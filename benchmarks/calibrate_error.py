@@ -20,9 +20,9 @@ from kvloom.calibrate import (
     record,
 )
 from kvloom.calibrate.clip_search import GRID
-from kvloom.hf import geometry, load_layer_metadata
+from kvloom.hf import geometry, load_layer_facts
 from kvloom.recipe import Recipe, resolve
-from kvloom.store import LayerMetadata, round_trip
+from kvloom.store import LayerFacts, round_trip
 from kvloom_lab.cli.options import split_recipes
 from kvloom_lab.cli.recipes import DEFAULT_RECIPES
 from kvloom_lab.eval import load
@@ -33,7 +33,7 @@ EXACT_TOKENS = (0, 0), (5, 128)
 
 def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
     """Return relative errors of each layer, for each of `EXACT_TOKENS`."""
-    layers = dict(zip(geometry(model).numbers, load_layer_metadata(model, recipe), strict=True))
+    layers = dict(zip(geometry(model).numbers, load_layer_facts(model, recipe), strict=True))
     sums = {number: torch.zeros(len(EXACT_TOKENS), 2, dtype=torch.float64) for number in layers}
 
     def add(number: int, inputs: AttentionInputs) -> None:
@@ -46,7 +46,7 @@ def errors(model, ids: torch.Tensor, recipe: Recipe) -> dict[int, list[float]]:
     return {n: (x[:, 0] / x[:, 1]).sqrt().tolist() for n, x in sums.items()}
 
 
-def squares(exact: ExactAttention, recipe: Recipe, layer: LayerMetadata) -> torch.Tensor:
+def squares(exact: ExactAttention, recipe: Recipe, layer: LayerFacts) -> torch.Tensor:
     """Return squared norms [2] of the output's error and of the output."""
     k = round_trip(exact.k, recipe.store, "keys", layer)
     v = round_trip(exact.v, recipe.store, "values", layer)
@@ -57,7 +57,7 @@ def squares(exact: ExactAttention, recipe: Recipe, layer: LayerMetadata) -> torc
 
 def at_the_bound(model, recipe: Recipe) -> float:
     """Return the share of clip factors, in all layers, at the lower end of their grid."""
-    layers = load_layer_metadata(model, recipe)
+    layers = load_layer_facts(model, recipe)
     clips = [c.clip for layer in layers for c in (layer.keys, layer.values)
              if c is not None and c.clip is not None]  # fmt: skip
     return float((torch.cat(clips) < GRID[0] + 1e-3).float().mean()) if clips else 0.0

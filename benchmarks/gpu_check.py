@@ -87,20 +87,20 @@ def _quant(bench: Bench, fast: bool) -> Iterator[Case]:
             turn += 1
             if fast and turn % 5:
                 continue
-            how = Encoding(bits, axis, 0 if axis == "token" and group == d else group, meta)
-            spec = how.bind(2, d)
+            encoding = Encoding(bits, axis, 0 if axis == "token" and group == d else group, meta)
+            spec = encoding.bind(2, d)
             what = f"{bits} bit per {axis} {group}, D={d}, {meta}, {dtype}"
             yield "pack, unpack", what, 0.0, lambda s=spec, t=dtype: _packed(bench, s, t)
 
 
 def _packed(bench: Bench, spec: LayerEncoding, dtype: torch.dtype) -> float:
-    how, group, d = spec.encoding, spec.group, spec.head_dim
-    channel = how.axis == "channel"
+    encoding, group, d = spec.encoding, spec.group, spec.head_dim
+    channel = encoding.axis == "channel"
     b, h, n = 2, 2, 3 * group if channel else 29
     x = torch.randn(b, h, n, d).to(dtype)
     real = torch.arange(n) >= torch.tensor([0, group + 3])[:, None, None] if channel else None
     codes, scale, zero = quant_ref.to_codes(x.float(), spec, real)
-    packed = quant_ref.pack_codes(codes, how.bits)
+    packed = quant_ref.pack_codes(codes, encoding.bits)
     held = PackedTensors(*(torch.full_like(m.to(bench.device), 77) for m in (packed, scale, zero)))
     cut = n // 2 // group * group if channel else n // 2
     for lo, hi in ((0, cut), (cut, n)):

@@ -209,13 +209,14 @@ def quantize() -> Iterator[Variant]:
     """Packing and unpacking: every number of bits along both axes."""
 
     def of(spec: LayerEncoding, begin: int, name: str, brief: bool) -> Iterator[Variant]:
-        d, how, (rows, numbers) = spec.head_dim, spec.encoding, spec.scales
+        d, encoding, (rows, numbers) = spec.head_dim, spec.encoding, spec.scales
         n = 256 + begin
         scale, zero = (
-            _meta(1, rows, n // how.tokens_per_scale, numbers, dtype=spec.meta) for _ in range(2)
+            _meta(1, rows, n // encoding.tokens_per_scale, numbers, dtype=spec.meta)
+            for _ in range(2)
         )
         tensors = PackedTensors(
-            _meta(1, 2, rows_for(n, how.bits), d, dtype=torch.uint8), scale, zero
+            _meta(1, 2, rows_for(n, encoding.bits), d, dtype=torch.uint8), scale, zero
         )
         real = _meta(1, 1, 256, dtype=torch.bool)
         x = _meta(1, 2, 256, d, dtype=BF16)

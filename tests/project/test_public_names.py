@@ -1,4 +1,4 @@
-"""The other distributions use documented names of the library, and no others."""
+"""The other distributions and the examples use documented names of the library, and no others."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from types import FunctionType
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ROOMS = (
+PACKAGES = (
     "cache", "calibrate", "errors", "hf", "keep", "kernels", "positions", "progress", "recall",
     "recipe", "registry", "store",
 )  # fmt: skip
+EXAMPLES = ROOT / "packages" / "kvloom" / "tests" / "extend"
 FOLDERS = [
     *(ROOT / "packages" / name / "src" for name in ("kvloom-lab", "kvloom-vllm")),
     ROOT / "examples" / "kvloom-formats" / "src",
+    EXAMPLES,
 ]
 PAGES = ROOT / "docs" / "reference" / "api"
 
 
 def imported_names(folder: Path) -> set[tuple[str, str]]:
-    """Return (module of kvloom, name) of all imports in a folder's files."""
+    """Return (module of kvloom, name) of all imports in a folder's files; of EXAMPLES, `my_*`."""
     found = set()
-    for path in folder.rglob("*.py"):
+    for path in folder.rglob("my_*.py" if folder == EXAMPLES else "*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 names = [(alias.name, "") for alias in node.names]
@@ -41,8 +43,8 @@ def is_public(module: str, name: str) -> bool:
     """Return whether a name is in `__all__` of kvloom or of a package directly below it."""
     if (module, name) in (("kvloom", ""), ("kvloom", "__version__")):
         return True
-    _package, _, room = module.partition(".")
-    return (not room or room in ROOMS) and name in import_module(module).__all__
+    _package, _, package = module.partition(".")
+    return (not package or package in PACKAGES) and name in import_module(module).__all__
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)

@@ -30,7 +30,7 @@ ALLOWED = re.compile(
 PASSED_ON = {
     ("cli/options.py", "--budget {} with {}: {}"),
     ("papers/lab.py", "{}: {}"),
-    ("hf/metadata.py", "{}"),
+    ("hf/layer_facts.py", "{}"),
     ("cli/options.py", "{} {} is not a list of {}"),
     ("hf/save.py", "recipe {} has a part of your own: {}"),
     ("hf/save.py", "{} cannot be restored: {}"),

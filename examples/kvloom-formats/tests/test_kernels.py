@@ -111,6 +111,8 @@ def test_generate_by_the_kernel_is_generate_by_the_reference(name):
             by_kernel = ran["attend", name.split(":")[0], ""]
             # a step attends to keys with packed and with exact values, in each of two layers
             assert by_kernel == 0 if backend == "ref" else by_kernel >= 2 * 39
+            attended = {who for operation, who, _ in ran if operation == "attend"}
+            assert attended == {"ref"} if backend == "ref" else "ref" not in attended
             assert not any(operation == "unpack" for operation, *_ in ran if backend == "auto") or (
                 "kitty" in name  # whose values are kvloom's own
             )

@@ -12,7 +12,7 @@ import kvloom_lab
 import tiny
 from kvloom.errors import InputError
 from kvloom.hf import compat
-from kvloom.hf.metadata import identity
+from kvloom.hf.layer_facts import identity
 from kvloom.recipe import Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve

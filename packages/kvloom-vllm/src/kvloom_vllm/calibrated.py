@@ -1,7 +1,7 @@
 """The calibration of an engine's model: which file, and whether it belongs to the model.
 
 vLLM joins some weights of a model, so the model is identified by its checkpoint on disk, as
-`kvloom.hf.metadata.identity` identifies the model in transformers.
+`kvloom.hf.layer_facts.identity` identifies the model in transformers.
 """
 
 from __future__ import annotations

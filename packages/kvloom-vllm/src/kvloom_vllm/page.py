@@ -88,10 +88,10 @@ class PageLayout:
         h, n, d = self.heads, self.tokens, self.head_dim
         if layer_encoding is None:
             return [((h, n, d), self.dtype)]
-        how, (rows, numbers) = layer_encoding.encoding, layer_encoding.scales
-        scales = ((rows, n // how.tokens_per_scale, numbers), layer_encoding.meta)
-        zeros = scales if how.zeros else ((*scales[0][:2], 0), layer_encoding.meta)
-        codes = (h, rows_for(n, how.bits), d)
+        encoding, (rows, numbers) = layer_encoding.encoding, layer_encoding.scales
+        scales = ((rows, n // encoding.tokens_per_scale, numbers), layer_encoding.meta)
+        zeros = scales if encoding.zeros else ((*scales[0][:2], 0), layer_encoding.meta)
+        codes = (h, rows_for(n, encoding.bits), d)
         return [(codes, torch.uint8), scales, zeros]
 
     @cached_property

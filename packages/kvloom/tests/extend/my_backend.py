@@ -2,8 +2,7 @@
 
 import torch
 
-from kvloom.kernels import ops
-from kvloom.kernels.dispatch import Backend
+from kvloom.kernels import Backend, ops
 
 
 def page_bounds(x, page, nonpadding):

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import kvloom
-from kvloom.kernels.select.reference import dots, select_pages, together
-from kvloom.recall import Finder, Index, grown
+from kvloom.recall import Finder, Index, dots, grown, select_pages, together
 
 
 class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys of zeros

@@ -11,7 +11,7 @@ from kv_views import agrees, channel, draw, hidden, known, mapped, rope, token
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Store
+from kvloom.store import LayerFacts, Store
 from sampling import slow_except
 
 SKVQ = (
@@ -115,7 +115,7 @@ def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_refer
     dispatch.ran.clear()
     for backend in dispatch.CHOICES:
         layer = LayerCache(
-            recipe, metadata=LayerMetadata(known(keys, 2, d), known(values, 2, d), rope(keys, d))
+            recipe, facts=LayerFacts(known(keys, 2, d), known(values, 2, d), rope(keys, d))
         )
         with dispatch.use(backend):
             q = draw((2, 4, 207, d), 0).contiguous()

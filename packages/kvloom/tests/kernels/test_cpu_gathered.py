@@ -173,10 +173,10 @@ def test_who_ran_is_counted():
     regions = chosen(KVView(None, k), KVView(None, k), slots, 8)
     dispatch.ran.clear()
     with dispatch.use("auto"):
-        assert ops.attend.bind(q, regions).run is not None
-        assert ops.attend.bind(q.requires_grad_(), regions).run is None
+        ops.attend(q, regions, 0.2)
+        ops.attend(q.requires_grad_(), regions, 0.2)
     with dispatch.use("ref"):
-        assert ops.attend.bind(q, regions).run is None
+        ops.attend(q, regions, 0.2)
     backends = [(backend, why) for operation, backend, why in dispatch.ran]
     assert backends == [
         ("cpu", ""),

@@ -10,7 +10,7 @@ from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Packed, Store
+from kvloom.store import LayerFacts, Packed, Store
 from kvloom.store.packed import PackedTokens
 from sampling import slow_except
 
@@ -39,7 +39,7 @@ CACHES = {
         protect=Protect(2, 7),
     ),
 }
-KNOWN = LayerMetadata(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
+KNOWN = LayerFacts(rope=Rope(10_000.0 ** (-torch.arange(16) / 16)))
 
 
 # Attention takes long to compile.
@@ -53,7 +53,7 @@ def test_caches_hold_the_same_bytes_by_kernels_and_by_the_reference(name, padded
     caches = []
     for backend in dispatch.CHOICES:
         with dispatch.use(backend), torch.no_grad():
-            caches.append(LayerCache(recipe, metadata=KNOWN))
+            caches.append(LayerCache(recipe, facts=KNOWN))
             steps.feed(caches[-1], q, k, v, sizes, visible)
     assert caches[0].nbytes == caches[1].nbytes
     steps.assert_same_state(*(steps.state(cache) for cache in caches))

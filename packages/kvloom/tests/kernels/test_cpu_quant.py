@@ -26,7 +26,7 @@ from kvloom.kernels.quantize.encoding import (
     PackedTensors,
     RopeAngles,
 )
-from kvloom.kernels.quantize.rotated import rotate
+from kvloom.kernels.quantize.hadamard import rotate
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed
@@ -82,12 +82,12 @@ def mapped(x, bits, meta, groups=5, seed=0, static=False, smooth=True, clip=None
     heads, dim = x.shape[1], x.shape[3]
     by_group = isinstance(clip, torch.Tensor)
     name = next(n for n, dtype in META.items() if dtype == meta)
-    how = Encoding(
+    encoding = Encoding(
         bits, "token", 16, name, span="layer", reorder=True, smooth=smooth, static=static,
         clip=1.0 if static or clip is None else "group" if by_group else clip,
     )  # fmt: skip
     return LayerEncoding(
-        how, heads, dim, scattered(heads, dim, groups, seed),
+        encoding, heads, dim, scattered(heads, dim, groups, seed),
         clip=clip if by_group else None,
         divisor=torch.logspace(-1, 1, dim).repeat(heads, 1) if smooth else None,
         low=-torch.linspace(0, 2, groups), high=torch.linspace(0, 3, groups),
@@ -246,8 +246,8 @@ def test_groups_of_tokens_with_padding_anywhere(form, shape, layout, parts, data
     elif kind != "none":
         heads = h if kind == "each head's" else 1
         real = (torch.rand(n, heads, b) > 0.3).permute(2, 1, 0)
-    how = data.draw(st.sampled_from([{}, {"rotation": "head"}]))
-    spec = bound(x, bits, "channel", group, meta, **how)
+    rotation = data.draw(st.sampled_from([{}, {"rotation": "head"}]))
+    spec = bound(x, bits, "channel", group, meta, **rotation)
     agrees(x, spec, ends[:-1], real, (lo, hi))
 
 

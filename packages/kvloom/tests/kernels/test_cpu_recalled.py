@@ -14,7 +14,7 @@ from kvloom.positions.rope import Rope
 from kvloom.recall import Clusters, Recall
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Packed, Store
+from kvloom.store import LayerFacts, Packed, Store
 from steps import D, draw, feed
 
 PROMPT, STEPS = 330, 12
@@ -78,12 +78,12 @@ def test_recall_composes_with_any_store(name, pads):
     recall = Recall(Clusters(size=10, block=16, block_clusters=3), 60, full_layers=0)
     recipe = Recipe(keep=keep, store=store, recall=recall, protect=protect)
     turns = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
-    calibrated = LayerMetadata(known(store.keys, 2, D), known(store.values, 2, D), turns)
+    facts = LayerFacts(known(store.keys, 2, D), known(store.values, 2, D), turns)
     n = PROMPT + STEPS
     qkv, visible = draw(3, n, batch=2, hq=4, hk=2), torch.arange(n) >= torch.tensor(pads)[:, None]
     outs = []
     for backend in ("auto", "ref"):
-        cache = LayerCache(recipe, "a layer", 0, 1, turns, calibrated)
+        cache = LayerCache(recipe, "a layer", 0, 1, turns, facts)
         dispatch.ran.clear()
         with dispatch.use(backend):
             fed = feed(cache, *qkv, [PROMPT, *[1] * STEPS], visible if any(pads) else None)

@@ -31,9 +31,11 @@ CASES = [
 
 def storage(b, h, tokens, d, spec, poison):
     """Room for `tokens` tokens in larger storage, all of it `poison`."""
-    how, (rows, numbers) = spec.encoding, spec.scales
-    lines = tokens // how.tokens_per_scale
-    codes = torch.full((b, h, ref.rows_for(tokens, how.bits) + 3, d), poison, dtype=torch.uint8)
+    encoding, (rows, numbers) = spec.encoding, spec.scales
+    lines = tokens // encoding.tokens_per_scale
+    codes = torch.full(
+        (b, h, ref.rows_for(tokens, encoding.bits) + 3, d), poison, dtype=torch.uint8
+    )
     meta = torch.uint8 if spec.meta == torch.float8_e4m3fn else spec.meta
     scale, zero = (torch.full((b, rows, lines + 2, numbers), poison, dtype=meta) for _ in "sz")
     return PackedTensors(codes[:, :, :-3], scale[:, :, :-2], zero[:, :, :-2])
@@ -49,17 +51,17 @@ def same(got, want):
 def check(x, spec, real=None, step=1e-6):
     """Pack in two calls and unpack a stretch: as the reference does all at once."""
     b, h, n, d = x.shape
-    how, (codes, scale, zero) = spec.encoding, ref.to_codes(x.float(), spec, real)
+    encoding, (codes, scale, zero) = spec.encoding, ref.to_codes(x.float(), spec, real)
     held = storage(b, h, n, d, spec, 113)
-    cut = n // 2 // how.tokens_per_scale * how.tokens_per_scale
+    cut = n // 2 // encoding.tokens_per_scale * encoding.tokens_per_scale
     for lo, hi in ((0, cut), (cut, n)):
         upto = PackedTensors(
-            held.codes[:, :, : ref.rows_for(hi, how.bits)],
-            *(m[:, :, : hi // how.tokens_per_scale] for m in held[1:]),
+            held.codes[:, :, : ref.rows_for(hi, encoding.bits)],
+            *(m[:, :, : hi // encoding.tokens_per_scale] for m in held[1:]),
         )
         here = None if real is None else real[:, :, lo:hi]
         gpu.pack(x[:, :, lo:hi], spec, upto, lo, here)
-    same(held.codes, ref.pack_codes(codes, how.bits))
+    same(held.codes, ref.pack_codes(codes, encoding.bits))
     if spec.static is None:
         same(held.scale, scale)
         same(held.zero, zero)

@@ -20,7 +20,7 @@ from kvloom.errors import CacheMisuse, NotFinite, RecipeError
 from kvloom.keep import Budget, Keep, Rotated
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Geometry, Recipe, resolve
-from kvloom.store import LayerMetadata
+from kvloom.store import LayerFacts
 from steps import SCALE, D, assert_follows_beams, assert_same_state, draw, feed, padded
 
 HQ, HK, LAYERS = 4, 2, 3
@@ -34,10 +34,8 @@ recipes = pytest.mark.parametrize("spec", [EXACT, JOINT, PACKED])
 
 def layers(spec: str | Recipe, count: int = LAYERS) -> list[LayerCache]:
     """Empty layers that decide together."""
-    facts = LayerMetadata(rope=ROPE)
-    caches = [
-        LayerCache(resolve(spec), f"layer {i}", i, count, metadata=facts) for i in range(count)
-    ]
+    facts = LayerFacts(rope=ROPE)
+    caches = [LayerCache(resolve(spec), f"layer {i}", i, count, facts=facts) for i in range(count)]
     coordinate(caches)
     return caches
 

@@ -17,7 +17,7 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.positions.rope import Rope
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.spec import Protect, Recipe
-from kvloom.store import LayerMetadata, Packed, Store
+from kvloom.store import LayerFacts, Packed, Store
 from near import assert_near
 from steps import SOME, SOME_TOKENS, D, draw, feed
 
@@ -47,7 +47,7 @@ def turned(x: np.ndarray, rope: Rope, by: np.ndarray) -> np.ndarray:
 
 def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
     recipe = Recipe(keep=keep, store=Store(keys=fmt), protect=Protect(sinks, recent))
-    return LayerCache(recipe, "layer 0", 0, 1, metadata=LayerMetadata(rope=rope))
+    return LayerCache(recipe, "layer 0", 0, 1, facts=LayerFacts(rope=rope))
 
 
 def stored_keys(cache: LayerCache) -> torch.Tensor:

@@ -19,7 +19,7 @@ from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import LayerOverride, Protect, Recipe
-from kvloom.store import LayerMetadata
+from kvloom.store import LayerFacts
 from steps import SCALE, D, assert_same_state, draw, feed, padded, state
 
 PROMPT, LAYERS = 150, 3
@@ -123,7 +123,7 @@ def test_tokens_move_between_layers_of_equal_store_alone():
     other = recipe("balanced", layers="joint")
     mixed = replace(one, layers=(LayerOverride(1, store=other.store, protect=other.protect),))
     numbers = range(LAYERS)
-    caches = build_layers(mixed, numbers, [LayerMetadata() for _ in numbers])
+    caches = build_layers(mixed, numbers, [LayerFacts() for _ in numbers])
     for cache, each in zip(caches, qkv, strict=True):
         cache.observe()
         feed(cache, *(x[:, :, :PROMPT] for x in each))
@@ -136,7 +136,7 @@ def test_tokens_move_between_layers_of_equal_store_alone():
     lengths = [sum(map(len, held(caches[i], 0))) for i in numbers]
     assert lengths[0] != lengths[2]
     assert lengths[0] + lengths[2] == 2 * lengths[1] == 2 * HK * 80
-    plain = build_layers(mixed, numbers, [LayerMetadata() for _ in numbers])
+    plain = build_layers(mixed, numbers, [LayerFacts() for _ in numbers])
     for cache, each in zip(plain, qkv, strict=True):
         feed(cache, *(x[:, :, :PROMPT] for x in each))
     geometry = Geometry(LAYERS, HQ, HK, D, torch.float32)

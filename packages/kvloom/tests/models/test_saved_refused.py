@@ -16,7 +16,7 @@ import kvloom
 from backends import by_reference
 from kvloom.cache.layer_state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
-from kvloom.hf.metadata import identity
+from kvloom.hf.layer_facts import identity
 from kvloom.store import files
 
 pytestmark = by_reference  # none of this depends on kernels

@@ -18,7 +18,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.named.quantization import skvq, skvq_k2v1_5, turbo
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.store import LayerEncoding, LayerMetadata, Packed, Store
+from kvloom.store import LayerEncoding, LayerFacts, Packed, Store
 from steps import draw, feed, unpacked
 
 D, HK = 32, 2
@@ -28,7 +28,7 @@ ROPE = Rope(10000.0 ** -(torch.arange(0, D, 2) / D))
 SIZES = torch.tensor([8, 40, 4, 12])
 
 
-def layer(seed: int, store: Store) -> LayerMetadata:
+def layer(seed: int, store: Store) -> LayerFacts:
     """What calibration might say of a layer."""
     g = torch.Generator().manual_seed(seed)
 
@@ -38,7 +38,7 @@ def layer(seed: int, store: Store) -> LayerMetadata:
         clip = 0.8 + 0.2 * torch.rand(4, generator=g)
         return LayerEncoding(fmt.encoding, HK, D, group_of.view(HK, D), clip)
 
-    return LayerMetadata(side(store.keys), side(store.values), ROPE)
+    return LayerFacts(side(store.keys), side(store.values), ROPE)
 
 
 def recipe(**options) -> Recipe:
@@ -96,7 +96,7 @@ def test_true_bits():
 class Skvq:
     """SKVQ by its definition in float64; a token leaves the window after the step."""
 
-    def __init__(self, bits, known: LayerMetadata, sinks, window, meta):
+    def __init__(self, bits, known: LayerFacts, sinks, window, meta):
         self.bits, self.known, self.meta = bits, known, meta
         self.sinks, self.window = sinks, window
 
@@ -142,7 +142,7 @@ def test_every_step_is_the_definition(prompt, bits, meta):
     known = layer(prompt, made.store)
     tokens = draw(prompt, prompt + steps, 2, 4, HK, D)
     q, k, v = (x.double().numpy() for x in tokens)
-    cache = LayerCache(made, metadata=known)
+    cache = LayerCache(made, facts=known)
     paper = Skvq(bits, known, 3, 12, meta)
     got = cache.attend(*(x[:, :, :prompt] for x in tokens), scale=SCALE)
     want = paper.prompt(*(x[:, :, :prompt] for x in (q, k, v)))
@@ -162,7 +162,7 @@ def test_every_step_is_the_definition(prompt, bits, meta):
 
 def test_the_prompts_own_attention_and_the_window_are_exact():
     q, k, v = draw(0, 70, 2, 4, HK, D)
-    cache = LayerCache(recipe(), metadata=layer(0, recipe().store))
+    cache = LayerCache(recipe(), facts=layer(0, recipe().store))
     got = feed(cache, q, k, v)
     want, _ = naive.attention(*(x.double().numpy() for x in (q, k, v)), SCALE, causal=True)
     np.testing.assert_allclose(got.numpy(), want, rtol=0, atol=2e-6)
@@ -192,8 +192,8 @@ def test_folding_a_permutation_of_values_into_the_weights_changes_nothing_that_i
     known, order = layer(1, recipe().store), torch.randperm(D)
     q, k, v = draw(0, 70, 1, 4, HK, D)
     values = replace(known.values, group_of=known.values.group_of[:, order])
-    plain = LayerCache(recipe(), metadata=known)
-    folded = LayerCache(recipe(), metadata=known._replace(values=values))
+    plain = LayerCache(recipe(), facts=known)
+    folded = LayerCache(recipe(), facts=known._replace(values=values))
     new = draw(1, 4, 1, 4, HK, D)
     feed(plain, q, k, v)
     feed(folded, q, k, v[..., order])

@@ -12,7 +12,7 @@ import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.positions.rope import Rope
 from kvloom.recipe.resolve import resolve
-from kvloom.store import LayerEncoding, LayerMetadata, Packed
+from kvloom.store import LayerEncoding, LayerFacts, Packed
 from steps import draw
 
 D = 32
@@ -41,7 +41,7 @@ def test_skvqs_baselines_store_what_its_harness_stores(name, prompt, bits, heads
     recipe = resolve(f"{name}:bits={bits},group=16")
     formats = recipe.store.keys, recipe.store.values
     sides = [calibrated(seed + i, hk, fmt) for i, fmt in enumerate(formats)]
-    layer = LayerCache(recipe, metadata=LayerMetadata(*sides, ROPE))
+    layer = LayerCache(recipe, facts=LayerFacts(*sides, ROPE))
     q, k, v = draw(seed, prompt + 12, 2, *heads, D)
     for n in [prompt, *range(prompt + 1, prompt + 13)]:
         part = slice(layer.seen, n)

@@ -26,11 +26,11 @@ from kvloom.hf import (
     attachment_restored,
     geometry,
     layer_ropes,
-    load_layer_metadata,
+    load_layer_facts,
     supported_model,
 )
 from kvloom.recipe import Recipe
-from kvloom.store import LayerMetadata, calibrated_groups
+from kvloom.store import LayerFacts, calibrated_groups
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}
 
@@ -106,7 +106,7 @@ def measure(
                 f"kvloom does not compress layers {sorted(set(chosen) - set(available))}; "
                 f"choose from {available}"
             )
-        metadata = dict(zip(available, load_layer_metadata(model, recipe), strict=True))
+        facts = dict(zip(available, load_layer_facts(model, recipe), strict=True))
         try:
             ropes = dict(zip(available, layer_ropes(model), strict=True))
         except UnsupportedModel:
@@ -122,7 +122,7 @@ def measure(
                 tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)
             for kind in KINDS:
                 if kind in tensors:
-                    groups = _calibrated_groups(recipe, metadata[number], kind)
+                    groups = _calibrated_groups(recipe, facts[number], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
                     distributions.append(Distribution(number, kind, x, _group_size(recipe), groups))
 
@@ -151,7 +151,7 @@ def to_data(distributions: Sequence[Distribution], environment: dict[str, Any]) 
     return {"environment": environment, "rows": rows}
 
 
-def _calibrated_groups(recipe: Recipe, layer: LayerMetadata, kind: str) -> Tensor | None:
+def _calibrated_groups(recipe: Recipe, layer: LayerFacts, kind: str) -> Tensor | None:
     """Return the calibrated group of each channel of all heads; None without calibration."""
     of_keys = "raw_keys" if recipe.store.pre_rope else "keys"
     sides = {of_keys: "keys", "values": "values"}

@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvloom.calibrate import AttentionInputs, AttentionSample, ExactAttention, record
-from kvloom.hf import attachment_restored, geometry, load_layer_metadata, supported_model
+from kvloom.hf import attachment_restored, geometry, load_layer_facts, supported_model
 from kvloom.progress import Progress
 from kvloom.recipe import Recipe
-from kvloom.store import LayerMetadata, round_trip
+from kvloom.store import LayerFacts, round_trip
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def measure(
     shape = geometry(supported_model(model, needs_all_heads="an analysis"))
     for recipe in recipes:
         recipe.check(shape)
-    metadata = {recipe.name: load_layer_metadata(model, recipe) for recipe in recipes}
+    facts = {recipe.name: load_layer_facts(model, recipe) for recipe in recipes}
     squares: dict[tuple[str, int], Tensor] = {}
     with attachment_restored(model):
         index = {number: i for i, number in enumerate(shape.numbers)}
@@ -66,7 +66,7 @@ def measure(
         def add(number: int, inputs: AttentionInputs) -> None:
             exact = ExactAttention(AttentionSample.of(inputs, queries))
             for recipe in recipes:
-                new = _squares(exact, inputs, recipe, metadata[recipe.name][index[number]])
+                new = _squares(exact, inputs, recipe, facts[recipe.name][index[number]])
                 key = recipe.name, number
                 squares[key] = squares[key] + new if key in squares else new
 
@@ -103,7 +103,7 @@ def to_data(
 
 
 def _squares(
-    exact: ExactAttention, inputs: AttentionInputs, recipe: Recipe, layer: LayerMetadata
+    exact: ExactAttention, inputs: AttentionInputs, recipe: Recipe, layer: LayerFacts
 ) -> Tensor:
     """Return squared norms [5, 2] of error and exact tensor, in the order of `LayerError`."""
     k = round_trip(inputs.k, recipe.store, "keys", layer).float().cpu()

@@ -169,8 +169,8 @@ def _pack_recipe(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) 
         return [Candidate(name, problem="it packs nothing")]
 
     def make() -> PromptPacker:
-        metadata = random_calibration(recipe, shape)
-        return PromptPacker(recipe.store, recipe.protect.exact_recents, metadata)
+        facts = random_calibration(recipe, shape)
+        return PromptPacker(recipe.store, recipe.protect.exact_recents, facts)
 
     candidate = _renewed(name, make, lambda packer: packer.pack(k, v))
     candidate.read_bytes = lambda: k.nbytes + v.nbytes

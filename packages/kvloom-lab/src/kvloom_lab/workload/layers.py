@@ -18,7 +18,7 @@ from kvloom.cache import LayerCache, build_layers, fill
 from kvloom.errors import InputError
 from kvloom.positions import Rope
 from kvloom.recipe import Geometry
-from kvloom.store import LayerMetadata, random_metadata
+from kvloom.store import LayerFacts, random_layer_facts
 
 from .errors import check_least
 
@@ -111,16 +111,16 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
     A single layer comes after the layers that the recipe leaves exact.
     """
     recipe.check(shape.geometry)
-    metadata = random_calibration(recipe, shape)
+    facts = random_calibration(recipe, shape)
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
     total = before + count
-    return build_layers(recipe, range(total), [metadata] * total, [metadata.rope] * total)[before:]
+    return build_layers(recipe, range(total), [facts] * total, [facts.rope] * total)[before:]
 
 
-def random_calibration(recipe: Recipe, shape: LayerShape) -> LayerMetadata:
+def random_calibration(recipe: Recipe, shape: LayerShape) -> LayerFacts:
     """Return what the formats of a recipe need of a layer, with random numbers."""
     rope = Rope(10000.0 ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim))
-    return random_metadata(recipe.store, shape.kv_heads, shape.head_dim, rope)
+    return random_layer_facts(recipe.store, shape.kv_heads, shape.head_dim, rope)
 
 
 def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> Cache:

@@ -35,40 +35,41 @@ def attend_to(
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
-    operation as a layer has bound it (None: bind it for this call). sink_logits: fp32 [Hq], of
+    operation as a layer keeps it (None: bind it for this call). sink_logits: fp32 [Hq], of
     attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
     [B, Hq, T, D] in q's dtype; and, if a kernel returned them (else None), the products, and the
     log-sum-exp of a prompt's logits, fp32 [B, Hq, T], without attention sinks.
     """
-    only = regions[0] if len(regions) == 1 else None
-    if only is None or only.where is not None or only.own < only.keys.tokens:
-        if plan is None:
-            run = ops.attend.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits).run
-        else:
-            run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
+    sole_region = regions[0] if len(regions) == 1 else None
+    if sole_region is None or not _is_first_prompt(sole_region):
+        plan = OpPlan(ops.attend) if plan is None else plan
+        run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
         if run is not None:
             state = run(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
             out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products, None
-    if only is not None and ahead is None and _fused(only, q.shape[2], softcap):
-        state = _of_prompt(q, only, scale)
-        if state is not None:
-            lse = state.lse
+        if sole_region is not None and not _has_format(sole_region):
+            plan.count_reference()
+    if sole_region is not None and ahead is None and _fused(sole_region, q.shape[2], softcap):
+        prompt_state = _of_prompt(q, sole_region, scale)
+        if prompt_state is not None:
+            lse = prompt_state.lse
             if sink_logits is not None:
-                state = reference.with_sinks(state, sink_logits)
-            return state.out.to(q.dtype), None, lse
+                prompt_state = reference.with_sinks(prompt_state, sink_logits)
+            return prompt_state.out.to(q.dtype), None, lse
         out = reference.sdpa(
-            q, only.keys.tail, only.values.tail, scale,
-            causal=only.own > 1, visible=only.visible, bias=only.bias, sink_logits=sink_logits,
+            q, sole_region.keys.tail, sole_region.values.tail, scale,
+            causal=sole_region.own > 1, visible=sole_region.visible, bias=sole_region.bias,
+            sink_logits=sink_logits,
         )  # fmt: skip
         return out, None, None
     states = [] if ahead is None else [ahead]
     for region in regions:
-        if region.where is None and any(isinstance(view.packed, FormatView) for view in region[:2]):
+        if _has_format(region):
             states += _by_format(q, region, scale, softcap)
-        elif only is None:
+        elif sole_region is None:
             states.append(ops.attend(q, [region], scale, softcap=softcap))
         else:  # no kernel covers it, as `bind` has said
             states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
@@ -83,12 +84,19 @@ def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionSt
     k, v = region.keys.tail, region.values.tail
     if region.own != q.shape[2] or region.own <= _STEP:
         return None
-    run = ops.attend_prompt.choose(q, k, v, scale).run
-    if run is None:
-        return None
-    dispatch.ran["attend_prompt", "cpu", ""] += 1
-    state: reference.AttentionState = run(q, k, v, scale, visible=region.visible)
-    return state
+    run = ops.attend_prompt.bind(q, k, v, scale).run
+    return None if run is None else run(q, k, v, scale, visible=region.visible)
+
+
+def _is_first_prompt(region: Region) -> bool:
+    """Return whether all tokens of a region are the step's own."""
+    return region.where is None and region.own == region.keys.tokens
+
+
+def _has_format(region: Region) -> bool:
+    """Return whether keys or values are packed in a format of another distribution."""
+    packed = region.keys.packed, region.values.packed
+    return region.where is None and any(isinstance(x, FormatView) for x in packed)
 
 
 def _by_format(

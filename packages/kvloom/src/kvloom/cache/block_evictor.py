@@ -103,9 +103,9 @@ class BlockEvictor(ScoreEvictor):
 
     def forget(self, tokens: int) -> None:
         """Drop the queries of the newest `tokens` tokens, which a crop removes."""
-        for held in (self.queries, self.norms):
-            if len(held):
-                held.drop_back(min(tokens, len(held)))
+        for buffer in (self.queries, self.norms):
+            if len(buffer):
+                buffer.drop_back(min(tokens, len(buffer)))
 
     # --- its scores -------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class BlockEvictor(ScoreEvictor):
         if len(self.queries):
             self._check_causal(queries)
             norms = self.norms.view()[:, 0, :, 0] if len(self.norms) else None
-            held = Queries(self.queries.view(), queries.scale, norms=norms)
-            queries = queries.after(held)
+            earlier = Queries(self.queries.view(), queries.scale, norms=norms)
+            queries = queries.after(earlier)
             self.queries.clear()
             self.norms.clear()
         end = queries.tokens - later

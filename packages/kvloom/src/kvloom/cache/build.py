@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe, budget_key
-from ..store import LayerMetadata
+from ..store import LayerFacts
 from .layer import LayerCache
 from .layer_state import LayerState
 from .score_evictor import ScoreEvictor
@@ -15,12 +15,12 @@ from .score_evictor import ScoreEvictor
 def build_layers(
     recipe: Recipe,
     numbers: Sequence[int],
-    metadata: Sequence[LayerMetadata],
+    facts: Sequence[LayerFacts],
     ropes: Sequence[Rope | None] | None = None,
 ) -> list[LayerCache]:
     """Return one empty `LayerCache` per layer; layers that decide together know each other.
 
-    numbers: the model's numbers of these layers. metadata, ropes: of each of them. A rope rotates
+    numbers: the model's numbers of these layers. facts, ropes: of each of them. A rope rotates
     keys where the recipe renumbers positions; None: no layer rotates them.
     """
     layers, budget_ranks = [], recipe.budget_ranks(numbers)
@@ -30,7 +30,7 @@ def build_layers(
         rope = ropes[rank] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(
-                plain, f"layer {number}", rank, len(numbers), rope, metadata[rank],
+                plain, f"layer {number}", rank, len(numbers), rope, facts[rank],
                 budget_rank,
             )
         )  # fmt: skip

@@ -19,7 +19,7 @@ def checked(state: LayerState, step: StepInputs) -> StepInputs:
     queries, k, v, *_ = step
     traits = k.shape, v.shape, k.dtype, v.dtype, k.device
     if traits != state.traits:
-        check_shapes(state.name, state.like, k, v, state.metadata.value_dim)
+        check_shapes(state.name, state.like, k, v, state.facts.value_dim)
         state.traits = traits
     if not queries.sees_past and state.recipe.reads_queries:
         raise CacheMisuse(
@@ -66,9 +66,9 @@ def check_shapes(
             f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
             f"{v.dtype} do not belong together; give one value per key"
         )
-    if like is not None and (want := _traits(like)) != (got := _traits(k)):
+    if like is not None and (cache_traits := _traits(like)) != (key_traits := _traits(k)):
         names = "batch size", "key/value heads", "head dimension", "dtype", "device"
-        for what, expected, received in zip(names, want, got, strict=True):
+        for what, expected, received in zip(names, cache_traits, key_traits, strict=True):
             if expected != received:
                 raise CacheMisuse(
                     f"{name}: this cache holds {what} {expected} and was given {received}; "

@@ -27,8 +27,10 @@ KV = tuple[Tensor, Tensor]
 """New keys and values [B, Hk, T, D] that are not stored yet."""
 
 
-def commit(state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region]) -> None:
-    """Finish a step: store its tokens, then score, evict, pack and index what is due.
+def end_step(
+    state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region]
+) -> None:
+    """Finish a step: store its tokens, and commit them unless they wait for a crop or for `start`.
 
     A first prompt that a layer scores by itself is scored before it is stored.
 
@@ -58,12 +60,12 @@ def commit(state: LayerState, queries: Queries, new: KV | None, regions: Sequenc
         _evict_or_wait(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
-        settle(state, state.uncommitted.queries, None)
+        commit(state, state.uncommitted.queries, None)
     else:
-        settle(state, queries, new)
+        commit(state, queries, new)
 
 
-def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
+def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
     queries: of the step, or of all steps of the draft. new: the keys and values of the step that
@@ -72,18 +74,18 @@ def settle(state: LayerState, queries: Queries, new: KV | None) -> None:
     state.uncommitted = None
     prompt, state.prompt_done = not state.prompt_done, True
     segment, evictor, retriever = state.storage, state.evictor, state.retriever
-    assert isinstance(segment, Segment), "a layer with slots never settles"
+    assert isinstance(segment, Segment), "a layer with slots commits elsewhere"
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     if isinstance(evictor, BlockEvictor):
-        _settle_block(state, evictor, segment, queries, new)
+        _commit_block(state, evictor, segment, queries, new)
         return
     by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
         if prompt:
             state.score_evictor.note_ids(queries.ids)
-        _settle_scored(state, segment, queries, new)
+        _commit_scored(state, segment, queries, new)
         return
     _store(state, segment, queries, new, prompt)
     if retriever is not None:
@@ -136,7 +138,7 @@ def index_due(state: LayerState) -> None:
     retriever.grow(state.segment, visible, state.like)
 
 
-def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
+def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
     """Score a segment and evict from it.
 
     new: keys and values of a prompt that is not stored yet (None: all tokens are stored).
@@ -157,7 +159,7 @@ def _settle_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     _evict_or_wait(state, _needed(evictor, queries), scores)
 
 
-def _settle_block(
+def _commit_block(
     state: LayerState, evictor: BlockEvictor, segment: Segment, queries: Queries, new: KV | None
 ) -> None:
     """Store a step's tokens exactly; then score and evict from a block that is due.

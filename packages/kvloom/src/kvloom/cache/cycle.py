@@ -19,7 +19,7 @@ from ..kernels.plan import OpPlan
 from . import latents
 from .attention import attend_to, joined
 from .checks import check_ids, check_range, checked, out_of_range
-from .commit import commit
+from .commit import end_step
 from .layer_state import LayerState
 from .reading import attention_ahead, step_regions
 from .score_evictor import StepEvictor
@@ -66,7 +66,7 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
     products_score = scores_step and state.seen > 0 and ahead is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
-    if state.metadata.latent:
+    if state.facts.latent:
         out, products, lse = _attend_to_latents(step, regions, state.plan, ahead), None, None
     else:
         out, products, lse = attend_to(
@@ -100,7 +100,7 @@ def finish(state: LayerState, open_step: OpenStep) -> None:
     """Count the tokens of an open step, then score, evict, pack and index what is due."""
     (queries, k, v, *_), stored, regions = open_step
     state.seen += k.shape[2]
-    commit(state, queries, None if stored else (k.detach(), v.detach()), regions)
+    end_step(state, queries, None if stored else (k.detach(), v.detach()), regions)
 
 
 def prefill(state: LayerState, inputs: StepInputs) -> None:
@@ -115,7 +115,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
-    commit(state, queries, (step.k.detach(), step.v.detach()), [])
+    end_step(state, queries, (step.k.detach(), step.v.detach()), [])
 
 
 def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
@@ -129,7 +129,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
         return step.attended
     regions = step_regions(state, step, stored=False)
     queries = step.queries
-    if state.metadata.latent:
+    if state.facts.latent:
         out = _attend_to_latents(step, regions)
     else:
         out, *_ = attend_to(

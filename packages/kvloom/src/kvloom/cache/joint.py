@@ -32,7 +32,7 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
     counts: Sequence[Tensor | None] = [None] * len(votes)
     if first.divides_heads(votes[0].shape[-1]):
         counts = _divide_heads(evictors, votes)
-    return [Decision(*each) for each in zip(votes, heavy, counts, strict=True)]
+    return [Decision(*parts) for parts in zip(votes, heavy, counts, strict=True)]
 
 
 def _vote(evictor: ScoreEvictor) -> Tensor:

@@ -1,11 +1,12 @@
 """Attention over latents (multi-head latent attention: arXiv:2405.04434, section 2.1).
 
-A latent layer stores for each token the positional part of its key [p], which all heads share, as
-the key, and the latent [r], from which heads expand the rest of the key and the value, as the
-value. Its queries [B, Hq, T, p + r] are absorbed: the part that is multiplied with latents has been
-multiplied with the weights that expand them to keys. The attention of absorbed queries to latents
-is a latent, too, which the model's weights expand to the output of a head. So no step expands the
-past. Decides how regions of such tokens become regions that `attend_to` reads.
+A latent layer stores two vectors of each token. As the key, it stores the positional part of the
+key [p], which all heads share. As the value, it stores the latent [r], from which heads expand the
+rest of the key and the value. Its queries [B, Hq, T, p + r] are absorbed: the part that is
+multiplied with latents has been multiplied with the weights that expand them to keys. The attention
+of absorbed queries to latents is a latent, too. The model's weights expand it to the output of a
+head. So no step expands the past. Decides how regions of such tokens become regions that
+`attend_to` reads.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ def query_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def absorbed(q: Tensor, regions: Sequence[Region], scale: float) -> tuple[Tensor, list[Region]]:
     """Return queries and regions with the same attention, in which keys are as long as queries.
 
-    q: [B, Hq, T, p + r]. For one query, the logits of the positional parts become a bias, and
-    kernels read the latents as they are stored, as keys and as values. For more queries, the parts
-    of keys are joined.
+    q: [B, Hq, T, p + r]. For one query, the logits of the positional parts become a bias; kernels
+    read the stored latents as keys and as values. For more queries, the parts of keys are joined.
     """
     if q.shape[2] > 1:
         return q, [part for region in regions for part in _joined_regions(region)]

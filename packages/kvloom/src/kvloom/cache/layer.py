@@ -18,7 +18,7 @@ from ..positions.rope import Rope
 from ..recall import Traffic
 from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
-from ..store import LayerMetadata
+from ..store import LayerFacts
 from . import checks, commit, cycle, reading
 from .layer_state import LayerState
 from .step import Queries, StepInputs, Trace, Uncommitted
@@ -31,7 +31,7 @@ class LayerCache:
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
     in errors. rank, count: this layer's place among the layers of the cache. budget_rank: the same
     pair among the layers that divide one budget (default: all). rope: rotates keys where the recipe
-    renumbers positions. metadata: what the store's formats need of this layer. window: the tokens
+    renumbers positions. facts: what the store's formats need of this layer. window: the tokens
     that a query sees, its own included (None: all); the recipe is then `Recipe.in_windows`.
     """
 
@@ -42,12 +42,12 @@ class LayerCache:
         rank: int = 0,
         count: int = 1,
         rope: Rope | None = None,
-        metadata: LayerMetadata | None = None,
+        facts: LayerFacts | None = None,
         budget_rank: tuple[int, int] | None = None,
         window: int | None = None,
     ) -> None:
         self.state = LayerState(
-            recipe, name, rank, budget_rank or (rank, count), rope, metadata or LayerMetadata(),
+            recipe, name, rank, budget_rank or (rank, count), rope, facts or LayerFacts(),
             window,
         )  # fmt: skip
         self.verification = Verification()
@@ -95,7 +95,7 @@ class LayerCache:
     @property
     def latent(self) -> bool:
         """Whether the layer stores latents: see `latents`."""
-        return self.state.metadata.latent
+        return self.state.facts.latent
 
     @property
     def token_numbers(self) -> int:
@@ -104,7 +104,7 @@ class LayerCache:
         if like is None:
             return 0
         b, h, _, d = like.shape
-        return b * h * (d + (self.state.metadata.value_dim or d))
+        return b * h * (d + (self.state.facts.value_dim or d))
 
     @property
     def dropped(self) -> float:
@@ -392,7 +392,7 @@ class LayerCache:
                 left = draft.queries.without_newest(tokens)
                 state.uncommitted = Uncommitted(max(0, draft.tokens - tokens), left)
             elif draft is not None:
-                commit.settle(state, draft.queries.without_newest(tokens), None)
+                commit.commit(state, draft.queries.without_newest(tokens), None)
             else:
                 commit.index_due(state)
         except TierError as error:

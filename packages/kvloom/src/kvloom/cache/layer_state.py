@@ -18,7 +18,7 @@ from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..state import Stateful
-from ..store import KVSide, LayerMetadata
+from ..store import KVSide, LayerFacts
 from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, type[ScoreEvictor]] = {
 class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, rank, budget_rank, rope, metadata, window: as for `LayerCache`. together: the
+    recipe, name, rank, budget_rank, rope, facts, window: as for `LayerCache`. together: the
     layers that decide together, in the order in which a step runs them; empty where this one
     decides alone. trace: the decisions of each step; None if `observe` was not called.
 
@@ -62,16 +62,15 @@ class LayerState(Stateful):
         rank: int,
         budget_rank: tuple[int, int],
         rope: Rope | None,
-        metadata: LayerMetadata,
+        facts: LayerFacts,
         window: int | None = None,
     ) -> None:
-        if recipe.store.pre_rope and metadata.rope is None:
+        if recipe.store.pre_rope and facts.rope is None:
             raise CacheMisuse(
-                f"{name}: keys before RoPE need the model's rotary embedding; give it as "
-                "metadata.rope"
+                f"{name}: keys before RoPE need the model's rotary embedding; give it as facts.rope"
             )
         self.recipe, self.name, self.rank, self.budget_rank = recipe, name, rank, budget_rank
-        self.rope, self.metadata, self.window = rope, metadata, window
+        self.rope, self.facts, self.window = rope, facts, window
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
         self.together: Sequence[LayerState] = ()
@@ -82,7 +81,7 @@ class LayerState(Stateful):
 
     def reset(self) -> None:
         """Remove all tokens."""
-        recipe, metadata, rank = self.recipe, self.metadata, self.rank
+        recipe, facts, rank = self.recipe, self.facts, self.rank
         keep, recents, sinks = recipe.keep, recipe.protect.exact_recents, recipe.protect.sinks
         scored = keep is not None and not keep.by_age
         in_blocks = keep is not None and keep.block is not None
@@ -90,23 +89,23 @@ class LayerState(Stateful):
         self.storage: Storage = Segment()
         if not in_blocks:  # whose segment has exact tokens alone
             self.storage = Segment(
-                KVSide(recipe.store.keys, recents[0], metadata.keys, metadata.rope),
-                KVSide(recipe.store.values, recents[1], metadata.values),
+                KVSide(recipe.store.keys, recents[0], facts.keys, facts.rope),
+                KVSide(recipe.store.values, recents[1], facts.values),
             )
         self.segment.first = 0 if in_place else sinks
         self.sinks = Sinks(sinks) if sinks and not in_place else None
         self.evictor: Evictor | None = None
         if keep is not None and scored:
-            ropes = self.rope, metadata.rope
+            ropes = self.rope, facts.rope
             strategy = STRATEGIES[keep.when]
-            self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, metadata.head)
+            self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, facts.head)
             if isinstance(self.evictor, BlockEvictor):
                 self.sinks = self.evictor.sinks_store
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
-        self.retriever = None if recipe.recall is None else Retriever(recipe, metadata.latent)
+        self.retriever = None if recipe.recall is None else Retriever(recipe, facts.latent)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else OutlierTokens(rule, sinks, rank, metadata.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, sinks, rank, facts.head)
         self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0
@@ -191,5 +190,5 @@ class LayerState(Stateful):
         if state["draft"] is not None:
             assert like is not None
             self.uncommitted = Uncommitted(0, Queries(like, 1.0))
-        both = {"storage": state["tokens"], "uncommitted": state["draft"]}
-        super().load_state({**state, **both}, like)
+        renamed = {"storage": state["tokens"], "uncommitted": state["draft"]}
+        super().load_state({**state, **renamed}, like)

@@ -1,8 +1,8 @@
 """Tokens that heads keep in different numbers: those that they compete for.
 
 Decides how they are chosen and stored. Every head keeps equally many other tokens in the layer's
-segment. A token never changes once it is stored, so those of all rows and heads lie one after the
-other, without padding, and a table has each head's span.
+segment. A stored token never changes. So the tokens of all rows and heads lie one after the other,
+without padding, and a table has each head's span.
 """
 
 from __future__ import annotations

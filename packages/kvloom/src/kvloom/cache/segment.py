@@ -110,8 +110,7 @@ class Segment(Stateful):
             if max_abs is not None and not within((k, v), max_abs):
                 return False
             max_abs, to_keys, to_values = None, keys.room(k), values.room(v)
-        run = self.append_plan.bind((k, v)) or ops.append.reference
-        if not run((k, v), (to_keys, to_values), max_abs):
+        if not self.append_plan((k, v), (to_keys, to_values), max_abs):
             return False
         keys.count += t
         values.count += t
@@ -122,9 +121,7 @@ class Segment(Stateful):
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding.
         """
-        nonpadding = None
-        if visible is not None:
-            nonpadding = self._mask(visible, self.offloaded, len(self) + k.shape[2])
+        nonpadding = self.mask(visible, hi=len(self) + k.shape[2])
         self._find_start(visible)
         self.keys.extend(k, drop, nonpadding, self.positions)
         self.values.extend(v, drop, nonpadding)
@@ -174,7 +171,7 @@ class Segment(Stateful):
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        nonpadding = None if visible is None else self.mask(visible)
+        nonpadding = self.mask(visible)
         if self.keys.needs_positions:
             self._find_start(visible)
         self.keys.pack(nonpadding, prompt, self.positions)
@@ -194,7 +191,7 @@ class Segment(Stateful):
         index.
         """
         lo, n = max(begin, self.offloaded), len(self)
-        mask = None if visible is None else self.mask(visible, lo, n)
+        mask = self.mask(visible, lo, n)
         bias = None if alibi is None else self.bias(alibi, lo, n)
         keys, values = self.views()
         where = None
@@ -218,7 +215,15 @@ class Segment(Stateful):
         if visible is None:
             return None
         lo, hi = self.offloaded if lo is None else lo, len(self) if hi is None else hi
-        return self._mask(visible, lo, hi)
+        later = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
+        if lo >= self.kept:
+            return later
+        if self.logical_index is None:
+            kept = visible.new_ones(visible.shape[0], 1, min(hi, self.kept) - lo)
+        else:
+            index = self.logical_index[:, :, lo:hi].long()
+            kept = visible.expand(-1, index.shape[1], -1).gather(2, index)
+        return torch.cat([kept, later.expand(-1, kept.shape[1], -1)], dim=2)
 
     def bias(self, alibi: Alibi, lo: int, hi: int) -> Tensor:
         """Return ALiBi's bias on tokens lo to hi, fp32 [B, Hq, hi - lo]."""
@@ -266,14 +271,3 @@ class Segment(Stateful):
         if visible is not None and not visible[:, 0, 0].all():
             self.start = visible[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
             self.start_final = bool(visible[:, 0].any(dim=-1).all())
-
-    def _mask(self, visible: Tensor, lo: int, hi: int) -> Tensor:
-        rest = visible[:, :, self.first + max(lo, self.kept) : self.first + hi]
-        if lo >= self.kept:
-            return rest
-        if self.logical_index is None:
-            kept = visible.new_ones(visible.shape[0], 1, min(hi, self.kept) - lo)
-        else:
-            index = self.logical_index[:, :, lo:hi].long()
-            kept = visible.expand(-1, index.shape[1], -1).gather(2, index)
-        return torch.cat([kept, rest.expand(-1, kept.shape[1], -1)], dim=2)

@@ -51,9 +51,9 @@ class Sinks(Stateful):
         here = ((slot >= 0) & (slot < t))[:, None, :, None]
         slot = slot.clamp(0, t - 1)[:, None, :, None].expand(b, h, self.count, 1)
 
-        def with_new(held: Tensor, new: Tensor) -> Tensor:
-            chosen = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
-            return torch.where(here, chosen, held)
+        def with_new(old: Tensor, new: Tensor) -> Tensor:
+            present = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
+            return torch.where(here, present, old)
 
         self.keys, self.values = with_new(self.keys, k), with_new(self.values, v)
         return min(t, max(0, self.count - seen))

@@ -94,12 +94,12 @@ class Queries(NamedTuple):
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
-        left = max(0, self.tokens - tokens)
-        q, visible = self.q[:, :, :left], self.visible
+        count = max(0, self.tokens - tokens)
+        q, visible = self.q[:, :, :count], self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
         # ALiBi may count from a removed token
         return self._replace(
-            q=q, visible=visible, lse=None, **self._by_query(lambda x: x[:, :left])
+            q=q, visible=visible, lse=None, **self._by_query(lambda x: x[:, :count])
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:

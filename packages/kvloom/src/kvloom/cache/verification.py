@@ -107,10 +107,10 @@ class Verification:
     def remove_newest(self, state: LayerState, tokens: int) -> None:
         """Remove the newest `tokens` tokens of the draft, which then has ended."""
         if tokens:
-            left = self.tokens - tokens
+            accepted = self.tokens - tokens
             steps = self.restore(state)
             state.recording = False
-            _attend_each(state, _oldest(steps, left))
+            _attend_each(state, _oldest(steps, accepted))
             state.recording = True
         self.end()
 

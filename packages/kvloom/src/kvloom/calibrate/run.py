@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError
 from ..hf import compat
-from ..hf.metadata import identity, undoable_ropes
+from ..hf.layer_facts import identity, undoable_ropes
 from ..hf.routing import attachment_restored
 from ..hf.shard import needs_whole
 from ..positions.rope import Rope

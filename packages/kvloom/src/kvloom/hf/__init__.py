@@ -1,7 +1,8 @@
 """How kvloom gets under a Hugging Face transformers model."""
 
+from . import adapters
 from .compat import geometry, has_adapter, read_tokens, stock_kinds, supported_model
-from .metadata import CALIBRATION_FILE, identity, load_layer_metadata
+from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
 from .rotary import layer_ropes
 from .routing import attachment_restored
@@ -20,6 +21,7 @@ __all__ = [
     "Follower",
     "ObservedStep",
     "Together",
+    "adapters",
     "attachment_restored",
     "can_step_together",
     "generate_sample",
@@ -27,7 +29,7 @@ __all__ = [
     "has_adapter",
     "identity",
     "layer_ropes",
-    "load_layer_metadata",
+    "load_layer_facts",
     "logits_difference",
     "observe_steps",
     "prefill_together",

@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
-from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
-from . import compat, rotary, self_check
+from . import compat
 from .cache import Cache
 from .guard import Owner
-from .metadata import load_layer_metadata, recipe_for
+from .layer_facts import recipe_for
 from .routing import attachment, set_attachment, unroute
 from .states import state_nbytes
 
@@ -125,16 +124,11 @@ def attach(
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
     """
-    model = compat.supported_model(model)
-    recipe = resolve(recipe)
-    recipe.check(compat.geometry(model))
-    load_layer_metadata(model, recipe_for(model, recipe))
-    rotary.renumbering(model, recipe)
-    self_check.admit(model, Cache, check)
-    result = report(model, recipe)
-    undo = partial(_restore, Owner(model), attachment(model))
-    set_attachment(model, (recipe, Cache))
-    return replace(result, _undo=undo)
+    before = attachment(compat.unwrap(model))
+    cache = Cache(model, recipe, check)  # which refuses what does not fit
+    set_attachment(cache.owner.model, (cache.recipe, Cache))
+    undo = partial(_restore, cache.owner, before)
+    return replace(report(cache.owner.model, cache.recipe), _undo=undo)
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -196,9 +196,9 @@ class StockMask(Tensor):
     """
 
     @classmethod
-    def of(cls, made: Tensor, visible: Tensor | None) -> Any:
+    def of(cls, tensor: Tensor, visible: Tensor | None) -> Any:
         """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
-        mask: Any = made.as_subclass(cls)
+        mask: Any = tensor.as_subclass(cls)
         mask._kvloom_visible = visible
         return mask
 
@@ -293,8 +293,8 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
     if isinstance(mask, PaddingMask):
         return mask._kvloom_visible
     if isinstance(mask, StockMask):
-        found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
-        return found
+        visible: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
+        return visible
     raise CacheMisuse(
         f"{layer.cache.name}: the model made a mask of its own, of shape {tuple(mask.shape)}, "
         "which kvloom does not compute; use transformers' own cache"
@@ -347,8 +347,8 @@ def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
         )
     if getattr(mask, "_kvloom_hides_more", False):
         raise _not_causal(layer)
-    found: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
-    return found
+    visible: Tensor | None = mask._kvloom_visible  # type: ignore[attr-defined]
+    return visible
 
 
 def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
 from .guard import Owner
-from .metadata import load_layer_metadata, recipe_for
+from .layer_facts import load_layer_facts, recipe_for
 from .routed import RoutedCache, RoutedLayer
 from .routing import route
 
@@ -28,9 +28,9 @@ class Cache(RoutedCache):
     Args:
         model: Any supported model, also inside the wrapper of peft or `torch.compile`.
         recipe: A `Recipe`, its name with overrides ("kivi:bits=4,group=64"), or a TOML file.
-        check: Whether to compare the logits of a short random batch with those of the plain model,
-            once per model, if no test of kvloom covers its class with this transformers. False
-            also admits the model to later calls.
+        check: Whether to compare the logits of a short random batch with those of the plain model.
+            This runs once per model, if no test of kvloom covers its class with this transformers.
+            False also admits the model to later calls.
 
     Raises:
         UnsupportedModel: kvloom cannot route the model. These errors are raised before the model
@@ -50,12 +50,12 @@ class Cache(RoutedCache):
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         fitted = recipe_for(model, self.recipe)
-        metadata = load_layer_metadata(model, fitted)
+        facts = load_layer_facts(model, fitted)
         ropes, learned = rotary.renumbering(model, fitted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(fitted, numbers, metadata, ropes)
+        built = build_layers(fitted, numbers, facts, ropes)
         ranks = shard.running()
         heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)

@@ -1,4 +1,4 @@
-"""Differences between models and between versions of transformers; no other module checks them.
+"""What kvloom must know of a model's class and config, and of the version of transformers.
 
 Decides whether a model can be supported, what its layers are, and which model types have an
 adapter: those whose attention bypasses transformers' attention interface, or attends to other heads
@@ -166,9 +166,9 @@ def layers_config(model: PreTrainedModel) -> Any:
         or config.attribute_map.get("num_hidden_layers") != "encoder_layers"
     ):
         return config
-    both = copy.deepcopy(config)
-    both.is_encoder_decoder = True
-    return both.get_text_config(decoder=True)
+    encoder_decoder = copy.deepcopy(config)
+    encoder_decoder.is_encoder_decoder = True
+    return encoder_decoder.get_text_config(decoder=True)
 
 
 def decoder(model: PreTrainedModel) -> PreTrainedModel:

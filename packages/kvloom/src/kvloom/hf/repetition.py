@@ -110,14 +110,14 @@ class Repetition:
     def _note(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.given is not None:
             return  # it reads a repetition
-        given = {name: x for name, x in kwargs.items() if x is not None}
-        self.given = {name: given[name] for name in _OF_TOKENS if name in given}
-        self.positions = given.get("position_ids", self.positions)
-        others = given.keys() - {*_OF_TOKENS, *_OF_CALL}
-        unknown = sorted(name for name in others if _has_tensors(given[name]))
+        arguments = {name: x for name, x in kwargs.items() if x is not None}
+        self.given = {name: arguments[name] for name in _OF_TOKENS if name in arguments}
+        self.positions = arguments.get("position_ids", self.positions)
+        others = arguments.keys() - {*_OF_TOKENS, *_OF_CALL}
+        unknown = sorted(name for name in others if _has_tensors(arguments[name]))
         if unknown:
             self.problem = f"the model gives its decoder {unknown[0]!r}, which kvloom cannot repeat"
-        elif "per_layer_inputs" in given and self.instruction:
+        elif "per_layer_inputs" in arguments and self.instruction:
             self.problem = "the model makes no per_layer_inputs of its instruction"
         elif any(x.shape[:2] != (self.rows, self.tokens) for x in self.given.values()):
             self.problem = "the decoder reads other tokens than the call was given"
@@ -128,11 +128,11 @@ class Repetition:
         self.score()
         self.evict()
 
-    def take_scores(self, other: Repetition) -> None:
+    def take_scores(self, repetition: Repetition) -> None:
         """Take the scores of another cache with an equal rule, instead of `score`."""
         if not self.needed:
             return
-        for layer, source in zip(self.cache.routed, other.cache.routed, strict=True):
+        for layer, source in zip(self.cache.routed, repetition.cache.routed, strict=True):
             if layer.cache.scores_repetition:
                 layer.cache.take_repetition(source.cache.repetition_scores)
 

@@ -1,8 +1,8 @@
 """A cache as a file, which `Cache.save` writes and `Cache.load` reads.
 
 Decides what is in a file's metadata and which files are refused; `LayerState.state` decides what
-of a cache is saved. The file is safetensors: tensors as the cache stores them (packed, without
-spare room), all else as JSON in the metadata, never code, and a checksum of all bytes at the end.
+of a cache is saved. The file is safetensors. It has tensors as the cache stores them, without spare
+room, all else as JSON in the metadata, and a checksum of all bytes at the end. It has no code.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
 is named by its path in the tree of state, as `2.tokens.keys.packed.codes.live`.
 """
@@ -32,10 +32,10 @@ from ..errors import (
     UnsupportedModel,
 )
 from ..recipe.spec import Recipe
-from ..store import LayerMetadata, files
+from ..store import files
 from ..store.calibration import checksum
 from . import compat, shard, stock
-from .metadata import identity, load_layer_metadata, recipe_for
+from .layer_facts import identity
 from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
 
@@ -46,7 +46,7 @@ _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOf
 
 def save(cache: RoutedCache, path: str | Path) -> None:
     """Write `path`, whole or not at all; see `Cache.save`."""
-    _check_settled(cache)
+    _check_committed(cache)
     try:
         recipe = cache.recipe.to_dict()
     except RecipeError as error:
@@ -57,7 +57,7 @@ def save(cache: RoutedCache, path: str | Path) -> None:
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _tables([layer.cache.state.metadata for layer in cache.routed]),
+        "calibration": _calibration(cache),
         "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
     files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
@@ -101,15 +101,14 @@ def _restore(
             "prefill and save the cache again"
         ) from error
     try:
-        metadata = load_layer_metadata(model, recipe_for(model, recipe))
+        cache = kind(model, recipe)
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
-    if _tables(metadata) != about["calibration"]:
+    if _calibration(cache) != about["calibration"]:
         raise SavedCacheError(
             f"{str(path)!r} was packed with another calibration than the one that "
             f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
         )
-    cache = kind(model, recipe)
     devices = _devices(model)
     with safe_open(path, "pt") as file:
         for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
@@ -208,12 +207,13 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     return json.loads(json.dumps(traits, default=str))
 
 
-def _tables(layers: list[LayerMetadata]) -> str | None:
+def _calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
+    facts = [layer.cache.state.facts for layer in cache.routed]
     tables = {
         f"{i}.{side}.{name}": x
-        for i, metadata in enumerate(layers)
-        for side, encoding in (("keys", metadata.keys), ("values", metadata.values))
+        for i, layer in enumerate(facts)
+        for side, encoding in (("keys", layer.keys), ("values", layer.values))
         if encoding is not None
         for name, x in encoding.tensors.items()
     }
@@ -230,7 +230,7 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
     return {i: device for i, device in devices.items() if device.type != "meta"}
 
 
-def _check_settled(cache: RoutedCache) -> None:
+def _check_committed(cache: RoutedCache) -> None:
     """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
     for layer in (compressed.cache for compressed in cache.compressed):
         layer.check_usable()

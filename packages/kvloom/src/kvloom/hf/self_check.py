@@ -173,13 +173,13 @@ def logits_difference(plain: Any, other: Any) -> float:
     """
     largest = 0.0
     equal = torch.ones(plain.logits[0].shape[0], dtype=torch.bool, device=plain.logits[0].device)
-    for want, got in zip(plain.logits, other.logits, strict=True):
-        want, got = want.float(), got.float()
-        spread = (want - want.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        error = (got - want).norm(dim=-1) / spread
+    for plain_logits, other_logits in zip(plain.logits, other.logits, strict=True):
+        plain_logits, other_logits = plain_logits.float(), other_logits.float()
+        spread = (plain_logits - plain_logits.mean(dim=-1, keepdim=True)).norm(dim=-1)
+        error = (other_logits - plain_logits).norm(dim=-1) / spread
         if equal.any():
             largest = max(largest, float(error.nan_to_num(torch.inf)[equal].max()))
-        equal &= want.argmax(dim=-1) == got.argmax(dim=-1)
+        equal &= plain_logits.argmax(dim=-1) == other_logits.argmax(dim=-1)
     return largest
 
 

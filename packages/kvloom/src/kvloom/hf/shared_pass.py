@@ -6,9 +6,9 @@ followers, store what each layer attends with. Each cache is then as if it had r
 alone. Followers that score a repetition of the prompt alike (KVzip) share its passes.
 
 `Together`: the rows of several caches are one batch. The weights of a model are then read once for
-all of them, which is most of the time of a decode step on a small batch. Each cache attends with
-its own rows. The results are those of separate steps but for rounding: matrix products of another
-batch size may round differently.
+all of them. Reading weights is most of the time of a decode step on a small batch. Each cache
+attends with its own rows. The results are those of separate steps but for rounding: matrix products
+of another batch size may round differently.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _other_positions(leader: Cache, cache: Cache, inputs: dict[str, Any]) -> boo
     """
     mask = inputs.get("attention_mask")
     padded = mask is not None and not mask.all()
-    given = inputs.get("position_ids") is not None
-    return padded and not given and cache.learned_positions != leader.learned_positions
+    has_positions = inputs.get("position_ids") is not None
+    return padded and not has_positions and cache.learned_positions != leader.learned_positions
 
 
 def _read_prompt(
@@ -241,8 +241,8 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
         begin, failure = clock(), None
         try:
             first.score()
-            for other in others:
-                other.take_scores(first)
+            for repetition in others:
+                repetition.take_scores(first)
         except Exception as error:
             failure = error
         shared = clock() - begin
@@ -258,9 +258,8 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
 def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     """Return whether `Together` supports these caches.
 
-    It does not support layers with a sliding window or states, position embeddings that are
-    learned, models whose attention modules are adapted, and caches that have seen different numbers
-    of tokens.
+    It supports no layers with a sliding window or states, no learned position embeddings, and no
+    models with an adapter. The caches must have seen equally many tokens.
     """
     first = caches[0]
     return (

@@ -47,8 +47,8 @@ def protect_ids(
     kept: ids that stay. others: ids that may go, where `kept` is None; all others stay.
     """
     named = ids.new_tensor((others if kept is None else kept) or ())
-    found = torch.isin(ids, named)
-    return (~found if kept is None else found)[:, None]
+    is_named = torch.isin(ids, named)
+    return (~is_named if kept is None else is_named)[:, None]
 
 
 def protect_sinks(scores: Tensor, sinks: int, visible: Tensor | None) -> Tensor:

@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from . import ops
     from .attend.reference import AttentionState, merge
     from .attend.regions import KVView, Paged, PageTable, Region
-    from .dispatch import compile_seconds, operations_run
+    from .dispatch import Backend, compile_seconds, operations_run
     from .dispatch import use as use_backend
     from .plan import OpPlan
     from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
     from .quantize.encoding import PackedTensors, RopeAngles
-    from .quantize.rotated import rotate, unrotate
+    from .quantize.hadamard import rotate, unrotate
 
 __all__ = [
     "AttentionState",
+    "Backend",
     "KVView",
     "OpPlan",
     "PackedTensors",
@@ -40,6 +41,7 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
+        "Backend": "dispatch",
         "KVView": "attend.regions",
         "OpPlan": "plan",
         "PackedTensors": "quantize.encoding",
@@ -52,10 +54,10 @@ __getattr__ = lazy_names(
         "merge": "attend.reference",
         "operations_run": "dispatch",
         "pack_codes": "quantize.byte_layout",
-        "rotate": "quantize.rotated",
+        "rotate": "quantize.hadamard",
         "rows_for": "quantize.byte_layout",
         "unpack_codes": "quantize.byte_layout",
-        "unrotate": "quantize.rotated",
+        "unrotate": "quantize.hadamard",
         "use_backend": "dispatch:use",
     },
 )

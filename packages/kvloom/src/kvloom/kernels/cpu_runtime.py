@@ -122,8 +122,8 @@ class Kernel:
         else:
             others = [_pool().submit(self.call, address) for _ in range(threads - 1)]
             self.call(address)
-            for other in others:
-                other.result()
+            for task in others:
+                task.result()
         return job
 
 

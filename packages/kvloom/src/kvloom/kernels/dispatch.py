@@ -101,26 +101,27 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the kernel that covers the case, else the reference."""
-        run = self.bind(*args, **options).run
-        result: R = (run or self.reference)(*args, **options)
+        bound = self.bind(*args, **options)
+        if bound.run is None:
+            ran[bound.counted] += 1
+        result: R = (bound.run or self.reference)(*args, **options)
         return result
 
     def bind(self, *args: Any, **options: Any) -> BoundOp:
-        """Return what runs a case, chosen on its first use, and count this use in `ran`.
+        """Return what runs a case, chosen on its first use; count a kernel in `ran`.
 
-        Pass as many arguments as `case` reads. A caller that has a better fallback than the
-        reference calls `run` itself, or falls back if that is None.
+        Pass as many arguments as `case` reads, and call `run`. If that is None, the caller runs
+        the reference and counts it, or runs and counts something better.
         """
-        like, rest = self.case(*args, **options)
-        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
-        bound = self.bindings.get(key) or self.choose(*args, **options)
-        ran[bound.counted] += 1
+        bound = self.choose(*args, **options)
+        if bound.run is not None:
+            ran[bound.counted] += 1
         return bound
 
     def choose(self, *args: Any, **options: Any) -> BoundOp:
         """Return what `bind` does without counting a use."""
         like, rest = self.case(*args, **options)
-        key = setting(), like.device, rest
+        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
         bound = self.bindings.get(key)
         if bound is None:
             bound = self.bindings[key] = self._choose(like, *args, **options)
@@ -209,7 +210,7 @@ def use(backend: str) -> Iterator[None]:
 def setting() -> str:
     """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend.
 
-    `Op.bind` and `OpPlan.bind` run at every step: they have this expression in place of the call.
+    `Op.choose` and `OpPlan.bind` run at every step: they have this expression in place of the call.
     """
     return forced.get() or environment()
 

@@ -45,7 +45,7 @@ def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     return scores, scores.dtype
 
 
-def _scores_problems(scores: Tensor) -> list[str]:
+def _scores_problems(scores: Tensor, *_: Any, **__: Any) -> list[str]:
     return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
 
 
@@ -58,7 +58,7 @@ def _scores_op(
     """Declare an operation on scores that has a CPU kernel only."""
     backend = Backend(
         run=run,
-        problems=lambda scores, *_, **__: _scores_problems(scores),
+        problems=_scores_problems,
         load=lambda *_, **__: load(),
         coverage=coverage,
     )
@@ -129,16 +129,16 @@ def _attend_case(
 def _region_case(region: Region) -> Hashable:
     keys, values, where, visible, bias, own = region
     packed, like = keys.packed, keys.exact
-    rotation = how = None
+    rotation = kind = None
     if packed is not None and packed.rope is not None:
         rope, positions = packed.rope, packed.positions
         per_token = positions is not None and positions.shape[2] > 1
         rotation = rope.inv_freq.shape[0], rope.interleaved, per_token
     if where is not None:
-        how = where.kind
+        kind = where.kind
     return (
         like.shape[1], values.exact.shape[3], keys.encoding, values.encoding, packed is None,
-        values.packed is None, rotation, how, visible is None, bias is None, own > 0,
+        values.packed is None, rotation, kind, visible is None, bias is None, own > 0,
     )  # fmt: skip
 
 

@@ -38,10 +38,12 @@ class OpPlan(Generic[P, R]):
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the bound kernel, else the reference; the arguments are those of the operation."""
         run = self.bind(*args, **options)
+        if run is None:
+            self.count_reference()
         return (run or self.op.reference)(*args, **options)
 
     def bind(self, *args: Any, **options: Any) -> Callable[..., R] | None:
-        """Return the kernel for a case, None if only the reference covers it; count the use.
+        """Return and count the kernel for a case; None if only the reference covers it.
 
         Pass as many arguments as the operation's `case` reads. Binds again if the case changed. If
         a kernel raises meanwhile, warns once, keeps the reason in `bound` and returns None.
@@ -50,8 +52,13 @@ class OpPlan(Generic[P, R]):
         case = forced.get() or environment(), like.device, rest  # `setting()` without its call
         if case != self._case:
             self._bind(case, *args, **options)
-        ran[self._counted] += 1
+        if self._run is not None:
+            ran[self._counted] += 1
         return self._run
+
+    def count_reference(self) -> None:
+        """Count a use of the reference, after `bind` has returned None."""
+        ran[self._counted] += 1
 
     def _bind(self, case: Any, *args: Any, **options: Any) -> None:
         bound = self.op.choose(*args, **options)

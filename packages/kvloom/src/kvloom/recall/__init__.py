@@ -2,6 +2,7 @@
 
 from typing import TypeVar
 
+from ..kernels.select.reference import dots, select_pages, together
 from ..registry import Registry
 from .clusters import Clusters
 from .index import HEAD_CHOICES, Finder, Index, Recall, SideStream, grown
@@ -47,6 +48,9 @@ __all__ = [
     "Tier",
     "TopK",
     "Traffic",
+    "dots",
     "grown",
     "register_index",
+    "select_pages",
+    "together",
 ]

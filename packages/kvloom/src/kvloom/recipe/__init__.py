@@ -3,8 +3,9 @@
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
+from .predict import predicted_layer_nbytes
 from .resolve import options, part_options, resolve, summary
-from .spec import LayerOverride, Protect, Recipe, Tuned, predicted_layer_nbytes
+from .spec import LayerOverride, Protect, Recipe, Tuned
 from .text import is_file
 
 __all__ = [

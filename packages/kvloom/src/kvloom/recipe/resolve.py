@@ -110,14 +110,14 @@ def _named(spelled: str) -> Recipe:
 
 def _override(spelled: str) -> LayerOverride:
     where, _, recipe = spelled.partition("=")
-    other = _named(recipe)
-    if other.layers or other.start or other.packs_windows:
+    parts = _named(recipe)
+    if parts.layers or parts.start or parts.packs_windows:
         raise RecipeError(
             f"layers {where.strip()!r}: {recipe.strip()!r} has layers, a start or sliding of its "
             "own; give these to the whole recipe"
         )
     return LayerOverride(
-        where, keep=other.keep, store=other.store, recall=other.recall, protect=other.protect
+        where, keep=parts.keep, store=parts.store, recall=parts.recall, protect=parts.protect
     )
 
 

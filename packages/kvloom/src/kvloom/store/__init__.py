@@ -4,8 +4,8 @@ from ..kernels.quantize.encoding import Encoding, LayerEncoding
 from .calibration import Calibration
 from .formats import FORMATS, Format, FormatView, Packed, Store, register_format
 from .kv_side import KVSide
-from .layer_metadata import LayerMetadata
-from .measuring import PromptPacker, calibrated_groups, random_metadata, round_trip
+from .layer_facts import LayerFacts
+from .measuring import PromptPacker, calibrated_groups, random_layer_facts, round_trip
 from .packed_view import PackedView
 
 __all__ = [
@@ -16,13 +16,13 @@ __all__ = [
     "FormatView",
     "KVSide",
     "LayerEncoding",
-    "LayerMetadata",
+    "LayerFacts",
     "Packed",
     "PackedView",
     "PromptPacker",
     "Store",
     "calibrated_groups",
-    "random_metadata",
+    "random_layer_facts",
     "register_format",
     "round_trip",
 ]

@@ -31,7 +31,7 @@ KINDS = ("keys", "raw_keys", "values")
 class Calibration:
     """Tensors by name, and what they were computed from.
 
-    model: its `hf.metadata.identity`. text: SHA-256 of the text's tokens. settings: how
+    model: its `hf.layer_facts.identity`. text: SHA-256 of the text's tokens. settings: how
     it was calibrated. Tensors: `range.{layer}.{kind}` fp32 [2, Hk, D], minimum and maximum of each
     channel; `groups.{layer}.{kind}.{shape}` int32 [Hk, D]; `clip.{layer}.{kind}.{format}` fp32
     [groups] and `clip_layer.…` fp32 [1].
@@ -55,7 +55,7 @@ class Calibration:
     def load(cls, path: str | Path) -> Calibration:
         """Read a file; raises `CalibrationError` if it is missing, damaged or another version's."""
         path = Path(path)
-        again = "calibrate again with `kvloom calibrate`"
+        remedy = "calibrate again with `kvloom calibrate`"
         if not path.is_file():
             raise CalibrationError(f"there is no calibration {str(path)!r}; make it with "
                                    "`kvloom calibrate`")  # fmt: skip
@@ -65,17 +65,17 @@ class Calibration:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError) as error:
             raise CalibrationError(
-                f"{str(path)!r} is damaged or no calibration; {again}"
+                f"{str(path)!r} is damaged or no calibration; {remedy}"
             ) from error
         if about is None:
-            raise CalibrationError(f"{str(path)!r} is safetensors, but no calibration; {again}")
+            raise CalibrationError(f"{str(path)!r} is safetensors, but no calibration; {remedy}")
         if about.get("version") != VERSION:
             raise CalibrationError(
                 f"{str(path)!r} has calibration format {about.get('version')}, this kvloom reads "
-                f"{VERSION}; {again}"
+                f"{VERSION}; {remedy}"
             )
         if about.get("sum") != checksum(tensors):
-            raise CalibrationError(f"{str(path)!r} is damaged: its checksum is wrong; {again}")
+            raise CalibrationError(f"{str(path)!r} is damaged: its checksum is wrong; {remedy}")
         return cls(about["model"], about["text"], about["settings"], tensors, path.name)
 
     def encoding(self, layer: int, side: str, fmt: Packed) -> LayerEncoding | None:
@@ -173,8 +173,8 @@ def of_heads(layer_encoding: LayerEncoding, side: str, first: int, heads: int) -
     """
     all_groups = layer_encoding.group_of
     assert all_groups is not None, "a calibration has the group of every channel"
-    own = all_groups[first : first + heads]
-    groups = own.unique()
+    groups_of_heads = all_groups[first : first + heads]
+    groups = groups_of_heads.unique()
     others = torch.cat([all_groups[:first], all_groups[first + heads :]])
     expected = layer_encoding.encoding.groups(heads, layer_encoding.head_dim)
     if torch.isin(groups, others).any() or len(groups) != expected:
@@ -184,15 +184,15 @@ def of_heads(layer_encoding: LayerEncoding, side: str, first: int, heads: int) -
             "skvq:span=head,group=64, and calibrate for it"
         )
 
-    def chosen(x: Tensor | None) -> Tensor | None:
+    def of_groups(x: Tensor | None) -> Tensor | None:
         each_group = x is not None and len(x) == int(all_groups.max()) + 1
         return x[groups] if x is not None and each_group else x
 
     return LayerEncoding(
         layer_encoding.encoding, heads, layer_encoding.head_dim,
-        torch.searchsorted(groups, own.contiguous()),
-        chosen(layer_encoding.clip),
+        torch.searchsorted(groups, groups_of_heads.contiguous()),
+        of_groups(layer_encoding.clip),
         None if layer_encoding.divisor is None else layer_encoding.divisor[first : first + heads],
-        chosen(layer_encoding.low),
-        chosen(layer_encoding.high),
+        of_groups(layer_encoding.low),
+        of_groups(layer_encoding.high),
     )  # fmt: skip

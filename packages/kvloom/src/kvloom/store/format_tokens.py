@@ -6,7 +6,6 @@ decides what is in them. Its own kernel attends to them; without one, each step 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,18 +62,9 @@ class FormatTokens(Stateful):
         self, lo: int = 0, hi: int | None = None, positions: Tensor | None = None
     ) -> FormatView:
         """Return tokens lo to hi."""
-        return self.wrap(
-            [buffer.view() for buffer in self.buffers], lo, self.count if hi is None else hi
-        )
-
-    def wrap(self, tensors: Sequence[Tensor], lo: int, hi: int) -> FormatView:
-        """Return tokens lo to hi of tensors such as this prefix's."""
-        unit = self.fmt.unit
-        begin, end = lo // unit, -(-hi // unit)
-        units = self.count // unit
-        rows = [x.shape[2] // units for x in tensors]  # of each tensor, per unit
-        cut = (x[:, :, begin * n : end * n] for x, n in zip(tensors, rows, strict=True))
-        return FormatView(tuple(cut), self.fmt, lo, hi, self.dtype)
+        tensors = tuple(buffer.view() for buffer in self.buffers)
+        whole = FormatView(tensors, self.fmt, 0, self.count, self.dtype)
+        return whole.cut(lo, self.count if hi is None else hi)
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""

@@ -141,8 +141,9 @@ class FormatView(NamedTuple):
     def cut(self, lo: int, hi: int) -> FormatView:
         """Return tokens lo to hi of these."""
         unit, lo, hi = self.fmt.unit, self.lo + lo, self.lo + hi
-        held = self.lo // unit  # units before these
-        whole, begin, end = -(-self.hi // unit) - held, lo // unit - held, -(-hi // unit) - held
+        before = self.lo // unit  # units in front of these tensors
+        begin, end = lo // unit - before, -(-hi // unit) - before
+        whole = -(-self.hi // unit) - before
         rows = [x.shape[2] // whole for x in self.tensors]
         parts = (x[:, :, begin * n : end * n] for x, n in zip(self.tensors, rows, strict=True))
         return self._replace(tensors=tuple(parts), lo=lo, hi=hi)
@@ -266,8 +267,8 @@ class Store:
     @property
     def sides(self) -> dict[str, Format]:
         """The formats of the sides that are packed, by "keys" and "values"."""
-        both = {"keys": self.keys, "values": self.values}
-        return {side: fmt for side, fmt in both.items() if fmt is not None}
+        formats = {"keys": self.keys, "values": self.values}
+        return {side: fmt for side, fmt in formats.items() if fmt is not None}
 
     @property
     def quantized(self) -> dict[str, Packed]:

@@ -9,11 +9,11 @@ from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from .formats import Format, Packed, Store
 from .kv_side import KVSide
-from .layer_metadata import LayerMetadata
+from .layer_facts import LayerFacts
 from .packed import PackedTokens
 
 
-def round_trip(x: Tensor, store: Store, side: str, metadata: LayerMetadata) -> Tensor:
+def round_trip(x: Tensor, store: Store, side: str, facts: LayerFacts) -> Tensor:
     """Return keys or values x [B, Hk, N, D] after packing and unpacking, in the dtype of x.
 
     The tokens after the last full group, or tile, stay exact, and all of them where the side has
@@ -23,7 +23,7 @@ def round_trip(x: Tensor, store: Store, side: str, metadata: LayerMetadata) -> T
         x: The tokens at the positions 0 to N; keys as the model gives them.
         store: The formats.
         side: "keys" or "values".
-        metadata: What the formats need of the layer.
+        facts: What the formats need of the layer.
     """
     fmt: Format | None = getattr(store, side)
     if fmt is None:
@@ -36,23 +36,23 @@ def round_trip(x: Tensor, store: Store, side: str, metadata: LayerMetadata) -> T
     if not whole:
         return x
     positions = torch.arange(whole).view(1, 1, -1)
-    tokens = PackedTokens(fmt, getattr(metadata, side), metadata.rope)
+    tokens = PackedTokens(fmt, getattr(facts, side), facts.rope)
     tokens.append(x[:, :, :whole], positions=positions)
     return torch.cat([tokens.view(positions=positions).tensor(), x[:, :, whole:]], dim=2)
 
 
-def calibrated_groups(metadata: LayerMetadata, side: str) -> Tensor | None:
+def calibrated_groups(facts: LayerFacts, side: str) -> Tensor | None:
     """Return the calibrated group of each channel, int64 [Hk, D]; None where there are none.
 
     Args:
-        metadata: Of one layer.
+        facts: Of one layer.
         side: "keys" or "values".
     """
-    encoding: LayerEncoding | None = getattr(metadata, side)
+    encoding: LayerEncoding | None = getattr(facts, side)
     return None if encoding is None else encoding.group_of
 
 
-def random_metadata(store: Store, heads: int, head_dim: int, rope: Rope | None) -> LayerMetadata:
+def random_layer_facts(store: Store, heads: int, head_dim: int, rope: Rope | None) -> LayerFacts:
     """Return random calibrated numbers for a layer: the speed of a format does not depend on them.
 
     Args:
@@ -62,7 +62,7 @@ def random_metadata(store: Store, heads: int, head_dim: int, rope: Rope | None) 
         rope: The layer's rotary embedding.
     """
     keys, values = (_random_encoding(fmt, heads, head_dim) for fmt in (store.keys, store.values))
-    return LayerMetadata(keys, values, rope)
+    return LayerFacts(keys, values, rope)
 
 
 def _random_encoding(fmt: Format | None, heads: int, head_dim: int) -> LayerEncoding | None:
@@ -99,12 +99,12 @@ class PromptPacker:
     Args:
         store: The formats.
         recents: The newest tokens of keys and of values that stay exact.
-        metadata: What the formats need of the layer.
+        facts: What the formats need of the layer.
     """
 
-    def __init__(self, store: Store, recents: tuple[int, int], metadata: LayerMetadata) -> None:
-        self.keys = KVSide(store.keys, recents[0], metadata.keys, metadata.rope)
-        self.values = KVSide(store.values, recents[1], metadata.values)
+    def __init__(self, store: Store, recents: tuple[int, int], facts: LayerFacts) -> None:
+        self.keys = KVSide(store.keys, recents[0], facts.keys, facts.rope)
+        self.values = KVSide(store.values, recents[1], facts.values)
 
     def pack(self, k: Tensor, v: Tensor) -> None:
         """Pack keys and values [B, Hk, N, D] at the positions 0 to N; call it once."""

@@ -81,12 +81,12 @@ class PackedTokens(Stateful):
         of the tokens, for keys that are packed before RoPE.
         """
         layer_encoding = self._bind(x)
-        packed, whole = self._with_room(x), ((x, nonpadding, positions),)
-        for tokens, mask, own_positions in whole if x.shape[2] <= _CHUNK else _chunks(*whole[0]):
+        packed = self._with_room(x)
+        for tokens, mask, chunk_positions in _chunks(x, nonpadding, positions):
             angles = None
             if self.rope is not None:
-                assert own_positions is not None
-                angles = RopeAngles(*self.rope.angles(-own_positions), self.rope.interleaved)
+                assert chunk_positions is not None
+                angles = RopeAngles(*self.rope.angles(-chunk_positions), self.rope.interleaved)
             self.pack_plan(tokens, layer_encoding, packed, self.count, mask, angles)
             self.count += tokens.shape[2]
         self.dtype = x.dtype
@@ -209,8 +209,7 @@ class PackedTokens(Stateful):
             if layer_encoding is None:
                 if self.fmt.calibrated:
                     raise CacheMisuse(
-                        "a calibrated format needs the calibration of its layer; give it as "
-                        "metadata"
+                        "a calibrated format needs the calibration of its layer; give it as facts"
                     )
                 layer_encoding = self.fmt.encoding.bind(x.shape[1], x.shape[3])
             assert layer_encoding.encoding == self.fmt.encoding, "calibrated for another encoding"

@@ -13,7 +13,7 @@ from kvloom.cache.build import build_layers
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from kvloom.store import LayerMetadata
+from kvloom.store import LayerFacts
 from sampling import slow_except
 
 D, LAYERS = 64, 2
@@ -42,7 +42,7 @@ COMMON = (
 
 def run(recipe: str | Recipe, device: str) -> list[torch.Tensor]:
     """Return the outputs of a padded prompt of two rows, and of 40 steps."""
-    layers = build_layers(resolve(recipe), range(LAYERS), [LayerMetadata()] * LAYERS)
+    layers = build_layers(resolve(recipe), range(LAYERS), [LayerFacts()] * LAYERS)
     generator = torch.Generator().manual_seed(0)
     outputs = []
     visible = torch.ones(2, 150, dtype=torch.bool)

@@ -10,12 +10,12 @@ from kvloom.kernels import compile_seconds, operations_run, use_backend
 from kvloom.positions import Rope
 from kvloom.recipe import Protect, Recipe, resolve
 from kvloom.store import (
-    LayerMetadata,
+    LayerFacts,
     Packed,
     PromptPacker,
     Store,
     calibrated_groups,
-    random_metadata,
+    random_layer_facts,
     round_trip,
 )
 
@@ -69,21 +69,21 @@ def test_contents_of_a_layer_with_recall():
 def test_a_round_trip_keeps_the_tokens_after_the_last_group_exact():
     _, k, v = prompt(70)
     store = resolve("kivi").store
-    keys = round_trip(k, store, "keys", LayerMetadata())
+    keys = round_trip(k, store, "keys", LayerFacts())
     assert (keys[:, :, 64:] == k[:, :, 64:]).all()
     assert 0 < (keys - k).abs().max() < 2
-    assert (round_trip(v, Store(), "values", LayerMetadata()) == v).all()
-    error = (round_trip(v, resolve("kivi-4").store, "values", LayerMetadata()) - v).norm()
-    assert error < (round_trip(v, store, "values", LayerMetadata()) - v).norm()
+    assert (round_trip(v, Store(), "values", LayerFacts()) == v).all()
+    error = (round_trip(v, resolve("kivi-4").store, "values", LayerFacts()) - v).norm()
+    assert error < (round_trip(v, store, "values", LayerFacts()) - v).norm()
 
 
-def test_random_metadata_has_groups_where_a_format_is_calibrated():
+def test_random_layer_facts_has_groups_where_a_format_is_calibrated():
     store = resolve("skvq:group=32").store
-    metadata = random_metadata(store, 2, 64, ROPE)
-    groups = calibrated_groups(metadata, "keys")
+    facts = random_layer_facts(store, 2, 64, ROPE)
+    groups = calibrated_groups(facts, "keys")
     assert groups.shape == (2, 64)
     assert groups.unique(return_counts=True)[1].tolist() == [32] * 4
-    plain = random_metadata(resolve("kivi").store, 2, 64, ROPE)
+    plain = random_layer_facts(resolve("kivi").store, 2, 64, ROPE)
     assert calibrated_groups(plain, "keys") is None
 
 
@@ -92,7 +92,7 @@ def test_a_packer_packs_as_a_layer_does():
     q, k, v = prompt(256)
     layer = LayerCache(recipe)
     fill(layer, q, k, v)
-    packer = PromptPacker(recipe.store, recipe.protect.exact_recents, LayerMetadata())
+    packer = PromptPacker(recipe.store, recipe.protect.exact_recents, LayerFacts())
     packer.pack(k, v)
     assert packer.nbytes == layer.nbytes
 

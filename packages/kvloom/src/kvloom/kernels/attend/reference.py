@@ -134,10 +134,10 @@ def _gathered(view: KVView, where: Slots) -> Tensor:
     layer_encoding = getattr(packed, "layer_encoding", None)
     if layer_encoding is None or not layer_encoding.encoding.plain or where.begin > packed.hi:
         return gather(view.tensor(), slots)  # unpacks all tokens to gather some
-    how = layer_encoding.encoding
+    encoding = layer_encoding.encoding
     return gather_packed(
-        packed.codes, packed.scale, packed.zero, how.bits, how.axis, layer_encoding.group, slots,
-        packed.dtype,
+        packed.codes, packed.scale, packed.zero, encoding.bits, encoding.axis,
+        layer_encoding.group, slots, packed.dtype,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Encoding:
         static: A group's range is that of calibration, so no scale and zero are stored.
         rotation: "head" rotates each head at random before its ranges are taken; "group" rotates
             each group and rounds it to the levels of a normal distribution, with a scale and no
-            zero (see `kernels.quantize.rotated`); or "none".
+            zero (see `kernels.quantize.hadamard`); or "none".
         pre_rope: Keys are packed before RoPE, which each step applies at their positions.
     """
 
@@ -282,19 +282,19 @@ class LayerEncoding:
         return self.encoding.clip
 
     @cached_property
-    def rotated(self) -> int:
+    def rotation_size(self) -> int:
         """Channels that are rotated together, or 0."""
         return {"none": 0, "group": self.group, "head": self.head_dim}[self.encoding.rotation]
 
     @property
     def scales(self) -> tuple[int, int]:
         """The rows, and the numbers per row, of the scales of all heads."""
-        how = self.encoding
-        if how.static:
+        encoding = self.encoding
+        if encoding.static:
             return 1, 0
         if self.group_of is not None:
             return 1, int(self.group_of.max()) + 1
-        return self.heads, self.head_dim // (1 if how.axis == "channel" else self.group)
+        return self.heads, self.head_dim // (1 if encoding.axis == "channel" else self.group)
 
     @cached_property
     def static(self) -> tuple[Tensor, Tensor] | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .byte_layout import PACK_BLOCK, metadata, pack_codes, rows_for, spread, top, unpack_codes
 from .encoding import LayerEncoding, PackedTensors, RopeAngles
-from .rotated import dequantize_rotated, quantize_rotated, rotate, unrotate
+from .hadamard import dequantize_rotated, quantize_rotated, rotate, unrotate
 
 
 def pack(
@@ -40,16 +40,17 @@ def pack(
     """
     if not x.numel():
         return
-    how = layer_encoding.encoding
+    encoding = layer_encoding.encoding
     codes, scale, zero = to_codes(
-        x.float() if rope is None else rotated(x.float(), rope), layer_encoding, nonpadding
+        x.float() if rope is None else apply_rope(x.float(), rope), layer_encoding, nonpadding
     )
-    per_block, rows = PACK_BLOCK[how.bits]
-    row, begun, line = begin // per_block * rows, begin % per_block, begin // how.tokens_per_scale
+    per_block, rows = PACK_BLOCK[encoding.bits]
+    row, begun = begin // per_block * rows, begin % per_block
+    line = begin // encoding.tokens_per_scale
     if begun:  # pack the partial block again, together with the new codes
-        old = unpack_codes(out.codes[:, :, row : row + rows], how.bits, begun)
+        old = unpack_codes(out.codes[:, :, row : row + rows], encoding.bits, begun)
         codes = torch.cat([old, codes], dim=2)
-    packed = pack_codes(codes, how.bits)
+    packed = pack_codes(codes, encoding.bits)
     out.codes[:, :, row : row + packed.shape[2]] = packed
     for to, new in ((out.scale, scale), (out.zero, zero)):
         to[:, :, line : line + new.shape[2]] = new.view(to.dtype)  # fp8 may be stored as bytes
@@ -64,12 +65,12 @@ def unpack(
     rope: RopeAngles | None = None,
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; rope: rotates them then."""
-    how = layer_encoding.encoding
-    (per_block, rows), each = PACK_BLOCK[how.bits], how.tokens_per_scale
+    encoding = layer_encoding.encoding
+    (per_block, rows), each = PACK_BLOCK[encoding.bits], encoding.tokens_per_scale
     unit = math.lcm(each, per_block)
     first, last = lo // unit * unit, -(-hi // each) * each  # whole bytes and groups
-    bytes_ = packed.codes[:, :, first // per_block * rows : rows_for(last, how.bits)]
-    codes = unpack_codes(bytes_, how.bits, last - first)
+    bytes_ = packed.codes[:, :, first // per_block * rows : rows_for(last, encoding.bits)]
+    codes = unpack_codes(bytes_, encoding.bits, last - first)
     scale, zero = (
         (x.view(layer_encoding.meta) if x.dtype == torch.uint8 else x)[
             :, :, first // each : last // each
@@ -77,10 +78,10 @@ def unpack(
         for x in (packed.scale, packed.zero)
     )
     x = from_codes(codes, scale, zero, layer_encoding)[:, :, lo - first : hi - first]
-    return (x if rope is None else rotated(x, rope)).to(dtype)
+    return (x if rope is None else apply_rope(x, rope)).to(dtype)
 
 
-def rotated(x: Tensor, rope: RopeAngles) -> Tensor:
+def apply_rope(x: Tensor, rope: RopeAngles) -> Tensor:
     """Rotate the first channels of x fp32 [B, Hk, N, D]; products and sums are rounded apart."""
     dims = 2 * rope.cos.shape[-1]
     part, rest = x[..., :dims], x[..., dims:]
@@ -94,34 +95,35 @@ def to_codes(
     x: Tensor, layer_encoding: LayerEncoding, nonpadding: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize x fp32: codes uint8 [B, Hk, T, D], scale and zero as stored."""
-    how, meta = layer_encoding.encoding, layer_encoding.meta
-    if how.rotation == "group":
-        codes, scale = quantize_rotated(x, how.bits, layer_encoding.group, meta)
+    encoding, meta = layer_encoding.encoding, layer_encoding.meta
+    if encoding.rotation == "group":
+        codes, scale = quantize_rotated(x, encoding.bits, layer_encoding.group, meta)
         return codes, scale, scale[..., :0]
-    if how.rotation == "head":
+    if encoding.rotation == "head":
         x = rotate(x)
     if layer_encoding.divisor is not None:
         x = x / layer_encoding.divisor[:, None, :]
     if layer_encoding.static is not None:
         none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=meta)
-        return encode(x, *layer_encoding.static, how.bits), none, none
+        return encode(x, *layer_encoding.static, encoding.bits), none, none
     if layer_encoding.group_of is not None:
-        return quantize_mapped(x, how.bits, layer_encoding.group_of, meta, layer_encoding.alpha)
-    return quantize(x, how.bits, how.axis, layer_encoding.group, meta, nonpadding)
+        groups, alpha = layer_encoding.group_of, layer_encoding.alpha
+        return quantize_mapped(x, encoding.bits, groups, meta, alpha)
+    return quantize(x, encoding.bits, encoding.axis, layer_encoding.group, meta, nonpadding)
 
 
 def from_codes(codes: Tensor, scale: Tensor, zero: Tensor, layer_encoding: LayerEncoding) -> Tensor:
     """Invert `to_codes`: fp32 [B, Hk, N, D]."""
-    how = layer_encoding.encoding
-    if how.rotation == "group":
-        return dequantize_rotated(codes, scale, how.bits, layer_encoding.group, torch.float32)
+    encoding = layer_encoding.encoding
+    if encoding.rotation == "group":
+        return dequantize_rotated(codes, scale, encoding.bits, layer_encoding.group, torch.float32)
     if layer_encoding.static is not None:
         x = torch.addcmul(layer_encoding.static[1], codes.float(), layer_encoding.static[0])
     elif layer_encoding.group_of is not None:
         x = dequantize_mapped(codes, scale, zero, layer_encoding.group_of, torch.float32)
     else:
-        x = dequantize(codes, scale, zero, how.axis, layer_encoding.group, torch.float32)
-    if how.rotation == "head":
+        x = dequantize(codes, scale, zero, encoding.axis, layer_encoding.group, torch.float32)
+    if encoding.rotation == "head":
         x = unrotate(x)
     return x if layer_encoding.divisor is None else x * layer_encoding.divisor[:, None, :]
 

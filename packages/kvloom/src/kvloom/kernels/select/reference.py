@@ -132,7 +132,13 @@ def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> T
 
 
 def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
-    """Scores [B, Hq, N] of the heads that choose: [B, Hk, N], or as they are for "each"."""
+    """Return the scores of the heads that choose: [B, Hk, N], or `scores` for "each".
+
+    Args:
+        scores: fp32 [B, Hq, N], of each query head.
+        kv_heads: Hk.
+        group: How the query heads of a key/value head choose together, as in `Recall`.
+    """
     if group == "each":
         return scores
     by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
@@ -206,9 +212,15 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Te
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
-    """Every token of the best pages, best first, of equal ones the oldest: [B, H, pages * page].
+    """Return every token of the best pages, best first, of equal ones the oldest.
 
-    scores: fp32 [B, H, P], or [B, H, R, P], see `by_turns`.
+    Args:
+        scores: fp32 [B, H, P], or [B, H, R, P] where query heads take turns.
+        pages: How many pages.
+        page: Tokens of a page.
+
+    Returns:
+        Slots int64 [B, H, pages * page].
     """
     scores = by_turns(scores) if scores.dim() == 4 else scores
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]
@@ -216,7 +228,12 @@ def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
 
 
 def dots(q: Tensor, k: Tensor) -> Tensor:
-    """q [B, Hq, D] times each of k [B, Hk, N, D]: fp32 [B, Hq, N]."""
+    """Return q [B, Hq, D] times each of k [B, Hk, N, D]: fp32 [B, Hq, N].
+
+    Args:
+        q: Queries.
+        k: Keys, or what stands for them.
+    """
     b, hq, d = q.shape
     rows = q.float().view(b, k.shape[1], -1, d)
     return (rows @ k.float().transpose(-1, -2)).view(b, hq, -1)

@@ -40,10 +40,10 @@ def small(
     heads: the share of its budget that every head is certain of; with 1, heads do not compete.
     """
     layers = "uniform" if heads == 1 else "joint"
-    chosen = kvzip(
+    evicting = kvzip(
         fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
     )
-    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
+    return replace(near_lossless(group, residual, sinks), keep=evicting.keep)
 
 
 def tiny(

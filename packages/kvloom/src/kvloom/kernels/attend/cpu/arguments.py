@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....positions.rope import Rope
 from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
-from ...quantize.rotated import levels, matrix
+from ...quantize.hadamard import levels, matrix
 from ..regions import KVView, PackedPrefix
 from .rope_tables import tables
 
@@ -148,12 +148,12 @@ class SidePacker:
 
     def _repack(self, packed: PackedPrefix, d: int) -> None:
         layer_encoding, table, first, table_head = packed.layer_encoding, None, None, 0
-        how = layer_encoding.encoding
+        encoding = layer_encoding.encoding
         stored = packed.codes, packed.scale, packed.zero
-        if how.rotation == "group":
-            table = _levels(how.bits)
+        if encoding.rotation == "group":
+            table = _levels(encoding.bits)
         elif layer_encoding.group_of is not None:
-            by = layer_encoding.by_layer if how.span == "layer" else layer_encoding.by_head
+            by = layer_encoding.by_layer if encoding.span == "layer" else layer_encoding.by_head
             table, first, table_head = *by, 4 * d
         read = stored if layer_encoding.static is None else (stored[0], *layer_encoding.multiplied)
         codes, scale, zero = rows = tuple(_rowwise(x) for x in read)
@@ -191,14 +191,14 @@ def positions(
     tokens: behind the first position, where positions are consecutive.
     """
     assert packed.positions is not None
-    at, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
-    last = at if at.numel() == 1 else at.max()
+    per_head, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
+    last = per_head if per_head.numel() == 1 else per_head.max()
     near, far = tables(rope, d, int(last) + (1 if per_token else tokens))
     numbers = {
-        "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(at, 2),
+        "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(per_head, 2),
         "position_per_token": int(per_token),
     }  # fmt: skip
-    return numbers, (near, far, at)
+    return numbers, (near, far, per_head)
 
 
 def multiplied(q: Tensor, divisor: Tensor) -> Tensor:
@@ -211,8 +211,8 @@ def _rowwise(x: Tensor) -> Tensor:
     """Return x [., ., rows, .] with contiguous rows."""
     if x.is_contiguous():
         return x
-    _, _, row, one = x.stride()
-    return x if one == 1 and row == x.shape[3] else x.contiguous()
+    _, _, row, channel = x.stride()
+    return x if channel == 1 and row == x.shape[3] else x.contiguous()
 
 
 @cache

@@ -299,7 +299,7 @@ class _PassAttention:
         b, _hq, _t, d = queries.shape
         shared = self.heads // self.kv_heads
         sums = queries.new_empty(b, self.kv_heads, shared, self.sets, self.rows, d)
-        group = 0 if layer_encoding is None else layer_encoding.rotated
+        group = 0 if layer_encoding is None else layer_encoding.rotation_size
         return sums, rotation(group, d, back=True).data_ptr() if group else 0
 
     def _masks(self, queries: Tensor, regions: Sequence[Region]) -> KeptArguments:
@@ -351,8 +351,8 @@ def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any,
 
 def _packed_queries(queries: Tensor, layer_encoding: LayerEncoding) -> tuple[Tensor, int]:
     """Return queries in the space of packed keys, or the rotation that the kernel applies."""
-    if layer_encoding.rotated:
-        return queries, rotation(layer_encoding.rotated, queries.shape[3]).data_ptr()
+    if layer_encoding.rotation_size:
+        return queries, rotation(layer_encoding.rotation_size, queries.shape[3]).data_ptr()
     divisor = layer_encoding.divisor
     return queries if divisor is None else multiplied(queries, divisor), 0
 

@@ -35,47 +35,47 @@ def _many_queries(queries: int, where: Any) -> str | None:
     )
 
 
-def _unfit_group(how: Encoding, d: int, heads: int) -> str | None:
-    if how.regroups:
+def _unfit_group(encoding: Encoding, d: int, heads: int) -> str | None:
+    if encoding.regroups:
         return None
-    group, whole = how.group or d, 128 if how.axis == "channel" else d
+    group, whole = encoding.group or d, 128 if encoding.axis == "channel" else d
     if group % 16 == 0 and whole % group == 0:
         return None
     return f"group={group} is not a multiple of 16 that divides {whole}"
 
 
-def _many_groups(how: Encoding, d: int, heads: int) -> str | None:
-    if not how.regroups or how.static or how.groups_read(heads, d) <= _GROUPS:
+def _many_groups(encoding: Encoding, d: int, heads: int) -> str | None:
+    if not encoding.regroups or encoding.static or encoding.groups_read(heads, d) <= _GROUPS:
         return None
-    return f"{how.groups_read(heads, d)} groups a token are more than {_GROUPS}"
+    return f"{encoding.groups_read(heads, d)} groups a token are more than {_GROUPS}"
 
 
-def _many_levels(how: Encoding, d: int, heads: int) -> str | None:
-    rotated = how.rotation == "group" and how.bits == 8
+def _many_levels(encoding: Encoding, d: int, heads: int) -> str | None:
+    rotated = encoding.rotation == "group" and encoding.bits == 8
     return "8 bit have more levels than registers hold" if rotated else None
 
 
-def _moved_raw_keys(how: Encoding, d: int, heads: int) -> str | None:
-    if how.pre_rope and how.own_space:
+def _moved_raw_keys(encoding: Encoding, d: int, heads: int) -> str | None:
+    if encoding.pre_rope and encoding.own_space:
         return "it does not read keys before RoPE that were divided or rotated"
     return None
 
 
-def _raw_keys(how: Encoding) -> str | None:
-    return "it does not read keys before RoPE by spans" if how.pre_rope else None
+def _raw_keys(encoding: Encoding) -> str | None:
+    return "it does not read keys before RoPE by spans" if encoding.pre_rope else None
 
 
-def _joined_heads(how: Encoding) -> str | None:
+def _joined_heads(encoding: Encoding) -> str | None:
     what = "channels of a layer's heads that are grouped or scaled together"
-    return what if how.regroups else None
+    return what if encoding.regroups else None
 
 
-def _exact_pages(how: Encoding | None) -> str | None:
-    return "pages of exact tokens are not read by the table" if how is None else None
+def _exact_pages(encoding: Encoding | None) -> str | None:
+    return "pages of exact tokens are not read by the table" if encoding is None else None
 
 
-def _split_bytes(how: Encoding | None) -> str | None:
-    shared = how is not None and how.bits == 1.5
+def _split_bytes(encoding: Encoding | None) -> str | None:
+    shared = encoding is not None and encoding.bits == 1.5
     return "at 1.5 bit, tokens share bytes across the tiles of a page" if shared else None
 
 

@@ -145,15 +145,15 @@ def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:
 
 def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
     """What `pick` takes of the table of sixteen that each index is in."""
-    chosen = None
+    numbers = None
     for k in range(tables):
         part = pick(at(b, base, 64 * k))
-        if chosen is not None:
+        if numbers is not None:
             part = b.select(
-                b.icmp_signed(">=", index, constant(WIDTH * k, index.type)), part, chosen
+                b.icmp_signed(">=", index, constant(WIDTH * k, index.type)), part, numbers
             )
-        chosen = part
-    return chosen
+        numbers = part
+    return numbers
 
 
 def _permuted(b: Any, can: str, where: Any, index: Any) -> Any:

@@ -43,12 +43,9 @@ _BEGINS = (6, 0, 26, 20)
 
 def by_table(constants: SideConstants) -> SideConstants:
     """Return the same constants, by table if its numbers are few and the CPU has AVX-512."""
-    fits = constants.by == MAP and constants.across <= GROUPS and constants.bits in (1.5, 2)
-    return (
-        constants._replace(by=TABLE)
-        if fits and {"avx512f", "avx512bw"} <= features()
-        else constants
-    )
+    few = constants.by == MAP and constants.across <= GROUPS and constants.bits in (1.5, 2)
+    fits = few and {"avx512f", "avx512bw"} <= features()
+    return constants._replace(by=TABLE) if fits else constants
 
 
 def _begins(constants: SideConstants) -> tuple[int, ...]:
@@ -141,6 +138,6 @@ def stored(b: Any, where: Any) -> tuple[Any, Any]:
     return read(b, where, VF), read(b, at(b, where, 64), VF)
 
 
-def looked_up(b: Any, both: tuple[Any, Any], index: Any) -> Any:
+def looked_up(b: Any, table: tuple[Any, Any], index: Any) -> Any:
     """The numbers of a table at these indices, of which the low five bits count."""
-    return call(b, "llvm.x86.avx512.vpermi2var.ps.512", VF, both[0], index, both[1])
+    return call(b, "llvm.x86.avx512.vpermi2var.ps.512", VF, table[0], index, table[1])

@@ -81,27 +81,27 @@ def _place(v: int, constants: SideConstants) -> int:
     return 64 * v - (2 * constants.rope_dims if second else 0)
 
 
-def rotated(
+def apply_rope(
     b: Any, xs: dict[int, Any], row: Any, d: int, constants: SideConstants, back: bool
 ) -> dict[int, Any]:
     """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
     mate, turned = mates(d, constants.rope_dims, bool(constants.interleaved)), {}
     for v, x in xs.items():
         mates_of_v = mate[WIDTH * v : WIDTH * (v + 1)]
-        other = None
+        partner = None
         for source in sorted({c // WIDTH for c in mates_of_v}):
             # lanes of this source, and of what is there already
-            base = xs[source] if other is None else other
+            base = xs[source] if partner is None else partner
             mask = [
-                c % WIDTH + (0 if other is None else WIDTH) if c // WIDTH == source else i
+                c % WIDTH + (0 if partner is None else WIDTH) if c // WIDTH == source else i
                 for i, c in enumerate(mates_of_v)
             ]
-            other = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
+            partner = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
         place = _place(v, constants)
         second = place < 64 * v
         cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
         sin = b.fneg(sin) if back != second else sin
-        turned[v] = muladd(b, other, sin, b.fmul(x, cos))
+        turned[v] = muladd(b, partner, sin, b.fmul(x, cos))
     return turned
 
 
@@ -118,7 +118,7 @@ def _chain(
     queries: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        queries[j] = rotated(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
+        queries[j] = apply_rope(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
     for v in q:
         cos = read(b, at(b, rope, 8 * d + _place(v, constants)), VF)
         twice = b.fadd(cos, cos)
@@ -138,7 +138,7 @@ def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, literal
         for i in range(n_w):
             for vs in rotation_groups(n_d, constants):
                 xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
-                for v, x in rotated(b, xs, row, n_d, constants, back=True).items():
+                for v, x in apply_rope(b, xs, row, n_d, constants, back=True).items():
                     write(b, at(b, out, 4 * i * n_d + 64 * v), x)
 
     return lowered(types.void(*[types.int64] * 3, d, w, literal), emit)
@@ -204,7 +204,7 @@ def scores(
                             for v in vs
                         }
                     if constants.rope_dims and not chained:
-                        x = rotated(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
+                        x = apply_rope(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
                         acc[row][t] = muladd(b, x[v], y, acc[row][t])
@@ -218,23 +218,23 @@ def scores(
 
 def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
     """Write the sums of the lanes of vectors, as many to each address, side by side."""
-    each = len(vectors) // len(to)
+    per_address = len(vectors) // len(to)
     whole = len(vectors) % WIDTH == 0
-    run = min(each, WIDTH)
+    run = min(per_address, WIDTH)
     for i in range(0, len(vectors), WIDTH):
         chunk = vectors[i : i + WIDTH]
         if len(chunk) < WIDTH // 2:
             for j, x in enumerate(chunk, i):
-                write(b, at(b, to[j // each], 4 * (j % each)), reduce_add(b, x))
+                write(b, at(b, to[j // per_address], 4 * (j % per_address)), reduce_add(b, x))
             continue
         sums = _sixteen_sums(b, chunk + [constant(0.0)] * (WIDTH - len(chunk)))
         if not whole:
             for j in range(len(chunk)):
                 x = b.extract_element(sums, ir.Constant(I32, j))
-                write(b, at(b, to[(i + j) // each], 4 * ((i + j) % each)), x)
+                write(b, at(b, to[(i + j) // per_address], 4 * ((i + j) % per_address)), x)
             continue
         for j in range(0, WIDTH, run):
-            row, t = divmod(i + j, each)
+            row, t = divmod(i + j, per_address)
             pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
             part = b.shuffle_vector(sums, ir.Constant(VF, ir.Undefined), pick)
             write(b, at(b, to[row], 4 * t), part)

@@ -32,7 +32,7 @@ from ...simd import (
     write,
 )
 from .dequant import Meta, machine
-from .microkernel import rotated, rotation_groups
+from .microkernel import apply_rope, rotation_groups
 from .variant import MAP, SideConstants, from_literal
 
 
@@ -87,7 +87,7 @@ def unpack(
                 x = code(v) if constants.levels else b.sitofp(code(v), VF)
                 xs[v] = meta.scaled(b, x, 0, v, n_d, constants)
             for row in (near, far) if constants.rope_dims else ():
-                xs = rotated(b, xs, row, n_d, constants, back=False)
+                xs = apply_rope(b, xs, row, n_d, constants, back=False)
             for v, x in xs.items():
                 write(b, at(b, to, 4 * WIDTH * v), x)
 

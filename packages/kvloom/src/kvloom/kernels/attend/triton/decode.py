@@ -20,7 +20,7 @@ from ...limits import Coverage
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import KVView
 from .arguments import Options
-from .launch import Launch, SideArguments, processors, rotated, side_arguments, tile_shapes
+from .launch import Launch, SideArguments, processors, rotate_groups, side_arguments, tile_shapes
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
@@ -117,7 +117,7 @@ def call(
         heads = max(heads, masks.visible.shape[1])
     r = hq // heads
     q = q.to(keys.tail.dtype).contiguous()
-    rotated_q = q if not ks.rotated else (rotated(q, ks.rotated).to(q.dtype))
+    rotated_q = q if not ks.rotation_size else (rotate_groups(q, ks.rotation_size).to(q.dtype))
     if slots is not None:
         slots = contiguous_rows(slots)
     regions = _regions(ks, vs, begin, n, slots is not None)
@@ -156,7 +156,7 @@ def call(
     splits_all = sum(splits)
     values_packed = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
-        splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotated,
+        splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotation_size,
         splits_all, values_packed,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...quantize.rotated import levels, rotate
+from ...quantize.hadamard import levels, rotate
 from ..reference import AttentionState
 from ..regions import KVView
 from .arguments import Form, Side
@@ -26,7 +26,7 @@ class SideArguments(NamedTuple):
     side: Side
     form: Form
     packed_end: int
-    rotated: int  # channels that are rotated together, or 0
+    rotation_size: int  # channels that are rotated together, or 0
     most: int  # tokens of a tile that registers hold
 
 
@@ -35,10 +35,10 @@ def side_arguments(view: KVView) -> SideArguments:
     tail, packed = view.tail, view.packed
     tail = contiguous_rows(tail)
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
-    meta, form, rotated, packed_end = [0, 0, 0], Form(), 0, 0
+    meta, form, rotation_size, packed_end = [0, 0, 0], Form(), 0, 0
     if packed is not None:
         layer_encoding, packed_end = packed.layer_encoding, packed.hi
-        form, rotated = Form.of(layer_encoding), layer_encoding.rotated
+        form, rotation_size = Form.of(layer_encoding), layer_encoding.rotation_size
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
@@ -62,7 +62,7 @@ def side_arguments(view: KVView) -> SideArguments:
     looked_up = form.bits == 15 or form.rotation == 1 or form.kind == 2
     slow = form.bits in (1, 3, 8)
     most = 16 if looked_up else 32 if slow or scale.dtype == torch.uint8 else 64
-    return SideArguments(side, form, packed_end, rotated, most)
+    return SideArguments(side, form, packed_end, rotation_size, most)
 
 
 @cache
@@ -82,7 +82,7 @@ class Launch(NamedTuple):
     warps: int
     stages: int
     q: Tensor
-    rotated: int  # of values: channels that are rotated together, or 0
+    rotation_size: int  # of values: channels that are rotated together, or 0
     splits: int
     rotated_splits: int  # splits whose values are rotated
 
@@ -94,7 +94,7 @@ def run(call: Launch, split: Any) -> AttentionState:
     new = torch.float32
     acc, ml = call.q.new_empty(rows, s, d, dtype=new), call.q.new_empty(rows, s, 2, dtype=new)
     out, lse = call.q.new_empty(b, hq, t, d, dtype=new), call.q.new_empty(b, hq, t, dtype=new)
-    back = torch.empty_like(out) if call.rotated else out
+    back = torch.empty_like(out) if call.rotation_size else out
     with cuda.on(call.q):
         split[(call.grid,)](
             **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
@@ -102,10 +102,10 @@ def run(call: Launch, split: Any) -> AttentionState:
         )  # fmt: skip
         kernels()._merge[(rows,)](
             acc, ml, out, back, lse, s, call.rotated_splits, D=d, DP=call.constants["DP"], BS=16,
-            ROTATED=call.rotated > 0, num_warps=4,
+            ROTATED=call.rotation_size > 0, num_warps=4,
         )  # fmt: skip
-    if call.rotated:
-        out = out + rotated(back, call.rotated, back=True)
+    if call.rotation_size:
+        out = out + rotate_groups(back, call.rotation_size, back=True)
     return AttentionState(out, lse)
 
 
@@ -151,7 +151,7 @@ def _levels(bits: float, device: torch.device) -> Tensor:
     return levels(bits).to(device)
 
 
-def rotated(x: Tensor, group: int, back: bool = False) -> Tensor:
+def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:
     """Return x [..., D] with groups of channels rotated, or rotated back, fp32."""
     matrix = _rotation(group, x.device)
     return (x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)).flatten(-2)

@@ -18,7 +18,7 @@ from ...limits import Coverage
 from ..regions import First, KVView, PageTable
 from . import decode
 from .arguments import ExactRows, Options
-from .launch import Launch, processors, rotated, side_arguments, tile_shapes
+from .launch import Launch, processors, rotate_groups, side_arguments, tile_shapes
 
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
@@ -28,7 +28,7 @@ def _several_queries(tokens: int, keys: Any, values: Any) -> str | None:
 
 
 def _exact_pages(tokens: int, keys: Any, values: Any) -> str | None:
-    exact = [side for side, how in (("keys", keys), ("values", values)) if how is None]
+    exact = [side for side, encoding in (("keys", keys), ("values", values)) if encoding is None]
     return (
         f"{' and '.join(exact)}: pages of exact tokens are not read by the table" if exact else None
     )
@@ -61,7 +61,7 @@ def arguments(
     heads, like = keys.tail.shape[1], keys.tail.dtype
     ks, vs = side_arguments(keys), side_arguments(values)
     q = q.to(like).contiguous()
-    rotated_q = rotated(q, ks.rotated).to(like) if ks.rotated else q
+    rotated_q = rotate_groups(q, ks.rotation_size).to(like) if ks.rotation_size else q
     r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
     first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
     shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
@@ -82,6 +82,6 @@ def arguments(
         "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
     }  # fmt: skip
     return Launch(
-        programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotated,
+        programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotation_size,
         splits + 1, splits,
     )  # fmt: skip

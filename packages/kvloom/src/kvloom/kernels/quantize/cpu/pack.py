@@ -17,7 +17,7 @@ from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
 from ...constants import on_cpu
 from ...dispatch import unplanned
 from ...limits import Coverage, device_problem, dtype_problem
-from .. import rotated
+from .. import hadamard
 from ..byte_layout import PACK_BLOCK, top
 from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
@@ -147,15 +147,15 @@ def _prepared(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
 
 @on_cpu
 def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
-    how = layer_encoding.encoding
-    per_block, block_rows = PACK_BLOCK[how.bits]
-    mapped, in_groups = layer_encoding.group_of is not None, how.rotation == "group"
+    encoding = layer_encoding.encoding
+    per_block, block_rows = PACK_BLOCK[encoding.bits]
+    mapped, in_groups = layer_encoding.group_of is not None, encoding.rotation == "group"
     joint_heads, padded = heads if mapped else 1, -(-d // 16) * 16
-    unit = math.lcm(how.tokens_per_scale, per_block)
+    unit = math.lcm(encoding.tokens_per_scale, per_block)
     tile = max(1, _TILE // (joint_heads * padded) // unit) * unit
     tables: dict[str, Tensor] = {}
-    groups = padded if how.axis == "channel" else d // layer_encoding.group
-    sharing = CHANNEL if how.axis == "channel" else ROTATED if in_groups else TOKEN
+    groups = padded if encoding.axis == "channel" else d // layer_encoding.group
+    sharing = CHANNEL if encoding.axis == "channel" else ROTATED if in_groups else TOKEN
     if mapped:
         assert layer_encoding.group_of is not None
         sharing = MAPPED if layer_encoding.static is None else STATIC
@@ -184,13 +184,13 @@ def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
     rotation: tuple[int, ...] = (0,) * ROTATION.numbers
-    if layer_encoding.rotated:
-        together = layer_encoding.rotated
-        signs, mix = rotated.parts(together)
+    if layer_encoding.rotation_size:
+        together = layer_encoding.rotation_size
+        signs, mix = hadamard.parts(together)
         tensors = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
         if in_groups:
-            levels = rotated.levels(how.bits)
-            tensors |= {"levels": levels, "level_ends": rotated.ends(levels)}
+            levels = hadamard.levels(encoding.bits)
+            tensors |= {"levels": levels, "level_ends": hadamard.ends(levels)}
         tables |= tensors
         where = {name: address(tensors.get(name)) for name in ROTATION.names if name != "size"}
         rotation = ROTATION.pack(size=together // len(mix), **where)
@@ -199,11 +199,11 @@ def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
         sharing=sharing,
         group=layer_encoding.group,
         groups=groups,
-        twice_bits=int(2 * how.bits),
-        top=top(how.bits),
+        twice_bits=int(2 * encoding.bits),
+        top=top(encoding.bits),
         per_block=per_block,
         block_rows=block_rows,
-        meta=list(META).index(how.meta),
+        meta=list(META).index(encoding.meta),
     )
     return _Prepared(
         joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())

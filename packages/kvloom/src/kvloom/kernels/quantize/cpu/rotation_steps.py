@@ -1,6 +1,6 @@
 """Steps for rotated groups: rotate a row of channels, round it to levels, and back.
 
-The arithmetic is that of `quantize.rotated` to the last bit: the same sums in the same order. Rows
+The arithmetic is that of `quantize.hadamard` to the last bit: the same sums in the same order. Rows
 of numbers are fp32, padded to whole vectors; codes are one byte each. Addresses are int64.
 Importing this imports Numba.
 """

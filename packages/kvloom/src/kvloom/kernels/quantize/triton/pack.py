@@ -16,7 +16,7 @@ from ... import triton_runtime as cuda
 from ...limits import Coverage, dtype_problem
 from ..byte_layout import PACK_BLOCK, top
 from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
-from ..reference import rotated
+from ..reference import apply_rope
 
 _KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope"
 _TILE = 2048  # numbers a program owns, about
@@ -51,12 +51,12 @@ def pack(
     """
     if not x.numel():
         return
-    x = x if rope is None else rotated(x.float(), rope)
-    (_, h, n, d), how, by = x.shape, layer_encoding.encoding, kernels()
-    bits, group, divided = how.bits, layer_encoding.group, layer_encoding.divisor is not None
+    x = x if rope is None else apply_rope(x.float(), rope)
+    (_, h, n, d), encoding, by = x.shape, layer_encoding.encoding, kernels()
+    bits, group, divided = encoding.bits, layer_encoding.group, layer_encoding.divisor is not None
     codes, scale, zero, steps, m_steps = _storage(out, layer_encoding)
     table = _table(layer_encoding, h, d, x.device)
-    begun, channel = begin % PACK_BLOCK[bits][0] > 0, how.axis == "channel"
+    begun, channel = begin % PACK_BLOCK[bits][0] > 0, encoding.axis == "channel"
     form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits)}
     fused = layer_encoding.group_of is None and (not channel or group % PACK_BLOCK[bits][0] == 0)
     if layer_encoding.group_of is None:
@@ -70,8 +70,8 @@ def pack(
         cuda.launch(
             by.pack, grid, x,
             x, mask, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
-            d, scale.shape[3], **form, META=list(META).index(how.meta), **tile, CHANNEL=channel,
-            G=tile["DB"] if group == d else group,
+            d, scale.shape[3], **form, META=list(META).index(encoding.meta), **tile,
+            CHANNEL=channel, G=tile["DB"] if group == d else group,
             REAL=nonpadding is not None and channel, BEGUN=begun, CODES=fused, contract=False,
         )  # fmt: skip
     elif layer_encoding.static is None:
@@ -80,7 +80,7 @@ def pack(
         cuda.launch(
             by.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
             x, table.columns, table.clip, table.divisor, scale, zero, begin, n, h, *x.stride(),
-            m_steps[0], m_steps[2], d, TOP=top(bits), META=list(META).index(how.meta),
+            m_steps[0], m_steps[2], d, TOP=top(bits), META=list(META).index(encoding.meta),
             TB=tokens, DB=room, DIVISOR=divided, contract=False,
         )  # fmt: skip
     if not fused:
@@ -89,7 +89,7 @@ def pack(
         cuda.launch(
             by.pack_given, grid, x,
             x, codes, scale, zero, table.columns, table.divisor, begin, n, h, *x.stride(),
-            *steps, *m_steps, d, **form, **tile, PER=how.tokens_per_scale,
+            *steps, *m_steps, d, **form, **tile, PER=encoding.tokens_per_scale,
             BEGUN=begun, DIVISOR=divided, contract=False,
         )  # fmt: skip
 
@@ -104,7 +104,7 @@ def unpack(
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; torch rotates by `rope`."""
     if rope is not None:
-        return rotated(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
+        return apply_rope(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
     b, h, _, d = packed.codes.shape
     out = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():

@@ -64,7 +64,7 @@ def problems(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None = N
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum as `reference.column_mass` does."""
-    given = MassOptions(**options)
+    settings = MassOptions(**options)
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
     if not (b and hq and t and n):
@@ -83,9 +83,9 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     panels = q.new_empty(b * heads * tiles * tile_numbers, dtype=torch.float32)
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
-    numbers, tensors = _options(b, hq, hk, t, n, given)
-    assert given.rest is None or given.window is None, "a window is causal"
-    rest = None if given.rest is None else given.rest.float().contiguous()
+    numbers, tensors = _options(b, hq, hk, t, n, settings)
+    assert settings.rest is None or settings.window is None, "a window is causal"
+    rest = None if settings.rest is None else settings.rest.float().contiguous()
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
         layout = PANELS.pack(
@@ -97,13 +97,13 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=given.window or 0, rest=address(rest),
-            largest=given.largest, scale=scale, softcap=given.softcap or 0.0,
-            inverse_tau=1 / given.tau, options=numbers,
+            scratch_bytes=4 * size, window=settings.window or 0, rest=address(rest),
+            largest=settings.largest, scale=scale, softcap=settings.softcap or 0.0,
+            inverse_tau=1 / settings.tau, options=numbers,
         )  # fmt: skip
         kernels.mass.run(job, 1, threads)
     del tensors
-    return (mass.amax(dim=0) if given.largest else mass.sum(dim=0))[..., :n]
+    return (mass.amax(dim=0) if settings.largest else mass.sum(dim=0))[..., :n]
 
 
 def _has_pairs(x: Tensor) -> bool:
@@ -115,9 +115,9 @@ def _has_pairs(x: Tensor) -> bool:
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Sum as `reference.step_mass` does; products are padded to whole vectors of 16 keys."""
-    given = MassOptions(**options)
-    assert given.window is None, "a step sees all keys"
-    assert not given.largest, "a step sums weights"
+    settings = MassOptions(**options)
+    assert settings.window is None, "a step sees all keys"
+    assert not settings.largest, "a step sums weights"
     b, hq, t, width = products.shape
     if not (b and hq and t and n):
         return products.new_zeros(b, hq, n)
@@ -125,15 +125,15 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     assert width >= width_used
     assert products.is_contiguous()
     mass = products.new_empty(b, hq, width_used)
-    cost = 64 if given.noise is None else 256  # of a logit, in multiplications
+    cost = 64 if settings.noise is None else 256  # of a logit, in multiplications
     threads = min(torch.get_num_threads(), 1 + cost * b * hq * t * n // _PRODUCTS_PER_THREAD)
     scratch = products.new_empty(threads, width_used) if t > 1 else mass
-    numbers, tensors = _options(b, hq, hk, t, n, given)
+    numbers, tensors = _options(b, hq, hk, t, n, settings)
     job = STEP_MASS.pack(
         batch=b, group=hq // hk, queries=t, tokens=n, query_heads=hq,
         products=products.data_ptr(), product_row=4 * width, mass=mass.data_ptr(),
-        scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=given.softcap or 0.0,
-        inverse_tau=1 / given.tau, options=numbers,
+        scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=settings.softcap or 0.0,
+        inverse_tau=1 / settings.tau, options=numbers,
     )  # fmt: skip
     compiled().step.run(job, 1, threads)
     del tensors

@@ -66,9 +66,9 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         return mass.zero_()
     q, k = contiguous_rows(q), contiguous_rows(k)
     masks, steps = _options(q, visible, bias, noise)
-    given, real_row = q, 0
+    real_queries, real_row = q, 0
     if visible_queries is not None:
-        given = visible_queries.contiguous().view(torch.uint8)
+        real_queries = visible_queries.contiguous().view(torch.uint8)
         real_row = t if visible_queries.shape[0] > 1 else 0
     capped, seed, first = float(softcap or 1.0), 0, 0
     if noise is not None:
@@ -96,7 +96,8 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         )  # fmt: skip
         cuda.launch(
             by.step_mass, (-(-n // 512), b * hq), q,
-            logits, parts.logsumexp(dim=-1), given, mass, hq, t, n, real_row, KEYS=512, **has,
+            logits, parts.logsumexp(dim=-1), real_queries, mass, hq, t, n, real_row, KEYS=512,
+            **has,
         )  # fmt: skip
         return mass
     side = 64 >> (exact + (d > 128))
@@ -109,7 +110,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     )  # fmt: skip
     cuda.launch(
         by.column_mass, (-(-n // form["KEYS"]), b * hq), q,
-        q, k, *masks, lse, given, mass, *numbers, hq, hq // hk, t, n, d, *strides,
+        q, k, *masks, lse, real_queries, mass, *numbers, hq, hq // hk, t, n, d, *strides,
         real_row, **shape, **form, **has,
     )  # fmt: skip
     return mass

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from ..errors import CalibrationError, IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from ..store import LayerMetadata
+from ..store import LayerFacts
 from ..store.calibration import Calibration, of_heads
 from . import compat, rotary, shard
 
@@ -32,7 +32,7 @@ file in that folder as weights.
 _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
-def load_layer_metadata(model: PreTrainedModel, recipe: Recipe) -> list[LayerMetadata]:
+def load_layer_facts(model: PreTrainedModel, recipe: Recipe) -> list[LayerFacts]:
     """Return what the formats of each layer of full attention need.
 
     Raises `IncompatibleRecipe` where a calibration or a rotary embedding is missing, and for a
@@ -41,7 +41,7 @@ def load_layer_metadata(model: PreTrainedModel, recipe: Recipe) -> list[LayerMet
     check_tuned(model, recipe)
     numbers = compat.geometry(model).numbers
     try:
-        return [_metadata(model, recipe.for_layer(n, numbers), n) for n in numbers]
+        return [_layer_facts(model, recipe.for_layer(n, numbers), n) for n in numbers]
     except CalibrationError as error:
         raise IncompatibleRecipe(recipe.name, [str(error)]) from error
 
@@ -156,7 +156,7 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | N
         ) from error
 
 
-def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetadata:
+def _layer_facts(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerFacts:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
     store, geometry = recipe.store, compat.geometry(model)
     shape: dict[str, Any] = {
@@ -164,11 +164,11 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
     }  # fmt: skip
     needs_rope = recipe.keep is not None and recipe.keep.needs_rope
     if not store.calibrated and not store.pre_rope and not needs_rope:
-        return LayerMetadata(**shape)
+        return LayerFacts(**shape)
     path = _path(model, recipe) if store.calibrated else None
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
 
-    def read() -> LayerMetadata:
+    def read() -> LayerFacts:
         rope = _score_rope(model, recipe, number) if needs_rope else None
         if store.pre_rope:
             rope = undoable_ropes(model)[number]
@@ -179,10 +179,10 @@ def _metadata(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerMetad
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
-        return LayerMetadata(sides.get("keys"), sides.get("values"), rope, **shape)
+        return LayerFacts(sides.get("keys"), sides.get("values"), rope, **shape)
 
-    metadata: LayerMetadata = _read_once(model, (store, path, stamp, number, needs_rope), read)
-    return metadata
+    facts: LayerFacts = _read_once(model, (store, path, stamp, number, needs_rope), read)
+    return facts
 
 
 def _read_once(model: PreTrainedModel, key: tuple, read: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 
 
-class LayerMetadata(NamedTuple):
+class LayerFacts(NamedTuple):
     """Calibrated encodings of a layer's keys and values, and the rope.
 
     head: the model's number of the first key/value head, where this process holds a part of them.

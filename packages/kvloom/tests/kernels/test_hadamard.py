@@ -1,4 +1,4 @@
-"""kernels.quantize.rotated: rotation, Lloyd and Max's levels, and the norm that is kept."""
+"""kernels.quantize.hadamard: rotation, Lloyd and Max's levels, and the norm that is kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvloom.kernels.quantize.encoding import META
-from kvloom.kernels.quantize.rotated import (
+from kvloom.kernels.quantize.hadamard import (
     dequantize_rotated,
     levels,
     quantize_rotated,

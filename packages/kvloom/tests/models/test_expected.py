@@ -116,6 +116,24 @@ def test_a_model_whose_queries_cannot_be_rotated_repeats_the_prompt(name):
             kvloom.Cache(model, EXPECTED)
 
 
+@pytest.mark.parametrize("store", ["full", "turbo"])
+@pytest.mark.parametrize("layers", ["uniform", "joint,heads=0.2"])
+def test_a_fit_does_not_depend_on_what_scored(layers, store):
+    """Where sinks and recent tokens are the budget, a repetition keeps the same tokens."""
+    model, budget = zoo.build("llama-gqa"), f"tokens=24,recent=20,layers={layers},store={store}"
+    caches = [
+        prefilled(model, f"{score}:{budget},fit={fit}")
+        for score, fit in (("rotated", "true"), ("kvzip", "true"), ("kvzip", "false"))
+    ]
+    for kept in zip(*map(logical, caches), strict=True):
+        assert all(torch.equal(x, kept[0]) for x in kept)
+    with torch.no_grad():
+        logits = [model(IDS["input_ids"][:, :1], past_key_values=x).logits for x in caches]
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
+    assert caches[1].nbytes == caches[2].nbytes
+
+
 @pytest.mark.parametrize("recipe", [EXPECTED, ROTATED])
 @pytest.mark.parametrize(
     "name",

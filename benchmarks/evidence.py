@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -49,18 +50,22 @@ RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
     "balanced": (None,),
     "small": (None, 1 / 5),
     "tiny": (None,),
+    "micro": (None,),
+    "small-kvzip.toml": (None, 1 / 5),  # KVzip's score, and values as they are
+    "tiny-kvzip.toml": (None,),
 }
 OTHERS = (
-    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
-    "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml", "kivi-sinks4.toml", "turbo:bits=4,sinks=4",
-    "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4", "rtn:bits=4", "rtn", "kitty",
-    "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true", "skvq:group=32", "quest",
-    "clusterkv", "clusterkv-2bit",
+    "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
+    "kivi-4", "kivi:bits=3", "kivi", "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml",
+    "kivi-sinks4.toml", "turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4",
+    "rtn:bits=4", "rtn", "kitty", "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true",
+    "skvq:group=32", "quest", "clusterkv", "clusterkv-2bit",
 )  # fmt: skip
 FEW = (
-    "near-lossless", "balanced", "small", "tiny", "kivi-4", "kivi:bits=3", "kivi",
-    "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv", "clusterkv-2bit", "h2o",
-    "keyformer", "snapkv", "streaming", "minikv", "minikv-snap", "snapkv+kivi-4.toml",
+    "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
+    "kivi-4", "kivi:bits=3", "kivi", "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv",
+    "clusterkv-2bit", "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap",
+    "snapkv+kivi-4.toml",
 )  # fmt: skip
 FEW_SHARES = 1 / 5, 1 / 8, 1 / 12
 
@@ -157,7 +162,6 @@ def measure(
     """
     name, context, text = RUNS[run]
     model, tokenizer = load(name, DTYPE)
-    calibrate(model, name)
     settings = {"context": [context], "seed": 0}
     evaluation = Evaluation(model, tokenizer, name, folder / run, settings)
     for spec in tasks:
@@ -168,6 +172,8 @@ def measure(
             context,
             evaluation.geometry,
         )
+        if any(store.calibrated for recipe in chosen for store in recipe.stores):
+            calibrate(model, name)
         evaluation.measure(
             spec, chosen, text(), context, printer(run),
             samples=samples or size.samples, new_tokens=size.new_tokens,
@@ -233,7 +239,17 @@ def main() -> None:
         measured = {row["task"] for row in figures}
         print("\n\n".join(show(figures) for task, show in SHOWN.items() if task in measured))
         environment = record.environment(dtype=DTYPE)
+        figures = with_others(run, figures)
         record.write(f"evidence_{run}", {"environment": environment, "figures": figures})
+
+
+def with_others(run: str, figures: list[dict]) -> list[dict]:
+    """Return figures and those of this machine's file for other recipes and tasks."""
+    path = record.results() / f"evidence_{run}.json"
+    before = json.loads(path.read_text())["figures"] if path.exists() else []
+    measured = {(row["task"], row["recipe"]) for row in figures}
+    others = [row for row in before if (row["task"], row["recipe"]) not in measured]
+    return [*others, *figures]
 
 
 if __name__ == "__main__":

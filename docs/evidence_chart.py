@@ -20,12 +20,13 @@ ROOT = Path(__file__).parent.parent
 RUN = "evidence_smollm2-2k"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 LINES = {
-    "near-lossless, balanced, small, tiny": [
+    "near-lossless, balanced, small, tiny, micro": [
         "near-lossless",
         "balanced",
         "small at 0.2",
         "small",
         "tiny",
+        "micro",
     ],
     "kivi 4, 3, 2 bit": ["kivi-4", "kivi:bits=3", "kivi"],
     "turbo 4, 3, 2 bit, sinks": ["turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo:bits=2,sinks=4"],

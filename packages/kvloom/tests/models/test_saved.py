@@ -32,6 +32,7 @@ SMALL = {
     "balanced": "group=16,residual=32",
     "small": "group=16,residual=32,recent=8,chunk=50",
     "tiny": "group=16,residual=32,recent=8,chunk=50",
+    "micro": "group=16,residual=32,recent=8,chunk=50",
     "clusterkv": "tokens=40,size=8,sinks=4,full_layers=1",
     "clusterkv-2bit": "tokens=140,size=8,sinks=4,full_layers=1",
     "dilated": "tokens=40",

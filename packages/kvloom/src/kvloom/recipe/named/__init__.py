@@ -25,6 +25,7 @@ RECIPES: Registry[Build] = Registry(
         "balanced": recommended.balanced,
         "small": recommended.small,
         "tiny": recommended.tiny,
+        "micro": recommended.micro,
         "clusterkv": recall.clusterkv,
         "clusterkv-2bit": recall.clusterkv_2bit,
         "dilated": eviction.dilated,

@@ -2,18 +2,19 @@
 
 Keys are rotated and quantized by range per channel, as by `kivi:rotate=true`. Values are rotated
 and rounded to fixed levels per token, as by `turbo`. `near-lossless` and `balanced` store the first
-tokens exactly. `small` and `tiny` evict once after the prompt, by KVzip's score; all heads of all
-layers compete for one budget, as in KVzip's code and AdaKV. They keep the first tokens and pack
-them with the others. No paper combines these; none needs a calibration.
+tokens exactly. `small`, `tiny` and `micro` evict once after the prompt, and fit the values that
+stay; all heads of all layers compete for one budget, as in KVzip's code and AdaKV. They keep the
+first tokens and pack them with the others. No paper combines these; none needs a calibration.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ...store import Packed, Store
 from ..spec import Protect, Recipe
-from .prompt_eviction import kvzip
+from .prompt_eviction import kvzip, rotated
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
@@ -35,15 +36,13 @@ def small(
     sinks: int = 4,
     heads: float = 0.2,
 ) -> Recipe:
-    """Four tenths of the prompt by KVzip's score, stored as by `near-lossless`.
+    """Four tenths of the prompt by its rotated queries, with fitted values, at 4 bits.
 
     heads: the share of its budget that every head is certain of; with 1, heads do not compete.
+    Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit no values.
     """
-    layers = "uniform" if heads == 1 else "joint"
-    evicting = kvzip(
-        fraction=fraction, sinks=sinks, recent=recent, chunk=chunk, heads=heads, layers=layers
-    )
-    return replace(near_lossless(group, residual, sinks), keep=evicting.keep)
+    chosen = rotated(fraction=fraction, **_eviction(recent, chunk, sinks, heads))
+    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
 def tiny(
@@ -55,8 +54,31 @@ def tiny(
     sinks: int = 4,
     heads: float = 0.2,
 ) -> Recipe:
-    """The same with a quarter of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks, heads)
+    """A quarter of the prompt by KVzip's score, for which the model repeats it; else as `small`."""
+    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, heads))
+    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
+
+
+def micro(
+    fraction: float = 0.15,
+    recent: int = 64,
+    chunk: int = 2048,
+    group: int = 32,
+    residual: int = 32,
+    sinks: int = 4,
+    heads: float = 0.2,
+) -> Recipe:
+    """As `tiny`, with a seventh of the prompt."""
+    return tiny(fraction, recent, chunk, group, residual, sinks, heads)
+
+
+def _eviction(recent: int, chunk: int, sinks: int, heads: float) -> dict[str, Any]:
+    """Return the options that recipes with an eviction share."""
+    layers = "uniform" if heads == 1 else "joint"
+    return {
+        "recent": recent, "chunk": chunk, "sinks": sinks, "heads": heads, "layers": layers,
+        "fit": True,
+    }  # fmt: skip
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

@@ -1,15 +1,19 @@
-"""Eviction while a text grows: divergence and bytes of `rotated` with and without blocks.
+"""Eviction while a text grows: divergence and bytes of `small` with and without blocks.
 
-SmolLM2-135M-Instruct in bfloat16, one thread, reads 768 tokens of prose that no recipe was chosen
-on, and then 1,280 more tokens in steps of 16. Divergences are from the exact cache `full`; bytes
-are those held, as a share of the exact cache's, at the end and on average over the steps.
+SmolLM2-135M-Instruct in bfloat16, one thread, reads prose that no recipe was chosen on:
+
+- page: 768 tokens, and then 1,280 more in steps of 16, at two places;
+- long: 192 tokens, and then 8,000 more in steps of 8, up to the model's last position;
+- chat: a first turn of 60 tokens, nine of 400 at once, and 160 more after each, in steps of 8.
+
+Divergences are from the exact cache `full`, of every token after the first step; bytes are those
+held, as a share of the exact cache's, at the end and on average over the steps.
 
     python benchmarks/growing.py
+    python benchmarks/growing.py --workloads chat
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 
@@ -20,64 +24,66 @@ from kvloom.recipe import Recipe, resolve
 from kvloom_lab.eval.decoding import divergence
 from kvloom_lab.models import load
 
-PROMPT, LATER, STEP = 768, 1280, 16
-STARTS = 100_000, 400_000  # of the prompt, in tokens of the text
-ROTATED = "rotated:fraction={0},recent=64,heads=0.2,layers=joint,fit={2},block={1}"
+LATER = [8] * 20
+WORKLOADS = {  # where the text begins, in tokens, and the sizes of the steps
+    "page": ((100_000, 400_000), [768] + [16] * 80),
+    "long": ((100_000,), [192] + [8] * 1000),
+    "chat": ((100_000,), [60, *LATER, *([400, *LATER] * 9)]),
+}
+SIZED = {"page": 512, "long": 1024, "chat": 1024}  # tokens of recipes with a fixed budget
+UNFITTED = "rotated:fraction=0.4,recent=64,heads=0.2,layers=joint,block=256,store=near-lossless"
 
 
-def recipes() -> dict[str, Recipe]:
-    """Return the recipes by name; stored as by `small`."""
-    stored = resolve("small")
-    chosen = {
-        "near-lossless": resolve("near-lossless"),
-        "streaming": resolve("streaming:tokens=512"),
-    }
-    for fraction, block, fit in (
-        (0.4, 0, "true"), (0.4, 256, "true"), (0.4, 256, "false"), (0.4, 128, "true"),
-        (0.25, 256, "true"), (0.15, 256, "true"),
-    ):  # fmt: skip
-        recipe = resolve(ROTATED.format(fraction, block, fit))
-        name = f"fraction={fraction},block={block},fit={fit}"
-        chosen[name] = replace(recipe, store=stored.store, protect=stored.protect, name=name)
-    return chosen
+def recipes(tokens: int) -> list[str]:
+    """Return the recipes; those with a fixed budget keep so many tokens."""
+    return [
+        "near-lossless", "small", "small:block=256", "small:block=128", UNFITTED,
+        "small:fraction=0.25,block=256", "small:fraction=0.15,block=256",
+        f"streaming:tokens={tokens}", f"h2o:tokens={tokens},fraction=0",
+    ]  # fmt: skip
 
 
 @torch.inference_mode()
-def read(model: torch.nn.Module, recipe: Recipe, ids: torch.Tensor) -> tuple[torch.Tensor, list]:
-    """Return the log-probabilities [LATER, V] after the prompt, and the bytes after each step."""
+def read(
+    model: torch.nn.Module, recipe: Recipe, ids: torch.Tensor, steps: list[int]
+) -> tuple[torch.Tensor, list[float]]:
+    """Return the log-probabilities [T, V] after the first step, and the bytes after each step."""
     cache, logs, sizes = kvloom.Cache(model, recipe), [], []
-    model(ids[:, :PROMPT], past_key_values=cache, logits_to_keep=1)
-    for begin in range(PROMPT, PROMPT + LATER, STEP):
-        logits = model(ids[:, begin : begin + STEP], past_key_values=cache).logits[0]
-        logs.append(logits.float().log_softmax(dim=-1))
-        sizes.append(cache.nbytes / cache.full_nbytes)
+    for i, step in enumerate(ids[:, : sum(steps)].split(steps, dim=1)):
+        logits = model(step, past_key_values=cache, logits_to_keep=0 if i else 1).logits[0]
+        if i:
+            logs.append(logits.float().log_softmax(dim=-1))
+            sizes.append(cache.nbytes / cache.full_nbytes)
     return torch.cat(logs), sizes
 
 
 def main() -> None:
-    record.options(__doc__)
+    options = record.options(__doc__, workloads=list(WORKLOADS))
     torch.set_num_threads(1)
     model, tokenizer = load("smollm2", "bfloat16")
     ids, rows = tokenizer(prose(), return_tensors="pt", verbose=False).input_ids, []
-    for start in STARTS:
-        text = ids[:, start : start + PROMPT + LATER]
-        exact, _ = read(model, resolve("full"), text)
-        for name, recipe in recipes().items():
-            found, sizes = read(model, recipe, text)
-            kl = divergence(exact[None], found[None])[0]
-            row = {
-                "start": start, "recipe": name, "kl_mean": kl.mean().item(),
-                "kl_p99": kl.quantile(0.99).item(),
-                "agreement": (exact.argmax(-1) == found.argmax(-1)).float().mean().item(),
-                "kl_by_fifth": [part.mean().item() for part in kl.chunk(5)],
-                "bytes_end": sizes[-1], "bytes_mean": sum(sizes) / len(sizes),
-            }  # fmt: skip
-            rows.append(row)
-            print(
-                f"{start:>7} {name:<36} KL {row['kl_mean']:.4f}, 99% {row['kl_p99']:.3f}, bytes "
-                f"{row['bytes_end']:.1%} at the end, {row['bytes_mean']:.1%} on average",
-                flush=True,
-            )
+    for workload in options.workloads:
+        starts, steps = WORKLOADS[workload]
+        for start in starts:
+            text = ids[:, start : start + sum(steps)]
+            exact, _ = read(model, resolve("full"), text, steps)
+            for name in recipes(SIZED[workload]):
+                found, sizes = read(model, resolve(name), text, steps)
+                kl = divergence(exact[None], found[None])[0]
+                row = {
+                    "workload": workload, "start": start, "recipe": name,
+                    "kl_mean": kl.mean().item(), "kl_p99": kl.quantile(0.99).item(),
+                    "agreement": (exact.argmax(-1) == found.argmax(-1)).float().mean().item(),
+                    "kl_by_fifth": [part.mean().item() for part in kl.chunk(5)],
+                    "bytes_end": sizes[-1], "bytes_mean": sum(sizes) / len(sizes),
+                }  # fmt: skip
+                rows.append(row)
+                print(
+                    f"{workload} {start:>7} {name:<36} KL {row['kl_mean']:.4f}, 99% "
+                    f"{row['kl_p99']:.3f}, bytes {row['bytes_end']:.1%} at the end, "
+                    f"{row['bytes_mean']:.1%} on average",
+                    flush=True,
+                )
     record.write("growing", {"environment": record.environment(dtype="bfloat16"), "rows": rows})
 
 

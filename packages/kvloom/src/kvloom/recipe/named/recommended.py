@@ -35,13 +35,15 @@ def small(
     residual: int = 32,
     sinks: int = 4,
     heads: float = 0.2,
+    block: int = 0,
 ) -> Recipe:
     """Four tenths of the prompt by its rotated queries, with fitted values, at 4 bits.
 
     heads: the share of its budget that every head is certain of; with 1, heads do not compete.
-    Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit no values.
+    block: evict from later text, too, in blocks of so many tokens; 0: later tokens stay. Models
+    whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit no values.
     """
-    chosen = rotated(fraction=fraction, **_eviction(recent, chunk, sinks, heads))
+    chosen = rotated(fraction=fraction, block=block, **_eviction(recent, chunk, sinks, heads))
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 

@@ -101,7 +101,7 @@ STEPS = Coverage(
 HEADS = Coverage(
     ("`head_dim` a multiple of 16, up to 512", lambda d, dtype: head_dim_problem(d)),
     (
-        "exact tokens in fp32, fp16, bf16",
+        "exact tokens all in fp32, fp16 or bf16",
         lambda d, dtype: dtype_problem(dtype, "keys and values are"),
     ),
 )

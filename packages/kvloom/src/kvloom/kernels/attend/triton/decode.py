@@ -53,7 +53,7 @@ def _unfit_group(encoding: Encoding, d: int) -> str | None:
 
 STEPS = Coverage(
     ("`head_dim` 16 to 256, in fp32 to 128", _narrow_or_wide),
-    ("exact tokens in fp32, fp16, bf16", _interpreted_bf16),
+    ("exact tokens all in fp32, fp16 or bf16", _interpreted_bf16),
     (f"1–{MAX_QUERIES} queries, one for `Slots` and `Paged`", _many_queries),
 )
 ENCODINGS = Coverage(("groups that divide `head_dim`; keys after RoPE", _unfit_group))

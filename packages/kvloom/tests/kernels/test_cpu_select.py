@@ -205,6 +205,14 @@ def test_the_best_pages_whole_and_in_order(seed, pages, page, ties):
         assert torch.equal(want[..., ::page], best * page)
 
 
+@pytest.mark.parametrize("heads", [(), (2,)], ids=["alone", "turns"])
+def test_more_pages_than_there_are_is_all_of_them(heads):
+    scores = torch.randn(2, 1, *heads, 4)
+    got = cpu.select_pages(scores, 6, 4)
+    assert torch.equal(got, ref.select_pages(scores, 6, 4))
+    assert got.sort().values.tolist() == [[list(range(16))]] * 2
+
+
 def test_scores_need_not_lie_in_order():
     scores = torch.randn(2, 70, 3).transpose(1, 2)
     assert torch.equal(cpu.select_pages(scores, 9, 4), ref.select_pages(scores.contiguous(), 9, 4))

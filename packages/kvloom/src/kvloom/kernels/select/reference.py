@@ -216,11 +216,11 @@ def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
 
     Args:
         scores: fp32 [B, H, P], or [B, H, R, P] where query heads take turns.
-        pages: How many pages.
+        pages: How many pages; all P if there are no more.
         page: Tokens of a page.
 
     Returns:
-        Slots int64 [B, H, pages * page].
+        Slots int64 [B, H, min(pages, P) * page].
     """
     scores = by_turns(scores) if scores.dim() == 4 else scores
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]

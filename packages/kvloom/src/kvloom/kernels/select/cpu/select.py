@@ -132,6 +132,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
     """As `reference.select_pages`."""
+    pages = min(pages, scores.shape[-1])
     return _choose(scores, scores.shape[1], pages * page, page, None, None, None)
 
 

@@ -170,6 +170,6 @@ def _pages(bench: Bench, x: Tensor, q: Tensor) -> None:
     ms = bench.ms(lambda: select_ref.page_bounds(x, 16, real))
     bench.row("page bounds", {"ms": ms, **_rate(bench, x.nbytes * 9 // 8, ms)})
     bounds = select_ref.page_bounds(x, 16, real)
-    ms = bench.ms(lambda: select_ref.page_scores(q[:, :, 0], *bounds))
+    ms = bench.ms(lambda: select_ref.page_scores(q[:, :, 0], *bounds, "each"))
     nbytes = sum(b.nbytes for b in bounds)
     bench.row("page scores", {"ms": ms, **_rate(bench, nbytes, ms)})

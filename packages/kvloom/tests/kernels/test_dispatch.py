@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend.cpu import attend as cpu_attend
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
+from kvloom.kernels.quantize.cpu import pack as cpu_pack
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -241,6 +244,16 @@ def test_every_operation_says_what_its_backends_cover():
         assert op.backends, name
         assert set(op.backends) <= {"cpu", "gpu"}, name
         assert all(backend.coverage for backend in op.backends.values()), name
+
+
+def test_every_backend_has_the_signature_of_its_reference():
+    planned = {"attend": cpu_attend.Attend, "pack": cpu_pack.Packer}  # they run what they plan
+    for name, op in ops.OPS.items():
+        want = list(signature(op.reference).parameters.values())
+        for backend in op.backends.values():
+            run = backend.run if backend.plan is None else planned[name].__call__
+            got = [x for x in signature(run).parameters.values() if x.name != "self"]
+            assert got == want, f"{name}: {run.__module__}"
 
 
 def test_kernels_work_where_no_code_can_be_cached(monkeypatch):

@@ -36,7 +36,7 @@ def kmeans(
     x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """As `reference.kmeans`."""
-    return ref.kmeans(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
+    return ref.lloyd(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
             lane.extend(x, 0)
             lanes.append(lane)
         regions = [Region(*(lane.kv_view() for lane in lanes))]
-        if ops.attend.bind(q, regions).run is None:
+        if ops.attend.choose(q, regions).kernel is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
         ms = bench.ms(lambda a=regions: ops.attend(q, a, d**-0.5))

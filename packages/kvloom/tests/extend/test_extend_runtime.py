@@ -330,12 +330,12 @@ def test_the_backend_computes_what_the_reference_does(backend):
     visible = torch.ones(2, 1, 32, dtype=torch.bool)
     visible[1, :, :20] = False
     with dispatch.use("one-pass"):
-        assert ops.page_bounds.bind(x, 8, None).backend == "one-pass"
+        assert ops.page_bounds.choose(x, 8, None).backend == "one-pass"
         for hidden in (None, visible):
             want = reference.page_bounds(x, 8, hidden)
             for a, b in zip(ops.page_bounds(x, 8, hidden), want, strict=True):
                 assert torch.equal(a, b)
-        bound = ops.page_bounds.bind(x.half(), 8, None)
+        bound = ops.page_bounds.choose(x.half(), 8, None)
         assert (bound.backend, bound.why) == ("ref", "keys are torch.float16, not torch.float32")
 
 

@@ -358,7 +358,7 @@ def test_an_encoding_that_kernels_do_not_know_is_refused_by_name():
     for module in (cpu, triton_pack):
         problems = module.problems(new, torch.device("meta"), torch.float32)
         assert problems[0] == "centroids=8 is not supported"
-    assert ops.pack.bind(x, new).backend == "ref"
+    assert ops.pack.choose(x, new).backend == "ref"
     known = Clustered(4, "token", 16).bind(1, 16)
     with dispatch.use("auto"):
-        assert ops.pack.bind(x, known).run is not None
+        assert ops.pack.choose(x, known).kernel is not None

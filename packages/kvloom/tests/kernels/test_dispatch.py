@@ -17,6 +17,7 @@ from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu_attend
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
+from kvloom.kernels.plan import OpPlan
 from kvloom.kernels.quantize.cpu import pack as cpu_pack
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
@@ -45,12 +46,12 @@ def views(q, k, v):
 
 def attend(q, k, v, **options):
     given = views(q, k, v)
-    kernel = ops.attend.bind(*given).run
-    return None if kernel is None else kernel(*given, 0.2, **options)
+    bound = ops.attend.choose(*given)
+    return None if bound.kernel is None else bound.run(*given, 0.2, **options)
 
 
 def refusal(q, k, v):
-    return ops.attend.bind(*views(q, k, v)).why
+    return ops.attend.choose(*views(q, k, v)).why
 
 
 def test_a_covered_case_is_run_by_the_kernel_and_counted():
@@ -75,6 +76,19 @@ def test_what_is_left_to_the_reference_says_why():
     ]
 
 
+def test_a_question_counts_nothing_and_each_run_counts_one():
+    given = views(*drawn())
+    for choose in (ops.attend.choose, OpPlan(ops.attend).choose):
+        for setting, why in (("auto", ""), ("ref", "the setting selects the reference")):
+            dispatch.ran.clear()
+            with dispatch.use(setting):
+                bound = choose(*given)
+            assert dispatch.ran == {}
+            for _ in range(2):
+                bound.run(*given, 0.2)
+            assert dispatch.ran == {("attend", bound.backend, why): 2}
+
+
 def test_the_environment_and_a_block_choose(monkeypatch):
     case = drawn()
     assert refusal(*case) == ""
@@ -96,15 +110,15 @@ def test_the_environment_and_a_block_choose(monkeypatch):
 def test_an_operation_is_bound_once_per_case_and_again_when_the_case_changes():
     q, k, v = drawn()
     views = [[Region.exact(k, v)]]
-    first = ops.attend.bind(q, *views)
-    assert ops.attend.bind(q, *views) is first
+    first = ops.attend.choose(q, *views)
+    assert ops.attend.choose(q, *views) is first
     longer = [[Region.exact(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))]]
-    assert ops.attend.bind(q, *longer) is first, "more tokens are the same case"
-    assert ops.attend.bind(q.repeat(1, 2, 1, 1), *views) is not first
+    assert ops.attend.choose(q, *longer) is first, "more tokens are the same case"
+    assert ops.attend.choose(q.repeat(1, 2, 1, 1), *views) is not first
     half = [[Region.exact(k.half(), v.half())]]
-    assert ops.attend.bind(q, *half) is not first
+    assert ops.attend.choose(q, *half) is not first
     with dispatch.use("ref"):
-        assert ops.attend.bind(q, *views).backend == "ref"
+        assert ops.attend.choose(q, *views).backend == "ref"
 
 
 @pytest.mark.parametrize("wide", ["values", "a later region"])
@@ -147,10 +161,10 @@ class Lattice:
 def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name():
     x = torch.zeros(1, 1, 1, 16)
     layer_encoding = LayerEncoding(Lattice(), 1, 16)
-    bound = ops.pack.bind(x, layer_encoding)
+    bound = ops.pack.choose(x, layer_encoding)
     assert (bound.backend, bound.why) == ("ref", "Lattice is not supported")
     view = KVView(None, x, Lattice())
-    bound = ops.attend.bind(x, [Region(view, KVView(None, x))])
+    bound = ops.attend.choose(x, [Region(view, KVView(None, x))])
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
     assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.device, x.dtype)
     found = triton_decode.problems(1, x, None, Lattice())
@@ -189,7 +203,7 @@ def test_auto_tries_a_registered_backend_first_on_its_device(doubled):
     }
     with dispatch.use("ref"):
         assert attend(*one) is None
-    assert ops.lowest.bind(torch.rand(1, 1, 9)).backend == "cpu", "it has no such operation"
+    assert ops.lowest.choose(torch.rand(1, 1, 9)).backend == "cpu", "it has no such operation"
 
 
 def test_a_registered_backend_can_be_selected_by_name(doubled, monkeypatch):
@@ -202,13 +216,13 @@ def test_a_registered_backend_can_be_selected_by_name(doubled, monkeypatch):
     assert (attend(*drawn(1, 1)).out == 2).all()
     assert refusal(*drawn()) == "4 query heads are more than one"
     assert attend(*drawn()) is None, "the reference runs what a selected backend does not"
-    bound = ops.lowest.bind(torch.rand(1, 1, 9))
+    bound = ops.lowest.choose(torch.rand(1, 1, 9))
     assert (bound.backend, bound.why) == ("ref", "there is no doubled kernel for it")
 
 
 def test_a_registered_backend_of_another_device_is_left_alone(doubled):
     ops.attend.register("doubled", doubled, device="cuda")
-    assert ops.attend.bind(*views(*drawn(1, 1))).backend == "cpu"
+    assert ops.attend.choose(*views(*drawn(1, 1))).backend == "cpu"
     with dispatch.use("doubled"):
         assert refusal(*drawn(1, 1)) == "doubled runs on cuda, not cpu"
 

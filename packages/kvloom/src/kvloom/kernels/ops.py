@@ -1,7 +1,7 @@
 """Every operation that has kernels: its reference, its backends and the cases they cover.
 
 An operation has the signature of its reference. `ops.attend(...)` runs the kernel that covers the
-case, else the reference; `ops.attend.bind(...)` returns what would run it, and why no kernel does.
+case, else the reference; `ops.attend.choose(...)` returns what runs it, and why no kernel does.
 Decides nothing about how a backend is chosen: see `dispatch`. Imports neither Numba nor Triton.
 """
 

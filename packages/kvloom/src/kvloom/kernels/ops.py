@@ -146,8 +146,14 @@ def _region_case(region: Region) -> Hashable:
 def _attend_problems(module: Any) -> Any:
     """Return `Backend.problems` of an attention module, which asks `problems` of the module."""
 
-    def problems(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> list[str]:
-        reasons: list[str] = module.problems(q, regions)
+    def problems(
+        q: Tensor,
+        regions: Sequence[Region],
+        *_: Any,
+        softcap: float | None = None,
+        **__: Any,
+    ) -> list[str]:
+        reasons: list[str] = module.problems(q, regions, softcap)
         if any(x.keys.exact.shape[3] != x.values.exact.shape[3] for x in regions):
             reasons = [*reasons, "keys and values have different head_dim"]
         dtypes = sorted({str(side.exact.dtype) for x in regions for side in (x.keys, x.values)})
@@ -165,9 +171,9 @@ attend = Op(
     cpu=Backend(
         run=attend_cpu.attend,
         problems=_attend_problems(attend_cpu),
-        load=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
+        load=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
         coverage=attend_cpu.COVERAGE,
-        plan=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
+        plan=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
     ),
     gpu=Backend(
         run=attend_triton.attend,

@@ -451,10 +451,13 @@ class Recipe:
 
     @property
     def in_windows(self) -> Recipe:
-        """The plain recipe of packed windows: formats and the newest exact tokens alone."""
-        return _interned(
-            Recipe(store=self.store, protect=Protect(exact_recent=self.protect.exact_recent))
-        )
+        """The plain recipe of packed windows: formats and the newest exact tokens alone.
+
+        Blocks of `residual` tokens, a prompt's included, are those of the text without a window.
+        """
+        sides = {side: replace(fmt, unit=None) for side, fmt in self.store.quantized.items()}
+        protect = Protect(exact_recent=self.protect.exact_recent)
+        return _interned(Recipe(store=replace(self.store, **sides), protect=protect))
 
     def expired(self, tokens: int, window: int, prompt: bool = False) -> int:
         """Return how many of the oldest tokens a packed window does not store.

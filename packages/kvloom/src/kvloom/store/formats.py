@@ -161,8 +161,8 @@ class Packed(Encoding, Format):
     Attributes:
         residual: Decoding packs when this many exact tokens have gathered; per channel a multiple
             of `group`.
-        unit: The number of tokens that are packed at once is a multiple of this. None: `residual`,
-            as in KIVI.
+        unit: A first prompt is packed in whole multiples of this many tokens; later steps count
+            from there. None: `residual`, as in KIVI.
     """
 
     residual: int = 1
@@ -224,8 +224,8 @@ class Packed(Encoding, Format):
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """Return how many of `tokens` exact tokens to pack; the newest `recent` stay exact."""
-        due, unit = max(0, tokens - recent), self.unit or self.residual
-        return due // unit * unit if prompt or due >= self.residual else 0
+        block = self.unit if prompt and self.unit else self.residual
+        return max(0, tokens - recent) // block * block
 
 
 @cache

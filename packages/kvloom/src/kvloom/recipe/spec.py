@@ -168,7 +168,7 @@ class Recipe:
         start: Everything stays exact until the context exceeds this many tokens; then all tokens so
             far are treated as one prompt.
         sliding: "exact": layers with a sliding window stay as transformers has them. "packed": they
-            store their windows in the formats of `store`.
+            store their windows in the formats of `store`; this does not combine with `start`.
         tuned: Where a tuned recipe comes from; other models refuse the recipe.
 
     Raises:
@@ -212,7 +212,12 @@ class Recipe:
             self._check_repeats(keeps)
 
     def _check_sliding(self) -> None:
-        """Check the formats of packed windows."""
+        """Check what packed windows do not combine with."""
+        if self.start:
+            raise RecipeError(
+                f'start={self.start} keeps tokens exact that sliding="packed" packs; leave out one '
+                "of the two"
+            )
         formats = self.store.sides
         if not formats or formats.keys() != self.store.quantized.keys():
             raise RecipeError(

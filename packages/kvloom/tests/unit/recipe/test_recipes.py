@@ -107,6 +107,10 @@ def test_a_recipe_resolves_to_itself():
             (f"{name}:steps=2", ["steps=2 says what", "add tier=host or tier=file, or leave steps"])
             for name in ("clusterkv", "clusterkv-2bit", "quest")
         ),
+        (
+            "near-lossless:start=1000,sliding=packed",
+            ["start=1000 keeps tokens exact that sliding=", "leave out one of the two"],
+        ),
         ("minikv:residual=100", ["residual=100 is not a multiple of group=16", "use 16 or 64"]),
     ],
 )

@@ -17,7 +17,6 @@ from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
-from .evictor import Phase
 from .ragged import RaggedTokens
 from .score_evictor import Decision, ScoreEvictor
 from .segment import Segment
@@ -59,9 +58,9 @@ class BlockEvictor(ScoreEvictor):
         self.block: DueBlock | None = None
 
     @property
-    def scoring(self) -> bool:
-        """Whether scores decide which tokens stay: those of every block."""
-        return True
+    def irreversible(self) -> bool:
+        """Whether a block waits for the scores of other layers: `forget` takes back all else."""
+        return self.block is not None
 
     @property
     def defers(self) -> bool:
@@ -215,7 +214,7 @@ class BlockEvictor(ScoreEvictor):
         self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         segment.drop_front(block.tokens)
         segment.trim()
-        self.block, self.phase = None, Phase.DONE
+        self.block = None
 
     def _block_values(
         self, segment: Segment, queries: Queries, stays: Tensor, block: DueBlock

@@ -23,7 +23,7 @@ class Phase(IntEnum):
 
     EMPTY → EVICTING at the first prompt, which sets the budget. Where the model repeats the prompt,
     or layers decide together, EVICTING → REPEATING → DECIDING → EVICTING; no step may begin in the
-    two phases between. → DONE after an eviction that happens once.
+    two phases between. → DONE after the only eviction of a `PromptEvictor`.
     """
 
     EMPTY = 0
@@ -51,6 +51,11 @@ class Evictor(Stateful):
     def scoring(self) -> bool:
         """Whether scores decide which tokens stay, as long as tokens are evicted."""
         return False
+
+    @property
+    def irreversible(self) -> bool:
+        """Whether a step evicts tokens, or changes scores, in a way that no crop takes back."""
+        return True
 
     @property
     def repeats(self) -> bool:

@@ -91,6 +91,11 @@ class ScoreEvictor(Evictor):
         return self.phase is not Phase.DONE
 
     @property
+    def irreversible(self) -> bool:
+        """Whether a step changes the scores of tokens, which no crop takes back."""
+        return self.scoring
+
+    @property
     def joint(self) -> bool:
         """Whether the next decision needs the scores of other layers."""
         divided = self.by_variance and self.heavy is not None
@@ -297,7 +302,7 @@ class ScoreEvictor(Evictor):
         if state["awaits_variances"] or not self.prompt_tokens:
             self.heavy = None
         if self.prompt_tokens:
-            self.phase = Phase.DONE if state["done"] else Phase.EVICTING
+            self.phase = Phase.EVICTING
 
     # --- what strategies differ in ----------------------------------------------------------------
 
@@ -383,6 +388,12 @@ class PromptEvictor(ScoreEvictor):
         assert self.repetition.scores is not None
         scores, self.repetition.scores = self.repetition.scores, None
         return scores[..., : len(segment)]
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: see `Stateful`."""
+        super().load_state(state, like)
+        if state["done"]:
+            self.phase = Phase.DONE
 
     def note_repetition(
         self, segment: Segment, step: StepInputs, repeated: tuple[int, int]

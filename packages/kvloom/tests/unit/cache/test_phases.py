@@ -26,6 +26,7 @@ def inputs(tokens: int) -> StepInputs:
         ("streaming:tokens=8,sinks=2", Phase.EVICTING),
         ("h2o:tokens=8", Phase.EVICTING),
         ("snapkv:tokens=8,window=4", Phase.DONE),
+        ("rotated:fraction=0.2,recent=4,block=16", Phase.EVICTING),
     ],
 )
 def test_a_prompt_sets_the_budget(recipe, after):

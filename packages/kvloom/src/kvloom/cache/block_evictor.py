@@ -114,7 +114,7 @@ class BlockEvictor(ScoreEvictor):
         queries: as `take_queries` returned them.
         """
         self.block = block._replace(queries=queries.tokens)
-        scores = self.scorer.score_step(self._step(segment, queries))
+        scores = self.scorer.score(self._step(segment, queries))
         scores = scores[..., self.sinks : self.sinks + block.tokens]
         visible = segment.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
@@ -143,15 +143,6 @@ class BlockEvictor(ScoreEvictor):
                 f"score {self.keep.scorer.kind!r} weighs later blocks causally, and tokens of this "
                 "step see later ones (an image); use the score rotated, or when=prompt"
             )
-
-    def needed(self, queries: Queries) -> Queries:
-        """Return what of the queries of a block an eviction needs, once they have scored."""
-        fit = self.keep.fit
-        if fit is None:
-            return queries.without_queries()
-        return queries._replace(
-            q=fit.rows(queries.q, queries.visible_queries), products=None, lse=None
-        )
 
     def divides_heads(self, tokens: int) -> bool:
         """Return whether heads of all layers compete for the tokens of a vote."""

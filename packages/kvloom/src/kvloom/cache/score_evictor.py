@@ -146,7 +146,8 @@ class ScoreEvictor(Evictor):
         keys = self._step_keys(keys, index, seen - 1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
         visible = segment.mask(queries.visible)
-        return self.scorer.score(queries, keys, values, visible, index, seen, bias)
+        step = self.scorer.step(queries, keys, values, visible, index, seen, bias)
+        return self.scorer.score(step)
 
     def note_ids(self, ids: Tensor | None) -> None:
         """Note which tokens of a first prompt stay by their ids int64 [B, N], given where read."""
@@ -200,12 +201,12 @@ class ScoreEvictor(Evictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def needed(self, queries: Queries) -> Queries:
-        """Return what of a step's queries an eviction needs, once they have scored."""
+        """Return what of the queries of a step or a block an eviction needs, once they scored."""
         fit = self.keep.fit
         if fit is None:
             return queries.without_queries()
-        assert queries.visible is None or queries.visible.shape[2] == queries.tokens
-        return queries._replace(q=fit.rows(queries.q, queries.visible), products=None, lse=None)
+        rows = fit.rows(queries.q, queries.visible_queries)
+        return queries._replace(q=rows, products=None, lse=None)
 
     def keep_prompt(
         self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
@@ -214,7 +215,7 @@ class ScoreEvictor(Evictor):
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
-        scores = self.scorer.score(queries, k, v, queries.visible, index, t, bias)
+        scores = self.scorer.score(self.scorer.step(queries, k, v, queries.visible, index, t, bias))
         self.scores.add(self.marked(scores), queries.visible)
         self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
@@ -470,9 +471,10 @@ class StepEvictor(LimitEvictor):
     def score_slots(self, slots: SlotStorage, queries: Queries, region: Region) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read."""
         keys, values = region.keys.tail, region.values.tail
-        return self.scorer.score(
+        step = self.scorer.step(
             queries, keys, values, region.visible, slots.logical_index, slots.seen, region.bias
         )
+        return self.scorer.score(step)
 
     def evict_from_slots(
         self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None

@@ -45,27 +45,7 @@ class StepScorer(Stateful):
         self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
 
-    def score(
-        self,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None,
-        index: Tensor,
-        seen: int,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
-
-        The queries may be absorbed, and k, v of a latent layer.
-
-        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
-        logical index of each token. seen: the number of tokens seen, the step's included. bias:
-        fp32 [B, Hq, N], added to the logits.
-        """
-        return self.score_step(self.step(queries, k, v, visible, index, seen, bias))
-
-    def score_step(self, step: Step) -> Tensor:
+    def score(self, step: Step) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of a step that `step` returned."""
         self.steps += 1
         return self.scorer(step) if self.built_in else checked(self.scorer, step)
@@ -80,7 +60,12 @@ class StepScorer(Stateful):
         seen: int,
         bias: Tensor | None,
     ) -> Step:
-        """Return the input of a score: as for `score`."""
+        """Return the input of `score` for queries, which may be absorbed, and k, v [B, Hk, N, D].
+
+        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
+        logical index of each token. seen: the number of tokens seen, the step's included. bias:
+        fp32 [B, Hq, N], added to the logits.
+        """
         k = query_keys(queries.q, k, v)
         return Step(
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
@@ -173,7 +158,7 @@ class RepetitionScores(Stateful):
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
+        scores = scorer.score(scorer.step(queries, k, v, mask, index, prompt + t, bias))
         if self.scores is None:
             self.scores = scores.new_zeros(b, hk, prompt)
         begin = stored.shape[2] - (hi - lo)

@@ -463,7 +463,9 @@ class Recipe:
 
         Blocks of `residual` tokens, a prompt's included, are those of the text without a window.
         """
-        sides = {side: replace(fmt, unit=None) for side, fmt in self.store.quantized.items()}
+        sides: dict[str, Any] = {
+            side: replace(fmt, unit=None) for side, fmt in self.store.quantized.items()
+        }
         protect = Protect(exact_recent=self.protect.exact_recent)
         return _interned(Recipe(store=replace(self.store, **sides), protect=protect))
 

@@ -117,7 +117,7 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
         evictor.evict_block(storage, decision, queries, state.trace)
         return
     evictor.evict_from_segment(storage, decision, queries, state.trace)
-    state.storage = evictor.next_storage(storage, state.recording)
+    state.storage = evictor.next_storage(storage, queries.visible, state.recording)
     if state.storage is storage:
         once = evictor.phase is Phase.DONE
         storage.pack(queries.visible, prompt=once)
@@ -147,7 +147,7 @@ def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     if new is not None and not evictor.defers:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
         segment.extend(*kept, 0, queries.visible, prompt=True)
-        state.storage = evictor.next_storage(segment, drafting=False)
+        state.storage = evictor.next_storage(segment, queries.visible, drafting=False)
         index_due(state)
         return
     if new is not None:

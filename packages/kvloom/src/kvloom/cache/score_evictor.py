@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..keep import PROTECTED, Budget, Keep, budgets, choose, protect_ids, sinks_first
+from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
@@ -76,7 +77,7 @@ class ScoreEvictor(Evictor):
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
-        self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.reads_ids)
+        self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.reads_ids)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
         self.waiting: Queries | None = None
@@ -216,7 +217,7 @@ class ScoreEvictor(Evictor):
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
         scores = self.scorer.score(self.scorer.step(queries, k, v, queries.visible, index, t, bias))
-        self.scores.add(self.marked(scores), queries.visible)
+        self.scores.add(self.marked(scores), self._new_sinks(segment, scores, queries.visible))
         self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
         if slots is None:
@@ -233,7 +234,8 @@ class ScoreEvictor(Evictor):
         if decision.heavy is not None:
             self.heavy = decision.heavy
         visible, n = segment.mask(queries.visible), len(segment)
-        self.scores.add(decision.scores, visible)
+        sinks = self._new_sinks(segment, decision.scores, queries.visible)
+        self.scores.add(decision.scores, sinks)
         self._note(segment, trace)
         slots, choice = self.choose(n, visible, decision.counts)
         if slots is not None:
@@ -246,8 +248,11 @@ class ScoreEvictor(Evictor):
             tail = segment.keys.tail
             tail.replace(self._kept_keys(tail.view(), slots, n))
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
-        """Return where tokens are stored after an eviction; drafting: a crop may follow."""
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
+        """Return where tokens are stored after an eviction.
+
+        visible: bool [B, 1, seen tokens], False for padding. drafting: a crop may follow.
+        """
         return segment
 
     def choose(
@@ -304,6 +309,21 @@ class ScoreEvictor(Evictor):
             self.heavy = None
         if self.prompt_tokens:
             self.phase = Phase.EVICTING
+
+    def _new_sinks(self, segment: Segment, scores: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Return which tokens with scores [B, Hk, N] are sinks, bool [B or 1, Hk or 1, N].
+
+        visible: bool [B, 1, seen tokens] by logical index, False for padding. None: there are no
+        sinks, or none that came since `scores`.
+        """
+        if not self.sinks or (visible is None and segment.first + len(self.scores) >= self.sinks):
+            return None
+        index = segment.logical(0, scores.shape[-1], scores.device)
+        if visible is None:
+            return index < self.sinks
+        first = first_tokens(visible.shape[-1], self.sinks, visible, visible.device)
+        shape = torch.broadcast_shapes(index.shape[:2], first.shape[:2])
+        return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
 
     # --- what strategies differ in ----------------------------------------------------------------
 
@@ -410,7 +430,7 @@ class PromptEvictor(ScoreEvictor):
             keys = segment.exact_keys()
             self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return the segment, where tokens stay from now on; evict no more."""
         self.scores.clear()
         self.phase = Phase.DONE
@@ -457,9 +477,11 @@ class StepEvictor(LimitEvictor):
     Once each step evicts one token, the tokens are in slots.
     """
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
-        """Return where tokens are stored: in slots once the budget is full."""
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
+        """Return where tokens are stored: in slots once the budget is full, all sinks included."""
         if len(segment) != self.budget_tokens or drafting:
+            return segment
+        if self.sinks and visible is not None and bool((visible.sum(dim=-1) < self.sinks).any()):
             return segment
         keys = segment.exact_keys()
         index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()

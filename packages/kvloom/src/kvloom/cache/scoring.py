@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..keep import PROTECTED, Scorer, Step, built_in, checked, protect_sinks
+from ..keep import PROTECTED, Scorer, Step, built_in, checked
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -77,36 +77,32 @@ class StepScorer(Stateful):
 
 
 class RunningScores(Buffer):
-    """Scores fp32 [B, Hk, N, 1], oldest token first; the first `sinks` tokens have plus inf.
+    """Scores fp32 [B, Hk, N, 1], oldest token first; sinks have plus infinity.
 
-    scorer: joins the scores of a step to those before. protects_ids: whether tokens may have the
-    score `PROTECTED`.
+    scorer: joins the scores of a step to those before. sinks: whether there are any. protects_ids:
+    whether tokens may have the score `PROTECTED`.
     """
 
-    def __init__(self, scorer: Scorer, sinks: int, protects_ids: bool = False) -> None:
+    def __init__(self, scorer: Scorer, sinks: bool, protects_ids: bool = False) -> None:
         super().__init__()
-        self.scorer, self.sinks = scorer, sinks
+        self.scorer = scorer
         self.fixed_from = PROTECTED if protects_ids else torch.inf
-        self.fixes = bool(sinks) or protects_ids
+        self.fixes = sinks or protects_ids
 
     @property
     def scores(self) -> Tensor:
         """All scores [B, Hk, N]; a view."""
         return self.view()[..., 0]
 
-    def add(self, scores: Tensor, visible: Tensor | None) -> None:
+    def add(self, scores: Tensor, sinks: Tensor | None) -> None:
         """Add a step's scores [B, Hk, N] to those of the tokens stored before it.
 
-        visible: bool [B, 1 or Hk, N or more], False for padding, which is not a sink.
+        sinks: bool [B or 1, Hk or 1, N]; None: there are none, or no new ones.
         """
-        before = len(self)
-        if before == 0:
-            if visible is not None:
-                visible = visible[..., : scores.shape[-1]]
-            self.put(protect_sinks(scores, self.sinks, visible))
-            return
-        new = torch.zeros_like(scores[..., before:])
-        self.put(self.joined(torch.cat([self.scores, new], dim=-1), scores))
+        if before := len(self):
+            new = torch.zeros_like(scores[..., before:])
+            scores = self.joined(torch.cat([self.scores, new], dim=-1), scores)
+        self.put(scores if sinks is None else scores.masked_fill(sinks, torch.inf))
 
     def joined(self, old: Tensor, scores: Tensor) -> Tensor:
         """Return scores after a step; sinks and protected tokens keep theirs."""

@@ -310,21 +310,6 @@ class ScoreEvictor(Evictor):
         if self.prompt_tokens:
             self.phase = Phase.EVICTING
 
-    def _new_sinks(self, segment: Segment, scores: Tensor, visible: Tensor | None) -> Tensor | None:
-        """Return which tokens with scores [B, Hk, N] are sinks, bool [B or 1, Hk or 1, N].
-
-        visible: bool [B, 1, seen tokens] by logical index, False for padding. None: there are no
-        sinks, or none that came since `scores`.
-        """
-        if not self.sinks or (visible is None and segment.first + len(self.scores) >= self.sinks):
-            return None
-        index = segment.logical(0, scores.shape[-1], scores.device)
-        if visible is None:
-            return index < self.sinks
-        first = first_tokens(visible.shape[-1], self.sinks, visible, visible.device)
-        shape = torch.broadcast_shapes(index.shape[:2], first.shape[:2])
-        return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
-
     # --- what strategies differ in ----------------------------------------------------------------
 
     def _step_keys(self, keys: Tensor, index: Tensor, newest: int) -> Tensor:
@@ -381,6 +366,21 @@ class ScoreEvictor(Evictor):
         """Store the tokens that heads divided among them, of exact k, v [B, Hk, N, D]."""
         if self.ragged is not None and choice is not None:
             self.ragged.fill(k, v, choice, queries.visible, self._needs_index(queries, trace))
+
+    def _new_sinks(self, segment: Segment, scores: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Return which tokens with scores [B, Hk, N] are sinks, bool [B or 1, Hk or 1, N].
+
+        visible: bool [B, 1, seen tokens] by logical index, False for padding. None: there are no
+        sinks, or none that came since `scores`.
+        """
+        if not self.sinks or (visible is None and segment.first + len(self.scores) >= self.sinks):
+            return None
+        index = segment.logical(0, scores.shape[-1], scores.device)
+        if visible is None:
+            return index < self.sinks
+        first = first_tokens(visible.shape[-1], self.sinks, visible, visible.device)
+        shape = torch.broadcast_shapes(index.shape[:2], first.shape[:2])
+        return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
 
     def _note(self, segment: Segment, trace: Trace | None) -> None:
         """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""

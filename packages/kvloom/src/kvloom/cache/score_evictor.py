@@ -54,7 +54,7 @@ class ScoreEvictor(Evictor):
     [B, 1, N], the tokens of a first prompt that stay by their ids, until they are scored.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("heavy", "recent", "prompt_tokens")
+    counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
     children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
     repetition: RepetitionScores | None = None
     heavy: int | None
@@ -276,28 +276,6 @@ class ScoreEvictor(Evictor):
             slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
         later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
         return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
-
-    # --- its saved state --------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the state: that of `scorer` among its own, and none of a repetition."""
-        state = super().state()
-        del state["repetition"]
-        return {
-            **state,
-            **state.pop("scorer"),
-            "heavy": self.heavy or 0,
-            "awaits_variances": self.by_variance and self.heavy is None,
-            "done": self.phase is Phase.DONE,
-        }
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: see `Stateful`."""
-        super().load_state({**state, "scorer": state, "repetition": {"scores": None}}, like)
-        if state["awaits_variances"] or not self.prompt_tokens:
-            self.heavy = None
-        if self.prompt_tokens:
-            self.phase = Phase.DONE if state["done"] else Phase.EVICTING
 
     # --- what strategies differ in ----------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Decides what is in a file's metadata and which files are refused; `LayerState.st
 of a cache is saved. The file is safetensors. It has tensors as the cache stores them, without spare
 room, all else as JSON in the metadata, and a checksum of all bytes at the end. It has no code.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
-is named by its path in the tree of state, as `2.tokens.keys.packed.codes.live`.
+is named by its path in the tree of state, as `2.0.storage.keys.packed.codes.live`.
 """
 
 from __future__ import annotations

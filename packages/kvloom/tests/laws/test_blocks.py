@@ -69,7 +69,7 @@ def run(caches: list[LayerCache], tensors: list, sizes: list[int], visible=None,
 
 def whole_state(caches: list[LayerCache]) -> dict:
     """All that the layers hold, by name."""
-    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state.state()).items()}
+    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state()).items()}
 
 
 def _flat(tree, name="") -> dict:
@@ -221,7 +221,7 @@ def test_a_saved_state_a_copy_and_a_failed_step_continue_alike(spec):
     run(caches, tensors, [100, *[1] * 55])
     loaded = layers(spec)
     for cache, new in zip(caches, loaded, strict=True):
-        new.state.load_state(copy.deepcopy(cache.state.state()))
+        new.load_state(copy.deepcopy(cache.state()))
     copied = copy.deepcopy(caches)
     before = whole_state(caches)
     with pytest.raises(NotFinite):
@@ -260,7 +260,7 @@ def test_a_long_text_is_bounded():
         sizes.append(sum(x.nbytes for x in caches))
     packed = 2 * HK * D * 4 / 8 * 1.5 * LAYERS  # 4 bits a number, and less than half as much more
     assert sizes[-1] - sizes[0] < 1000 * packed * 0.45
-    held = [len(cache.state.evictor.queries) for cache in caches]
+    held = [len(cache._state.evictor.queries) for cache in caches]
     assert max(held) < BLOCK + RECENT
 
 

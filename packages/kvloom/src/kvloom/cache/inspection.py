@@ -47,7 +47,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     Raises `CacheMisuse` if the layer did not record which tokens it kept: call its `observe` before
     the first prompt.
     """
-    state, seen = layer.state, layer.seen
+    state, seen = layer._state, layer.seen
     index = layer.logical()[0].cpu()
     kept = marked(index, seen)
     none = torch.zeros_like(kept)
@@ -81,7 +81,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
 
 def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
     """Return which tokens of one side are packed; `begin`: the first column of the segment."""
-    tokens, evictor = layer.state.storage, layer.state.evictor
+    tokens, evictor = layer._state.storage, layer._state.evictor
     packed = [index[:, :0]]
     if isinstance(tokens, Segment):
         stored = getattr(tokens, side)
@@ -94,7 +94,7 @@ def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
 
 def holds_packed(layer: LayerCache) -> bool:
     """Return whether a layer has packed any token."""
-    return bool(getattr(layer.state.storage, "packed", False))
+    return bool(getattr(layer._state.storage, "packed", False))
 
 
 def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -109,7 +109,7 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
     layer.prefill(StepInputs(queries, k, v))
-    if layer.state.scores_repetition:
+    if layer._state.scores_repetition:
         first = tokens - q.shape[2]
         layer.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         layer.end_repetition()
@@ -118,8 +118,8 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def read_nbytes(layer: LayerCache) -> int:
     """Return the bytes that the last step read: the whole cache, or the index and its selection."""
-    retriever = layer.state.retriever
+    retriever = layer._state.retriever
     if retriever is None or not layer.seen:
         return layer.nbytes
     index = retriever.finder.nbytes
-    return index + round((layer.nbytes - index) * layer.state.read / layer.seen)
+    return index + round((layer.nbytes - index) * layer._state.read / layer.seen)

@@ -27,7 +27,7 @@ class LayerContents(NamedTuple):
         scores: Indices int64 and scores fp32, both [Hk, N], of the last eviction's candidates;
             needs `LayerCache.observe`. The same object until the next eviction.
         budget_tokens: The tokens that each head may keep; None where nothing is evicted.
-        sums_scores: Whether the layer evicts by scores.
+        by_score: Whether the layer evicts by scores.
     """
 
     kept: Tensor
@@ -38,7 +38,7 @@ class LayerContents(NamedTuple):
     recalled: Tensor | None
     scores: tuple[Tensor, Tensor] | None
     budget_tokens: int | None
-    sums_scores: bool
+    by_score: bool
 
 
 def layer_contents(layer: LayerCache) -> LayerContents:

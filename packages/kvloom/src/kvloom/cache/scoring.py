@@ -86,8 +86,8 @@ class StepScorer(Stateful):
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, sinks=self.sinks, softcap=queries.softcap,
             visible=visible, visible_queries=queries.visible_queries, bias=bias,
-            products=queries.products, lse=queries.lse, rope=self.rope, ids=queries.ids,
-            head=self.head, norms=queries.norms, ahead=queries.ahead,
+            products=queries.products, lse=queries.lse, rope=self.rope, head=self.head,
+            **queries.by_query,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layer import LayerCache
-from .reading import marked
+from .reading import index_mask
 from .segment import Segment
 from .step import Queries, StepInputs
 
@@ -49,7 +49,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     """
     state, seen = layer._state, layer.seen
     index = layer.logical()[0].cpu()
-    kept = marked(index, seen)
+    kept = index_mask(index, seen)
     none = torch.zeros_like(kept)
     begin = 0 if state.sinks is None else state.sinks.count
     body, evictor, trace = index[:, begin:], state.evictor, state.trace
@@ -58,14 +58,14 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     if state.retriever is not None:
         prefix, tokens = layer.recipe.pinned_prefix, state.retriever.finder.tokens
         if tokens:
-            selectable = marked(body[:, : prefix + tokens], seen)
+            selectable = index_mask(body[:, : prefix + tokens], seen)
             inside = body[:, prefix : prefix + tokens]
-            indexed, numbers = marked(inside, seen), state.retriever.finder.parts()
+            indexed, numbers = index_mask(inside, seen), state.retriever.finder.parts()
             if numbers is not None:
                 parts.scatter_(1, inside, numbers[0].cpu())
         if trace is not None and trace.recalled is not None:
             slots = trace.recalled[0].reshape(len(kept), -1).cpu()
-            recalled = marked(body.gather(1, slots), seen)
+            recalled = index_mask(body.gather(1, slots), seen)
     return LayerContents(
         kept,
         {side: _packed(layer, side, index, begin) for side in ("keys", "values")},
@@ -89,7 +89,7 @@ def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
         packed.append(index[:, begin : begin + offloaded + stored.packed_count])
         if stored.packed is not None and evictor is not None and evictor.ragged is not None:
             packed.append(index[:, begin + len(tokens) :])  # all packed at once
-    return marked(torch.cat(packed, dim=1), layer.seen)
+    return index_mask(torch.cat(packed, dim=1), layer.seen)
 
 
 def holds_packed(layer: LayerCache) -> bool:

@@ -230,17 +230,17 @@ class LayerCache:
         )
         return self.run(StepInputs(queries, k, v))
 
-    def run(self, step: StepInputs, shared: bool = False) -> Tensor:
+    def run(self, step: StepInputs, leave_open: bool = False) -> Tensor:
         """Attend to all stored tokens and to the new ones, and store these.
 
-        shared: other layers attend to the same tokens, by `read`; `finish` then ends the step.
+        leave_open: other layers attend to the same tokens, by `read`; `finish` then ends the step.
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
         exception, an interrupt included, the layer is as it was before the call.
         """
         self._begin_step()
         try:
             if self._state.recording and self._verification.applies(self._state):
-                if shared:
+                if leave_open:
                     raise CacheMisuse(
                         f"{self.name}: other layers share its keys and values, and a draft that "
                         "this recipe evicts from takes steps token by token; use no assistant, or "
@@ -249,7 +249,7 @@ class LayerCache:
                 return self._verification.attend(self._state, step, self.mutable)
             if self._verification.steps:
                 self._verification.end()
-            if not shared:
+            if not leave_open:
                 return cycle.attend(self._state, step)
             out, self._open_step = cycle.begin(self._state, step)
             return out

@@ -445,7 +445,7 @@ class StepEvictor(LimitEvictor):
         self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
     ) -> None:
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.joined(slots.scores, scores)
+        total = self.scores.with_step(slots.scores, scores)
         if trace is not None:
             trace.scored = slots.logical_index.long(), total
         slots.evict(total, slots.mask(visible), slots.seen - self.recent)

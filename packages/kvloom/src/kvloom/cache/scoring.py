@@ -121,9 +121,9 @@ class RunningScores(Buffer):
             self.put(protect_sinks(scores, self.sinks, visible))
             return
         new = torch.zeros_like(scores[..., before:])
-        self.put(self.joined(torch.cat([self.scores, new], dim=-1), scores))
+        self.put(self.with_step(torch.cat([self.scores, new], dim=-1), scores))
 
-    def joined(self, old: Tensor, scores: Tensor) -> Tensor:
+    def with_step(self, old: Tensor, scores: Tensor) -> Tensor:
         """Return scores after a step; sinks and protected tokens keep theirs."""
         joined = self.scorer.join(old, scores)
         return torch.where(old >= self.fixed_from, old, joined) if self.fixes else joined

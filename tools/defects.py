@@ -163,8 +163,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "cache/step.py",
-        "torch.cat([before, x], dim=1)",
-        "torch.cat([x, before], dim=1)",
+        "torch.cat([old, x], dim=1)",
+        "torch.cat([x, old], dim=1)",
         "a filter rule reads the ids of a prompt in pieces in the wrong order",
         "packages/kvloom/tests/extend/test_filter.py",
     ),

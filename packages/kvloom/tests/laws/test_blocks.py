@@ -69,7 +69,7 @@ def run(caches: list[LayerCache], tensors: list, sizes: list[int], visible=None,
 
 def whole_state(caches: list[LayerCache]) -> dict:
     """All that the layers hold, by name."""
-    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state.state()).items()}
+    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state()).items()}
 
 
 def _flat(tree, name="") -> dict:
@@ -229,13 +229,13 @@ def test_a_crop_before_the_first_block_takes_back_its_queries(spec, prompt):
     outs = [run(cache, later, [1] * 90) for cache in (caches, never)]
     for a, b in zip(*outs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
-    assert all(cache.state.evictor.offered for cache in caches)  # blocks were due later
+    assert all(cache._state.evictor.offered for cache in caches)  # blocks were due later
 
 
 def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
     (cache,), tensors = layers(EXACT, 1), qkv(20, count=1)
     run([cache], tensors, [3, 17])  # a budget of two tokens, one of them recent
-    assert not cache.state.evictor.ragged.stored
+    assert not cache._state.evictor.ragged.stored
     with pytest.raises(CacheMisuse, match="the newest 1 can be removed"):
         cache.crop(2)
     cache.crop(1)
@@ -255,9 +255,7 @@ def test_a_saved_state_a_copy_and_a_failed_step_continue_alike(spec):
     run(caches, tensors, [100, *[1] * 55])
     loaded = layers(spec)
     for cache, new in zip(caches, loaded, strict=True):
-        saved = copy.deepcopy(cache.state.state())
-        saved["evictor"]["done"] = True  # as a former version wrote it, which read it as no end
-        new.state.load_state(saved)
+        new.load_state(copy.deepcopy(cache.state()))
     copied = copy.deepcopy(caches)
     before = whole_state(caches)
     with pytest.raises(NotFinite):
@@ -296,7 +294,7 @@ def test_a_long_text_is_bounded():
         sizes.append(sum(x.nbytes for x in caches))
     packed = 2 * HK * D * 4 / 8 * 1.5 * LAYERS  # 4 bits a number, and less than half as much more
     assert sizes[-1] - sizes[0] < 1000 * packed * 0.45
-    held = [len(cache.state.evictor.queries) for cache in caches]
+    held = [len(cache._state.evictor.queries) for cache in caches]
     assert max(held) < BLOCK + RECENT
 
 

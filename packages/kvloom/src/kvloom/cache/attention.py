@@ -149,7 +149,7 @@ def _masks(region: Region, lo: int, hi: int) -> tuple[Tensor | None, Tensor | No
     )
 
 
-def joined(regions: Sequence[Region]) -> Sequence[Region]:
+def one_region(regions: Sequence[Region]) -> Sequence[Region]:
     """Return exact regions as one, which torch's fused attention reads; others as they are."""
     if len(regions) == 1 or not all(map(_exact, regions)):
         return regions

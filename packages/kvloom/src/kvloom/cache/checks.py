@@ -14,7 +14,7 @@ from .layer_state import LayerState
 from .step import StepInputs
 
 
-def checked(state: LayerState, step: StepInputs) -> StepInputs:
+def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
     queries, k, v, *_ = step
     traits = k.shape, v.shape, k.dtype, v.dtype, k.device

@@ -55,7 +55,7 @@ class ScoreEvictor(Evictor):
     [B, 1, N], the tokens of a first prompt that stay by their ids, until they are scored.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("heavy", "recent", "prompt_tokens")
+    counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
     children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
     repetition: RepetitionScores | None = None
     heavy: int | None
@@ -288,28 +288,6 @@ class ScoreEvictor(Evictor):
         later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
         return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
 
-    # --- its saved state --------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the state: that of `scorer` among its own, and none of a repetition."""
-        state = super().state()
-        del state["repetition"]
-        return {
-            **state,
-            **state.pop("scorer"),
-            "heavy": self.heavy or 0,
-            "awaits_variances": self.by_variance and self.heavy is None,
-            "done": self.phase is Phase.DONE,
-        }
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: see `Stateful`."""
-        super().load_state({**state, "scorer": state, "repetition": {"scores": None}}, like)
-        if state["awaits_variances"] or not self.prompt_tokens:
-            self.heavy = None
-        if self.prompt_tokens:
-            self.phase = Phase.EVICTING
-
     # --- what strategies differ in ----------------------------------------------------------------
 
     def _step_keys(self, keys: Tensor, index: Tensor, newest: int) -> Tensor:
@@ -410,12 +388,6 @@ class PromptEvictor(ScoreEvictor):
         scores, self.repetition.scores = self.repetition.scores, None
         return scores[..., : len(segment)]
 
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: see `Stateful`."""
-        super().load_state(state, like)
-        if state["done"]:
-            self.phase = Phase.DONE
-
     def note_repetition(
         self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
     ) -> None:
@@ -502,7 +474,7 @@ class StepEvictor(LimitEvictor):
         self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
     ) -> None:
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.joined(slots.scores, scores)
+        total = self.scores.with_step(slots.scores, scores)
         if trace is not None:
             trace.scored = slots.logical_index.long(), total
         slots.evict(total, slots.mask(visible), slots.seen - self.recent)

@@ -71,8 +71,8 @@ class StepScorer(Stateful):
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, sinks=self.sinks, softcap=queries.softcap,
             visible=visible, visible_queries=queries.visible_queries, bias=bias,
-            products=queries.products, lse=queries.lse, rope=self.rope, ids=queries.ids,
-            head=self.head, norms=queries.norms, ahead=queries.ahead,
+            products=queries.products, lse=queries.lse, rope=self.rope, head=self.head,
+            **queries.by_query,
         )  # fmt: skip
 
 
@@ -101,10 +101,10 @@ class RunningScores(Buffer):
         """
         if before := len(self):
             new = torch.zeros_like(scores[..., before:])
-            scores = self.joined(torch.cat([self.scores, new], dim=-1), scores)
+            scores = self.with_step(torch.cat([self.scores, new], dim=-1), scores)
         self.put(scores if sinks is None else scores.masked_fill(sinks, torch.inf))
 
-    def joined(self, old: Tensor, scores: Tensor) -> Tensor:
+    def with_step(self, old: Tensor, scores: Tensor) -> Tensor:
         """Return scores after a step; sinks and protected tokens keep theirs."""
         joined = self.scorer.join(old, scores)
         return torch.where(old >= self.fixed_from, old, joined) if self.fixes else joined

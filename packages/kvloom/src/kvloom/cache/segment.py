@@ -7,7 +7,6 @@ included. Visibility, causality and positions follow from it. Independent of rec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ class Segment(Stateful):
     """
 
     tensors = ("logical_index", "start")
-    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     counters = ("first", "kept", "offloaded", "start_final")
     children = ("keys", "values")
 

@@ -169,7 +169,7 @@ class RoutedLayer(CacheLayerMixin):
         elif again:
             run = self.cache.read
         elif self.shared:
-            run = partial(self.cache.run, shared=True)
+            run = partial(self.cache.run, leave_open=True)
         if self.ids is not None and self.repeated is None:
             ids = self.ids.to(step.k.device)
             if ids.shape[1] != step.tokens:

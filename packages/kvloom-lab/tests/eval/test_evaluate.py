@@ -102,6 +102,21 @@ def test_bytes_are_those_of_the_cache(lines, model, plan):
         assert line["exact_bytes"] == 420 * 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, dim, fp32
 
 
+def test_bits_and_tokens_read_are_those_of_the_cache(lines, model, plan):
+    batch = batch_of(plan, "perplexity")
+    found = {recipe: line for line, recipe in scored(lines, "perplexity")}
+    for name in ("full", NAMES[1], NAMES[4]):
+        cache = read(model, name, batch)
+        for i in batch.samples[0].payload[:-1]:
+            step(model, cache, [int(i)])
+        want = {"bits_per_value": cache.bits_per_value}
+        if name == NAMES[4]:
+            want["tokens_read"] = cache.tokens_read
+            assert 32 <= cache.tokens_read < 60, "of 420"
+        line = {key: found[name].get(key) for key in ("bits_per_value", "tokens_read")}
+        assert line == pytest.approx({"tokens_read": None, **want})
+
+
 def test_perplexity_equals_a_plain_loop(lines, model, plan):
     batch = batch_of(plan, "perplexity")
     ids = batch.samples[0].payload.tolist()

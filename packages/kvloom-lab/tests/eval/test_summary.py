@@ -71,6 +71,12 @@ def test_figures_of_recipes():
     assert skvq == Figures("niah", "skvq", 0, 1, "does not fit")
 
 
+def test_means_of_numbers_that_some_lines_have():
+    quest = [{**line("quest", f"s{i}", correct=1.0), "tokens_read": 10 * i} for i in range(3)]
+    found = summarize([*quest, line("quest", "old", correct=1.0), line("full", "s0", correct=1.0)])
+    assert [(f.tokens_read, f.bits_per_value) for f in found] == [(10, None), (None, None)]
+
+
 def test_differences_are_of_the_same_samples():
     lines = [line("full", f"s{i}", correct=10.0 * i) for i in range(5)]
     lines += [line("h2o", f"s{i}", correct=10.0 * i - 1) for i in (4, 1)]  # two are missing

@@ -96,6 +96,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 _NUMBERS = ("kv_bytes", "exact_bytes")
+_MORE_NUMBERS = ("bits_per_value", "tokens_read")  # of recipes that have them
 REMEDY = "remove the line and run 'kvloom eval' again, which measures the sample again"
 
 
@@ -164,7 +165,7 @@ def _read_task(path: Path, run: RunResults) -> None:
         if not line.get("problem"):
             if not isinstance(line.get("scores"), dict):
                 raise record.problem("has neither scores nor a problem")
-            for name in _NUMBERS:
+            for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):
                 if not isinstance(line.get(name), int | float):
                     raise record.problem(f"needs a number in {name!r}")
             for name, value in line["scores"].items():

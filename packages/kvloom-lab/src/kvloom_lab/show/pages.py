@@ -168,6 +168,8 @@ def _row(row: Figures) -> dict[str, Any]:
         "share": _short(row.share),
         "kv_bytes": row.kv_bytes,
         "exact_bytes": row.exact_bytes,
+        "bits_per_value": _short(row.bits_per_value),
+        "tokens_read": _short(row.tokens_read),
         "scores": {name: plain(interval) for name, interval in row.scores.items()},
         "over_full": {name: plain(interval) for name, interval in row.over_full.items()},
         "prefill_s": _short(row.prefill_s),

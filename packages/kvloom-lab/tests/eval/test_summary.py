@@ -107,6 +107,10 @@ def test_the_usual_score_of_a_task():
     assert not higher_is_better("perplexity", "perplexity")
 
 
+def test_every_task_says_what_it_measures():
+    assert {name for name, task in TASKS.items() if not task.about.endswith((".", "?"))} == set()
+
+
 def test_every_task_declares_the_direction_of_its_scores(monkeypatch):
     class Seconds(Niah):
         name, main_score, lower_is_better = "seconds", "time", ("time",)

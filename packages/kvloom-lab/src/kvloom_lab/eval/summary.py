@@ -73,6 +73,11 @@ def main_score(task: str, scores: Sequence[str]) -> str:
     return usual if usual in scores else scores[0]
 
 
+def about(task: str) -> str:
+    """Return what the task measures, in a sentence; empty if it does not say."""
+    return _task(task).about
+
+
 def _task(name: str) -> type[Task[Any]]:
     """Return the task; the base class for a data set that only kvpress has."""
     return TASKS.get(name, Task)

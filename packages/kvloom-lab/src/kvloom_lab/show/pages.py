@@ -26,6 +26,7 @@ from ..eval.summary import (
     PER_SAMPLE,
     Figures,
     Interval,
+    about,
     higher_is_better,
     main_score,
     pareto,
@@ -138,6 +139,7 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
         fronts[score] = pareto(points, higher[score]) if run.counts == "bytes" else []
     return {
         "name": task,
+        "about": about(task),
         "main": main,
         "per_sample": per_sample,
         "scores": {score: "higher" if higher[score] else "lower" for score in scores},

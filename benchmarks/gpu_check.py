@@ -219,7 +219,7 @@ def _step(
         )
     own = t if t > 1 else 0
     regions = [Region(*(lane.kv_view() for lane in lanes), visible=visible, own=own)]
-    why = ops.attend.bind(q, regions).why
+    why = ops.attend.choose(q, regions).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")
     state = ops.attend(q, regions, d**-0.5)

@@ -94,7 +94,7 @@ def test_a_step_reads_packed_latents_by_a_kernel(model):
     dispatch.ran.clear()
     model(torch.tensor([[5]]), past_key_values=cache)
     plan = cache.routed[0].cache._state.plan
-    assert (plan.bound.run is None) == (dispatch.setting() == "ref"), plan.bound.why
+    assert (plan.bound.kernel is None) == (dispatch.setting() == "ref"), plan.bound.why
 
 
 def test_the_score_is_the_attention_of_all_heads(model):

@@ -54,6 +54,24 @@ class Format:
         """Return the bytes of `tokens` packed tokens of `heads` key/value heads, batch 1."""
         raise NotImplementedError
 
+    def attend_problems(
+        self,
+        q: Tensor,
+        keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView,
+        *,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> list[str]:
+        """Return why `attend` does not attend to these tokens; empty if it does.
+
+        kvloom asks the keys' format first, then the values' format. If neither attends to them, it
+        unpacks the tokens and counts the reasons in `operations_run`. The base class has no kernel.
+        The arguments are those of `attend`.
+        """
+        return ["it has no attention kernel"]
+
     def attend(
         self,
         q: Tensor,
@@ -64,12 +82,10 @@ class Format:
         visible: Tensor | None = None,
         bias: Tensor | None = None,
         softcap: float | None = None,
-    ) -> AttentionState | None:
+    ) -> AttentionState:
         """Attend to tokens of which keys, values or both are packed in this format.
 
-        kvloom calls the keys' format first. If that returns None, kvloom calls the values' format.
-        A format returns None for a case that its kernel does not compute. The base class has no
-        kernel and always returns None. If both return None, kvloom unpacks the tokens.
+        kvloom calls it for cases without `attend_problems`.
 
         Args:
             q: Queries [B, Hq, T, D]; all of them see the tokens.
@@ -86,7 +102,7 @@ class Format:
         Returns:
             out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T], the logarithm of the sum of exp(logits).
         """
-        return None
+        raise NotImplementedError
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""

@@ -201,7 +201,7 @@ def _step(
     lanes = []
     for fmt in (keys, values):
         lane = KVSide(fmt, 17)
-        lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
+        lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0, prompt=True)
         lanes.append(lane)
     q = torch.randn(2, 2 * r, t, d, device=bench.device).to(dtype)
     visible = torch.arange(n, device=bench.device) >= torch.tensor(

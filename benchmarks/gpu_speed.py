@@ -69,7 +69,7 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
         store, recents = resolve(recipe).store, resolve(recipe).protect.exact_recents
         for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
             lane = KVSide(fmt, recent)
-            lane.extend(x, 0)
+            lane.extend(x, 0, prompt=True)
             lanes.append(lane)
         regions = [Region(*(lane.kv_view() for lane in lanes))]
         if ops.attend.choose(q, regions).kernel is None:
@@ -109,7 +109,7 @@ def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
         for side, fmt in (("keys", store.keys), ("values", store.values)):
             assert fmt is not None
             lane = KVSide(fmt, 0)
-            lane.extend(x, 0)
+            lane.extend(x, 0, prompt=True)
             assert lane.packed is not None
             view = lane.packed.view()
             held = quant_gpu.PackedTensors(view.codes, view.scale, view.zero)

@@ -309,6 +309,16 @@ def test_inspect_names_the_format(model):
     assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits a value)")
 
 
+def test_a_format_without_a_kernel_is_counted_with_the_reason(model):
+    cache, ids = kvloom.Cache(model, "store:format=int8"), batch(PROMPT + 1)
+    with torch.no_grad(), dispatch.use("auto"):
+        model(ids[:, :PROMPT], past_key_values=cache)
+        dispatch.ran.clear()
+        model(ids[:, PROMPT:], past_key_values=cache)
+    layers = model.config.num_hidden_layers
+    assert dispatch.ran["attend", "ref", "int8: it has no attention kernel"] == layers
+
+
 # --- a kernel backend ----------------------------------------------------------------------------
 
 

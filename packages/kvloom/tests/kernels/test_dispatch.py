@@ -89,6 +89,10 @@ def test_a_question_counts_nothing_and_each_run_counts_one():
             assert dispatch.ran == {("attend", bound.backend, why): 2}
 
 
+def test_a_device_without_kernels_is_left_to_the_reference():
+    assert refusal(*(x.to("meta") for x in drawn())) == "there are no kernels for meta"
+
+
 def test_the_environment_and_a_block_choose(monkeypatch):
     case = drawn()
     assert refusal(*case) == ""
@@ -166,7 +170,7 @@ def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name()
     view = KVView(None, x, Lattice())
     bound = ops.attend.choose(x, [Region(view, KVView(None, x))])
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
-    assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.device, x.dtype)
+    assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.dtype)
     found = triton_decode.problems(1, x, None, Lattice())
     assert "values: Lattice is not supported" in found
 

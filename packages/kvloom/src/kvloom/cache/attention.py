@@ -110,13 +110,18 @@ def _by_format(
     for lo, hi in pairwise(sorted({0, keys.prefix, values.prefix, keys.tokens})):
         sides: tuple[Any, Any] = keys.stored(lo, hi), values.stored(lo, hi)
         visible, bias = _masks(region, lo, hi)
+        masks: dict[str, Any] = {"visible": visible, "bias": bias, "softcap": softcap}
+        refused: list[str] = []
         for fmt in _formats(q, sides):
-            state = fmt.attend(q, *sides, scale, visible=visible, bias=bias, softcap=softcap)
-            if state is not None:
-                dispatch.ran["attend", fmt.kind, ""] += 1
-                yield state
+            problems = fmt.attend_problems(q, *sides, **masks)
+            if not problems:
+                dispatch.ran["attend", fmt.kind, "; ".join(refused)] += 1
+                yield fmt.attend(q, *sides, scale, **masks)
                 break
+            refused += [f"{fmt.kind}: {problem}" for problem in problems]
         else:
+            if refused:
+                dispatch.ran["attend", "ref", "; ".join(dict.fromkeys(refused))] += 1
             packed = lo < max(keys.prefix, values.prefix)
             yield from _unpacked(
                 q, region, lo, hi, reference.UNPACK if packed else hi, scale, softcap
@@ -152,7 +157,7 @@ def _masks(region: Region, lo: int, hi: int) -> tuple[Tensor | None, Tensor | No
     )
 
 
-def joined(regions: Sequence[Region]) -> Sequence[Region]:
+def one_region(regions: Sequence[Region]) -> Sequence[Region]:
     """Return exact regions as one, which torch's fused attention reads; others as they are."""
     if len(regions) == 1 or not all(map(_exact, regions)):
         return regions

@@ -207,18 +207,14 @@ pack = Op(
     lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
     cpu=Backend(
         run=pack_cpu.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(
-            layer_encoding, x.device, x.dtype
-        ),
+        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(layer_encoding, x.dtype),
         load=lambda *_, **__: pack_cpu.compiled(),
         coverage=str(pack_cpu.COVERAGE),
         plan=lambda x, layer_encoding, *_, **__: pack_cpu.Packer(x, layer_encoding),
     ),
     gpu=Backend(
         run=pack_triton.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(
-            layer_encoding, x.device, x.dtype
-        ),
+        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(layer_encoding, x.dtype),
         load=lambda *_, **__: pack_triton.kernels(),
         coverage=str(pack_triton.COVERAGE),
     ),
@@ -241,7 +237,7 @@ def _unpack_problems(module: Any) -> Callable[..., list[str]]:
     def problems(
         packed: Any, layer_encoding: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any
     ) -> list[str]:
-        reasons: list[str] = module.problems(layer_encoding, packed.codes.device, dtype)
+        reasons: list[str] = module.problems(layer_encoding, dtype)
         return reasons
 
     return problems

@@ -13,17 +13,14 @@ import torch
 
 from ... import dispatch
 from ...arguments import NUMBERS
-from ...limits import Coverage, device_problem, dtype_problem, head_dim_problem
+from ...limits import Coverage, dtype_problem, head_dim_problem
+from ...quantize.cpu.pack import READ_FIELDS
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import Paged, Region, Slots, Spans
 
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 _PAGE_TILE = 128  # tokens of a kernel's tile, where pages are read
 _GROUPS = 128  # per token, that kernels look up by channel
-_KNOWN = (
-    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
-    "pre_rope",
-)  # fmt: skip
 
 
 def _many_queries(queries: int, where: Any) -> str | None:
@@ -135,8 +132,6 @@ def problems(queries: int, region: Region) -> list[str]:
             elif isinstance(where, Paged):
                 more = PAGES.problems(encoding)
             reasons += [f"{side}: {reason}" for reason in more]
-    if (device := device_problem(like.device)) is not None:
-        reasons.append(device)
     return reasons + STEPS.problems(queries, where) + POSITIONS.problems(region)
 
 
@@ -146,7 +141,7 @@ def encoding_problems(d: int, heads: int, dtype: torch.dtype, *encodings: Any) -
     reasons = HEADS.problems(d, dtype)
     for side, encoding in zip(("keys", "values"), encodings, strict=True):
         if encoding is not None:
-            unknown = unknown_fields(encoding, _KNOWN)
+            unknown = unknown_fields(encoding, READ_FIELDS)
             more = unknown or ENCODINGS.problems(encoding, d, heads)
             reasons += [f"{side}: {reason}" for reason in more]
     return tuple(reasons)

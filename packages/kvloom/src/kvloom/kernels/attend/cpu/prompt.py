@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
-from ...limits import Coverage, device_problem
+from ...limits import Coverage
 from ..reference import AttentionState
 from .arguments import ABSENT, PROMPT
 
@@ -47,7 +47,6 @@ def _other_machine(q: Tensor, *_: Any) -> str | None:
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
     ("bf16", _other_dtypes),
-    ("", lambda q, *_: device_problem(q.device)),
     ("processors with AVX-512 BF16 and without AMX", _other_machine),
     ("no gradient", lambda q, *_: dispatch.GRADIENT if dispatch.differentiated(q) else None),
 )

@@ -120,7 +120,7 @@ def _attend_case(
     _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
-    step = heads, few, d, gradient, softcap is None, sink_logits is None
+    step = heads, few, d, q.dtype, gradient, softcap is None, sink_logits is None
     if len(regions) == 1:
         return like, (step, _region_case(regions[0]))
     return like, (step, *map(_region_case, regions))

@@ -24,12 +24,9 @@ _GROUPS = 128  # per token, that kernels look up by channel
 
 
 def _many_queries(queries: int, where: Any) -> str | None:
-    most = 1 if isinstance(where, Slots | Paged) else MAX_QUERIES
-    if queries <= most:
+    if queries == 1 or not isinstance(where, Slots | Paged):
         return None
-    return (
-        f"{queries} queries a step are not one" if most == 1 else f"more than {most} queries a step"
-    )
+    return f"{queries} queries a step are not one"
 
 
 def _unfit_group(encoding: Encoding, d: int, heads: int) -> str | None:

@@ -91,8 +91,8 @@ def _states(q: Tensor, region: Region, scale: float) -> Iterator[AttentionState]
 
 def _parts(keys: KVView, values: KVView, lo: int, hi: int) -> list[tuple[int, int]]:
     """Cut tokens lo to hi into the exact ones and `TILE` packed ones at a time."""
-    packed = min(max(keys.prefix, values.prefix), hi)
-    return list(pairwise([*range(lo, packed, TILE), *{packed, hi} - {lo}]) if hi > lo else ())
+    packed = min(max(lo, keys.prefix, values.prefix), hi)
+    return list(pairwise(sorted({lo, *range(lo, packed, TILE), packed, hi})))
 
 
 def _spans(q: Tensor, region: Region, where: Spans, scale: float) -> AttentionState:

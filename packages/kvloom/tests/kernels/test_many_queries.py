@@ -71,9 +71,7 @@ def test_heads_with_different_numbers_of_tokens(dtype):
     views = stored("near-lossless", 2000, 64, dtype, heads=1, rows=1)
     bounds = torch.tensor([[[0, 300], [300, 0]], [[300, 1500], [1800, 200]]])
     spans = Region(*views, where=Spans(bounds, 1500))
-    own = Region.exact(
-        *(drawn(B, HK, T, 64, dtype=dtype, seed=i) for i in (5, 6)), own=T
-    )
+    own = Region.exact(*(drawn(B, HK, T, 64, dtype=dtype, seed=i) for i in (5, 6)), own=T)
     q = drawn(B, HQ, T, 64, dtype=dtype)
     agree(q, [spans, own])
     visible = drawn(B, HK, 1500, seed=7) > -0.5

@@ -201,7 +201,7 @@ def _step(
     lanes = []
     for fmt in (keys, values):
         lane = KVSide(fmt, 17)
-        lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0)
+        lane.extend(torch.randn(2, 2, n, d, device=bench.device).to(dtype), 0, prompt=True)
         lanes.append(lane)
     q = torch.randn(2, 2 * r, t, d, device=bench.device).to(dtype)
     visible = torch.arange(n, device=bench.device) >= torch.tensor(
@@ -219,7 +219,7 @@ def _step(
         )
     own = t if t > 1 else 0
     regions = [Region(*(lane.kv_view() for lane in lanes), visible=visible, own=own)]
-    why = ops.attend.bind(q, regions).why
+    why = ops.attend.choose(q, regions).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")
     state = ops.attend(q, regions, d**-0.5)

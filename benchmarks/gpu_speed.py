@@ -69,10 +69,10 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
         store, recents = resolve(recipe).store, resolve(recipe).protect.exact_recents
         for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
             lane = KVSide(fmt, recent)
-            lane.extend(x, 0)
+            lane.extend(x, 0, prompt=True)
             lanes.append(lane)
         regions = [Region(*(lane.kv_view() for lane in lanes))]
-        if ops.attend.bind(q, regions).run is None:
+        if ops.attend.choose(q, regions).kernel is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
         ms = bench.ms(lambda a=regions: ops.attend(q, a, d**-0.5))
@@ -109,7 +109,7 @@ def _packing(bench: Bench, x: Tensor, q: Tensor) -> None:
         for side, fmt in (("keys", store.keys), ("values", store.values)):
             assert fmt is not None
             lane = KVSide(fmt, 0)
-            lane.extend(x, 0)
+            lane.extend(x, 0, prompt=True)
             assert lane.packed is not None
             view = lane.packed.view()
             held = quant_gpu.PackedTensors(view.codes, view.scale, view.zero)
@@ -170,6 +170,6 @@ def _pages(bench: Bench, x: Tensor, q: Tensor) -> None:
     ms = bench.ms(lambda: select_ref.page_bounds(x, 16, real))
     bench.row("page bounds", {"ms": ms, **_rate(bench, x.nbytes * 9 // 8, ms)})
     bounds = select_ref.page_bounds(x, 16, real)
-    ms = bench.ms(lambda: select_ref.page_scores(q[:, :, 0], *bounds))
+    ms = bench.ms(lambda: select_ref.page_scores(q[:, :, 0], *bounds, "each"))
     nbytes = sum(b.nbytes for b in bounds)
     bench.row("page scores", {"ms": ms, **_rate(bench, nbytes, ms)})

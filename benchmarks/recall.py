@@ -78,7 +78,7 @@ def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
     def cache_of(recipe: str) -> Cache:
         cache = Cache(model, recipe)
         for layer, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
-            look, exact_tokens = looks[layer], source.cache.state.segment
+            look, exact_tokens = looks[layer], source.cache._state.segment
             keys, values = exact_tokens.exact_keys(), exact_tokens.exact_values()
             routed.cache.prefill(StepInputs(Queries(look.q, look.scale), keys, values))
             routed.cache.end_step()
@@ -126,7 +126,7 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
         for budget in (256, 512, 1024):
             for steps in (1, 2):
                 cache = cache_of(f"{name}:tokens={budget},tier=host,steps={steps}")
-                layers = [x.cache for x in cache.routed if x.cache.state.retriever is not None]
+                layers = [x.cache for x in cache.routed if x.cache._state.retriever is not None]
                 sims = [
                     {kind: DeviceCache(layer, kind, steps) for kind in ("cluster", "whole cluster")}
                     for layer in layers
@@ -137,9 +137,9 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
                     forward(model, text[:, i : i + 1], cache)
                     for layer, by in zip(layers, sims, strict=True):
                         for sim in by.values():
-                            sim.step(layer.state.trace.recalled[0])
-                token = 2 * layers[0].state.like.shape[-1] * layers[0].state.like.element_size()
-                each = len(layers) * layers[0].state.like.shape[1] * (text.shape[1] - context)
+                            sim.step(layer._state.trace.recalled[0])
+                token = 2 * layers[0]._state.like.shape[-1] * layers[0]._state.like.element_size()
+                each = len(layers) * layers[0]._state.like.shape[1] * (text.shape[1] - context)
                 t = cache.traffic
                 row = {"recipe": name, "budget": budget, "steps": steps, "by": {}}
                 row["by"]["token"] = {
@@ -167,9 +167,9 @@ class DeviceCache:
     """Simulates a device cache of one layer's clusters or pages: a set of tokens for each head."""
 
     def __init__(self, layer: LayerCache, kind: str, steps: int) -> None:
-        self.kind, self.steps, self.finder = kind, steps, layer.state.retriever.finder
+        self.kind, self.steps, self.finder = kind, steps, layer._state.retriever.finder
         self.indexed = 0
-        self.last: list[list[set]] = [[] for _ in range(layer.state.like.shape[1])]
+        self.last: list[list[set]] = [[] for _ in range(layer._state.like.shape[1])]
         self.hits = self.copied = self.selected = 0
 
     def update_parts(self) -> None:

@@ -63,10 +63,10 @@ def layer_prefill(context: int, kv_heads: int, dtype: torch.dtype) -> dict[str, 
     x = torch.randn(1, context, hidden, generator=g).to(dtype)
     q, k, v = heads(x, hidden // dim), heads(x, kv_heads), heads(x, kv_heads)
     layer = LayerCache(resolve("clusterkv"), "a layer", 2, 3)
-    grow = layer.state.retriever.grow
+    grow = layer._state.retriever.grow
     warm = resolve("clusterkv").recall.index.finder()  # compiles
     warm.extend(k[:, :, :160].contiguous(), torch.ones(1, 1, 160, dtype=torch.bool))
-    layer.state.retriever.grow = lambda *args: timed("cluster_s", lambda: grow(*args))
+    layer._state.retriever.grow = lambda *args: timed("cluster_s", lambda: grow(*args))
     out = timed("attend_s", lambda: layer.attend(q, k, v, scale=dim**-0.5))
     spent["attend_s"] -= spent["cluster_s"]
     linear(out.transpose(1, 2).reshape(1, context, hidden), hidden)
@@ -99,7 +99,7 @@ def decode() -> list[dict[str, Any]]:
             calls: dict[str, Callable[[Tensor], Any]] = {}
             for name in names:
                 layer = LayerCache(resolve(name), "a layer", 2, 3)
-                finder = layer.state.retriever.finder
+                finder = layer._state.retriever.finder
                 if isinstance(finder, ClusterFinder):
                     finder.options = replace(finder.options, iterations=1)
                 layer.prefill(StepInputs(Queries(k[:, :, :1].repeat(1, 4, 1, 1), 1.0), k, v))
@@ -135,7 +135,7 @@ def decode() -> list[dict[str, Any]]:
 
 def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Any]]:
     """Return a whole step of a layer, and two of its parts."""
-    retriever = layer.state.retriever
+    retriever = layer._state.retriever
     finder, count = retriever.finder, retriever.recall.tokens - layer.recipe.always_read
     count -= count % retriever.recall.index.unit
     one = torch.randn(2, 1, 8, 1, 128).to(dtype)

@@ -35,12 +35,12 @@ def observe(cache: kvloom.Cache) -> None:
 
 def record(layer: LayerCache, on: bool) -> None:
     """Whether a crop may remove the tokens of each later step, as in assisted decoding."""
-    layer.state.recording = on
+    layer._state.recording = on
 
 
 def count_one_more(layer: LayerCache) -> None:
     """Count a token that the other layers have not seen, as if a step had stopped between them."""
-    layer.state.seen += 1
+    layer._state.seen += 1
 
 
 # --- tokens --------------------------------------------------------------------------------------
@@ -48,33 +48,33 @@ def count_one_more(layer: LayerCache) -> None:
 
 def tokens(layer: LayerCache) -> Storage:
     """The stored tokens, without sinks that an eviction by age keeps apart."""
-    return layer.state.storage
+    return layer._state.storage
 
 
 def count(layer: LayerCache) -> int:
     """The number of tokens that `tokens` holds of each row and head."""
-    return len(layer.state.storage)
+    return len(layer._state.storage)
 
 
 def in_slots(layer: LayerCache) -> bool:
     """Whether tokens are replaced one by one."""
-    return isinstance(layer.state.storage, SlotStorage)
+    return isinstance(layer._state.storage, SlotStorage)
 
 
 def keys(layer: LayerCache) -> KVSide:
     """The keys: a packed prefix and an exact tail."""
-    return layer.state.segment.keys
+    return layer._state.segment.keys
 
 
 def oldest_keys(layer: LayerCache, n: int) -> Tensor:
     """The keys of the n oldest tokens that are not offloaded, unpacked: [B, Hk, n, D]."""
-    segment = layer.state.segment
+    segment = layer._state.segment
     return segment.unpacked_keys(segment.offloaded, segment.offloaded + n)
 
 
 def values(layer: LayerCache) -> KVSide:
     """The values: a packed prefix and an exact tail."""
-    return layer.state.segment.values
+    return layer._state.segment.values
 
 
 def kept(layer: LayerCache) -> Tensor:
@@ -84,12 +84,12 @@ def kept(layer: LayerCache) -> Tensor:
 
 def dropped(layer: LayerCache) -> float:
     """The number of tokens seen and not stored, of each row and head, or on average."""
-    return layer.state.dropped
+    return layer._state.dropped
 
 
 def shape(layer: LayerCache) -> torch.Size:
     """The shape of an empty tensor of keys, [B, Hk, 0, D]."""
-    return layer.state.like.shape
+    return layer._state.like.shape
 
 
 # --- the optional parts of a layer ---------------------------------------------------------------
@@ -97,37 +97,37 @@ def shape(layer: LayerCache) -> torch.Size:
 
 def sinks(layer: LayerCache) -> Sinks | None:
     """The first tokens, where they are stored apart."""
-    return layer.state.sinks
+    return layer._state.sinks
 
 
 def evictor(layer: LayerCache) -> Evictor:
     """What decides which tokens stay."""
-    return layer.state.evictor
+    return layer._state.evictor
 
 
 def ragged(layer: LayerCache) -> RaggedTokens:
     """The tokens that heads keep in different numbers."""
-    return layer.state.evictor.ragged
+    return layer._state.evictor.ragged
 
 
 def outliers(layer: LayerCache) -> Segment:
     """The exact copies of marked tokens."""
-    return layer.state.outliers.tokens
+    return layer._state.outliers.tokens
 
 
 def retriever(layer: LayerCache) -> Retriever:
     """What finds the tokens that a step reads."""
-    return layer.state.retriever
+    return layer._state.retriever
 
 
 def indexed(layer: LayerCache) -> int:
     """The number of tokens in the retriever's index."""
-    return layer.state.retriever.finder.tokens
+    return layer._state.retriever.finder.tokens
 
 
 def tier(layer: LayerCache) -> OffloadStore:
     """The tokens in host memory or in a file."""
-    return layer.state.retriever.store
+    return layer._state.retriever.store
 
 
 # --- the last step -------------------------------------------------------------------------------
@@ -135,19 +135,19 @@ def tier(layer: LayerCache) -> OffloadStore:
 
 def read(layer: LayerCache) -> float:
     """The number of tokens that the last step read, of each row and head, on average."""
-    return layer.state.read
+    return layer._state.read
 
 
 def trace(layer: LayerCache) -> Trace | None:
     """The decisions of the last step; None: the layer is not observed."""
-    return layer.state.trace
+    return layer._state.trace
 
 
 def recalled(layer: LayerCache) -> Tensor | None:
     """The slots that the retriever chose in the last step, int64 [B, H, M]; None: it read all."""
-    return layer.state.trace.recalled
+    return layer._state.trace.recalled
 
 
 def scored(layer: LayerCache) -> tuple[Tensor, Tensor]:
     """The indices and scores [B, Hk, N] of the tokens that the last step could evict."""
-    return layer.state.trace.scored
+    return layer._state.trace.scored

@@ -85,10 +85,17 @@ DEFECTS = [
     # --- store -------------------------------------------------------------------------------
     _defect(
         "store", "store/formats.py",
-        "due // unit * unit if prompt or due >= self.residual else 0",
-        "due // unit * unit if prompt or due > self.residual else 0",
+        "max(0, tokens - recent) // block * block",
+        "max(0, tokens - recent - (not prompt)) // block * block",
         "a decode step packs one token later than a prompt of the same length",
-        "packages/kvloom/tests/papers/test_kivi.py", "packages/kvloom/tests/unit/store/test_packed.py",
+        "packages/kvloom/tests/papers/test_kivi.py", "packages/kvloom/tests/laws/test_sequence.py",
+    ),
+    _defect(
+        "store", "store/formats.py",
+        "self.unit if prompt and self.unit else",
+        "self.unit if self.unit and (prompt or tokens - recent >= self.residual) else",
+        "steps behind the first prompt pack whole units, so that their cut decides",
+        "packages/kvloom/tests/laws/test_sequence.py",
     ),
     _defect(
         "store", "kernels/quantize/encoding.py",
@@ -156,8 +163,8 @@ DEFECTS = [
     ),
     _defect(
         "recall", "cache/step.py",
-        "torch.cat([before, x], dim=1)",
-        "torch.cat([x, before], dim=1)",
+        "torch.cat([old, x], dim=1)",
+        "torch.cat([x, old], dim=1)",
         "a filter rule reads the ids of a prompt in pieces in the wrong order",
         "packages/kvloom/tests/extend/test_filter.py",
     ),
@@ -255,16 +262,9 @@ DEFECTS = [
     ),
     _defect(
         "cache", "store/kv_side.py",
-        "nonpadding[:, :, begin + drop : begin + surplus]",
-        "nonpadding[:, :, drop:surplus]",
+        "nonpadding[:, :, begin:end]",
+        "nonpadding[:, :, : end - begin]",
         "where a later step packs, padding of the first tokens is left out, not its own",
-        "packages/kvloom/tests/laws/test_padding.py",
-    ),
-    _defect(
-        "cache", "store/kv_side.py",
-        "nonpadding[:, :, begin : begin + due]",
-        "nonpadding[:, :, :due]",
-        "where a crop packs, padding of the first tokens is left out, not its own",
         "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(

@@ -89,7 +89,7 @@ class CheckedLayer(RoutedLayer):
         repeats, seen = self.repeated is not None, self.cache.seen
         visible = mask if mask is not None else torch.ones(b, seen + t, dtype=torch.bool)
         held = self._held(visible) if seen else []
-        retriever = self.cache.state.retriever
+        retriever = self.cache._state.retriever
         indexed = 0 if retriever is None else retriever.finder.tokens
         out = super().attend(given)
         if seen and retriever is not None and not repeats:
@@ -100,9 +100,9 @@ class CheckedLayer(RoutedLayer):
         if out.isnan().any():
             self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
         if not repeats:
-            if read != self.cache.state.read:
+            if read != self.cache._state.read:
                 self.findings.wrong.append(
-                    f"{self.cache.name}: says it read {self.cache.state.read}, not {read} tokens"
+                    f"{self.cache.name}: says it read {self.cache._state.read}, not {read} tokens"
                 )
             self.findings.steps += 1
             self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
@@ -111,7 +111,7 @@ class CheckedLayer(RoutedLayer):
 
     def _held(self, visible: Tensor) -> list[Held]:
         """Return the parts of the layer, each token of a row and head unhidden in one of them."""
-        layer, tokens = self.cache, self.cache.state.storage
+        layer, tokens = self.cache, self.cache._state.storage
         if isinstance(tokens, SlotStorage):
             keys, values, _, index = tokens.in_order()
             index = index.long()
@@ -134,18 +134,18 @@ class CheckedLayer(RoutedLayer):
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        own = None if layer.state.outliers is None else layer.state.outliers.tokens
+        own = None if layer._state.outliers is None else layer._state.outliers.tokens
         if own is not None and own.logical_index is not None:
             parts.append((own.logical_index.long(), own.exact_keys(), own.exact_values()))
-        if layer.state.sinks is not None and layer.state.sinks.keys is not None:
-            assert layer.state.sinks.values is not None
-            index = layer.state.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
-            parts.append((index, layer.state.sinks.keys, layer.state.sinks.values))
+        if layer._state.sinks is not None and layer._state.sinks.keys is not None:
+            assert layer._state.sinks.values is not None
+            index = layer._state.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
+            parts.append((index, layer._state.sinks.keys, layer._state.sinks.values))
         return parts
 
     def _ragged(self, visible: Tensor) -> list[Held]:
         """Return the tokens of which heads have different numbers, padded with hidden ones."""
-        evictor = self.cache.state.evictor
+        evictor = self.cache._state.evictor
         ragged = None if evictor is None else evictor.ragged
         if ragged is None or ragged.spans is None:
             return []
@@ -202,7 +202,7 @@ class CheckedLayer(RoutedLayer):
         assert given is not None
         count, offloaded = side.packed_count, tokens.offloaded
         exact = _gathered(given, index).masked_fill(~_at(visible, index)[..., None], 0.0)
-        if self._renumbers and name == "keys" and self.cache.state.evictor is not None:
+        if self._renumbers and name == "keys" and self.cache._state.evictor is not None:
             exact = self._turned_once(exact, index, tokens)
         state = (count, offloaded, tokens.kept, tokens.first)
         if name not in self.unpacked or self.unpacked[name][0] != state:
@@ -221,7 +221,7 @@ class CheckedLayer(RoutedLayer):
         side: KVSide = getattr(tokens, name)
         parts = []
         with dispatch.use("ref"):
-            retriever = self.cache.state.retriever
+            retriever = self.cache._state.retriever
             if tokens.offloaded:
                 assert retriever is not None
                 assert retriever.store is not None
@@ -266,7 +266,7 @@ class CheckedLayer(RoutedLayer):
 
     def _recalled(self, held: list[Held], indexed: int, heads: int) -> list[Held]:
         """Return what a step that recalls reads, by query head or by key/value head."""
-        layer, trace = self.cache, self.cache.state.trace
+        layer, trace = self.cache, self.cache._state.trace
         assert trace is not None
         if trace.recalled is None:
             return held
@@ -340,8 +340,8 @@ def turned(x: Tensor, by: Tensor, rope: Rope | None) -> Tensor:
 
 def _heads(layer: LayerCache) -> int:
     """Return the number of key/value heads."""
-    assert layer.state.like is not None
-    return layer.state.like.shape[1]
+    assert layer._state.like is not None
+    return layer._state.like.shape[1]
 
 
 def _at(visible: Tensor, index: Tensor) -> Tensor:

@@ -84,13 +84,34 @@ def float_of(view):
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
-def test_a_case_without_a_kernel_returns_none(name):
+def test_a_case_without_a_kernel_is_refused_with_the_reason(name):
     fmt, x = resolve(name).store.keys, torch.randn(1, 2, 16, 32)
     q, keys = torch.randn(1, 4, 1, 32), FormatView(fmt.pack(x), fmt, 0, 16, torch.float32)
-    assert fmt.attend(q, keys, x, 0.2, softcap=30.0) is None
-    assert fmt.attend(q, keys, x, 0.2, bias=torch.zeros(1, 4, 16)) is None
-    assert fmt.attend(q.expand(-1, -1, 9, -1), keys, x, 0.2) is None
-    assert fmt.attend(q, x, keys, 0.2) is None
+    both = (keys, keys) if "kvarn" in name else (keys, x)
+    assert fmt.attend_problems(q, *both) == []
+    assert fmt.attend_problems(q, *both, softcap=30.0) == ["it has no softcap"]
+    bias = torch.zeros(1, 4, 16)
+    assert fmt.attend_problems(q, *both, bias=bias) == ["it adds no bias to the logits"]
+    many = q.expand(-1, -1, 9, -1)
+    assert fmt.attend_problems(many, *both) == ["more than 8 queries a step"]
+    assert fmt.attend_problems(q.to("meta"), *both) == ["queries are on meta"]
+    (reason,) = fmt.attend_problems(q, x, keys)
+    assert "packed in it" in reason
+    other = FormatView(keys.tensors, FORMATS["packed"](2, "token", 32), 0, 16, torch.float32)
+    assert fmt.attend_problems(q, other, x) == [reason], "its tensors are another format's"
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_the_reason_of_unpacked_tokens_is_counted(name):
+    model, ids = llama(), torch.randint(2, 97, (1, 79))
+    with use_backend("auto"), torch.no_grad():
+        cache = kvloom.Cache(model, name)
+        model(ids[:, :70], past_key_values=cache)
+        before = operations_run()
+        model(ids[:, 70:], past_key_values=cache)
+        ran = operations_run() - before
+    why = f"{name.split(':')[0]}: more than 8 queries a step"
+    assert any(who == "ref" and reason.startswith(why) for _, who, reason in ran)
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)

@@ -113,18 +113,25 @@ class Kitty(Format):
         x = whole * torch.where(boosted, -scale / 4, scale) + zero
         return x.flatten(2, 3).to(dtype)
 
+    def attend_problems(
+        self, q: Tensor, keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView, *, visible: Tensor | None = None,
+        bias: Tensor | None = None, softcap: float | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Return why no kernel attends to these tokens; empty if one does."""
+        reasons = tiles.problems(q, bias, softcap)
+        if not isinstance(keys, FormatView) or not isinstance(keys.fmt, Kitty):
+            reasons.append("keys are not packed in it")
+        return reasons
+
     def attend(
         self, q: Tensor, keys: Tensor | FormatView | PackedView,
         values: Tensor | FormatView | PackedView, scale: float, *, visible: Tensor | None = None,
         bias: Tensor | None = None, softcap: float | None = None,
-    ) -> AttentionState | None:  # fmt: skip
+    ) -> AttentionState:  # fmt: skip
         """Attend to packed keys on the CPU; values that are packed are unpacked first."""
-        if bias is not None or softcap is not None or not q.is_cpu or q.shape[2] > 8:
-            return None
-        if not isinstance(keys, FormatView):
-            return None
         codes, scales, zeros = map(tiles.heads_first, keys.tensors)
-        k = tiles.Side(read_keys, (codes, scales, zeros), keys.lo % self.unit)
+        k = tiles.Side(read_keys, (codes, scales, zeros), keys.lo % keys.fmt.unit)
         v = tiles.exact(values if isinstance(values, Tensor) else values.tensor())
         return tiles.attend(q.float(), keys.hi - keys.lo, k, v, scale, visible)
 

@@ -110,20 +110,30 @@ class KVarN(Format):
         numbers = tokens // self.unit * (2 * ranges + factors)
         return heads * (tokens * head_dim * self.bits // 8 + numbers * META[self.meta].itemsize)
 
+    def attend_problems(
+        self, q: Tensor, keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView, *, visible: Tensor | None = None,
+        bias: Tensor | None = None, softcap: float | None = None,
+    ) -> list[str]:  # fmt: skip
+        """Return why no kernel attends to these tokens; empty if one does."""
+        reasons = tiles.problems(q, bias, softcap)
+        formats = [x.fmt for x in (keys, values) if isinstance(x, FormatView)]
+        ours = [fmt for fmt in formats if isinstance(fmt, KVarN)]
+        if len(ours) < 2:
+            reasons.append("keys and values are not both packed in it")
+        if any(fmt.bits == 3 for fmt in ours):
+            reasons.append("it does not read 3 bits")
+        return reasons
+
     def attend(
         self, q: Tensor, keys: Tensor | FormatView | PackedView,
         values: Tensor | FormatView | PackedView, scale: float, *, visible: Tensor | None = None,
         bias: Tensor | None = None, softcap: float | None = None,
-    ) -> AttentionState | None:  # fmt: skip
+    ) -> AttentionState:  # fmt: skip
         """Attend to keys and values that are both packed in this format, on the CPU."""
-        both = (keys, values)
-        if bias is not None or softcap is not None or not q.is_cpu or q.shape[2] > 8:
-            return None
-        if not all(isinstance(x, FormatView) and isinstance(x.fmt, KVarN) for x in both):
-            return None
-        if any(x.fmt.bits == 3 for x in both):
-            return None
-        sides = (tiles.Side(reader(x.fmt.axis), _arrays(x), x.lo % x.fmt.unit) for x in both)
+        sides = (
+            tiles.Side(reader(x.fmt.axis), _arrays(x), x.lo % x.fmt.unit) for x in (keys, values)
+        )
         state = tiles.attend(rotate(q.float()), keys.hi - keys.lo, *sides, scale, visible)
         return state._replace(out=unrotate(state.out))
 

@@ -21,6 +21,8 @@ from kvloom.kernels import AttentionState
 
 TILE = 128
 """Tokens that are read at a time."""
+MAX_QUERIES = 8
+"""Of a step: for more, unpacked tokens are faster."""
 _POOL = ThreadPoolExecutor(thread_name_prefix="kvloom-formats")
 
 
@@ -35,6 +37,17 @@ class Side(NamedTuple):
     read: Callable[..., None]
     arrays: tuple[np.ndarray, ...]
     skip: int = 0
+
+
+def problems(q: Tensor, bias: Tensor | None, softcap: float | None) -> list[str]:
+    """Return why the kernel does not attend q [B, Hq, T, D] to tokens; empty if it does."""
+    refused = {
+        f"queries are on {q.device.type}": not q.is_cpu,
+        f"more than {MAX_QUERIES} queries a step": q.shape[2] > MAX_QUERIES,
+        "it adds no bias to the logits": bias is not None,
+        "it has no softcap": softcap is not None,
+    }
+    return [reason for reason, holds in refused.items() if holds]
 
 
 def heads_first(x: Tensor) -> np.ndarray:

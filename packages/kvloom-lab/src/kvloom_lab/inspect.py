@@ -168,7 +168,7 @@ class LayerTrace:
                         "first": _plain_scores(self.first_scores[h, :tokens]),
                         "last": _plain_scores(self.last_scores[h, :tokens]),
                     }
-                    if contents.sums_scores
+                    if contents.by_score
                     else None,
                     "packed": {side: x[h, :tokens].tolist() for side, x in self.packed.items()}
                     or None,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -100,6 +101,21 @@ def test_bytes_are_those_of_the_cache(lines, model, plan):
         line = lines["niah", "multikey/420/0/0", name]
         assert line["kv_bytes"] == read(model, name, batch_of(plan, "niah")).nbytes
         assert line["exact_bytes"] == 420 * 2 * 2 * 2 * 16 * 4  # layers, k and v, heads, dim, fp32
+
+
+def test_bits_and_tokens_read_are_those_of_the_cache(lines, model, plan):
+    batch = batch_of(plan, "perplexity")
+    found = {recipe: line for line, recipe in scored(lines, "perplexity")}
+    for name in ("full", NAMES[1], NAMES[4]):
+        cache = read(model, name, batch)
+        for i in batch.samples[0].payload[:-1]:
+            step(model, cache, [int(i)])
+        want = {"bits_per_value": cache.bits_per_value}
+        if name == NAMES[4]:
+            want["tokens_read"] = cache.tokens_read
+            assert 32 <= cache.tokens_read < 60, "of 420"
+        line = {key: found[name].get(key) for key in ("bits_per_value", "tokens_read")}
+        assert line == pytest.approx({"tokens_read": None, **want})
 
 
 def test_perplexity_equals_a_plain_loop(lines, model, plan):
@@ -364,6 +380,41 @@ def test_mistakes_are_refused_before_the_model_is_loaded(
     assert found.stderr.startswith("kvloom: ")
     assert message in found.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["--bytes", "0.001", "--recipes", "h2o"], "h2o has no budget that takes 0.001 of the exact"),
+    (["--bytes", "0.2496,0.2504"], "two different recipes have the name 'window:tokens=64 at"),
+    (["--out", "text.txt"], "cannot write to 'text.txt': 'text.txt' is a file"),
+    (["--out", "text.txt/out"], "cannot write to 'text.txt/out': "),
+    (["--seed", "2"], "holds results with settings seed 0, and this run has 2"),
+])  # fmt: skip
+def test_a_run_that_cannot_begin_is_refused_before_the_model_is_loaded(
+    here, tmp_path, args, message, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("")
+    usual = ["perplexity", "--context", "128"]
+    assert run(here, *usual, "--out", "out").exit_code == 0
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr("kvloom_lab.models.load_model", None)  # a call would fail
+    out = [] if "--out" in args else ["--out", "out" if "--seed" in args else "new"]
+    found = run(here, *usual, *args, *out)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert message in found.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_config_without_a_dtype_leaves_the_checks_to_the_weights(here, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(here / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    del config["dtype"]
+    (model / "config.json").write_text(json.dumps(config))
+    args = ["--recipes", "h2o", "--bytes", "0.001", "--out", tmp_path / "out", "--model", model]
+    found = run(here, "perplexity", "--context", "128", *args)
+    assert "h2o has no budget that takes 0.001" in found.stderr
+    assert found.exit_code == 2
 
 
 def test_longbench_needs_a_chat_template(here, tmp_path):

@@ -267,6 +267,7 @@ def test_a_damaged_run_json(copy):
         ('"scores"', '"score"', "neither scores nor a problem"),
         ('"correct": ', '"correct": "x", "y": ', "needs a number as the score 'correct'"),
         ('"kv_bytes": ', '"kv_bytes": null, "y": ', "needs a number in 'kv_bytes'"),
+        ('"kv_bytes": ', '"tokens_read": "9", "kv_bytes": ', "needs a number in 'tokens_read'"),
         ("}", "", "is not JSON"),
         ("{", "[{", "is not JSON"),
     ],

@@ -71,6 +71,12 @@ def test_figures_of_recipes():
     assert skvq == Figures("niah", "skvq", 0, 1, "does not fit")
 
 
+def test_means_of_numbers_that_some_lines_have():
+    quest = [{**line("quest", f"s{i}", correct=1.0), "tokens_read": 10 * i} for i in range(3)]
+    found = summarize([*quest, line("quest", "old", correct=1.0), line("full", "s0", correct=1.0)])
+    assert [(f.tokens_read, f.bits_per_value) for f in found] == [(10, None), (None, None)]
+
+
 def test_differences_are_of_the_same_samples():
     lines = [line("full", f"s{i}", correct=10.0 * i) for i in range(5)]
     lines += [line("h2o", f"s{i}", correct=10.0 * i - 1) for i in (4, 1)]  # two are missing
@@ -99,6 +105,10 @@ def test_the_usual_score_of_a_task():
     assert higher_is_better("niah", "correct")
     assert not higher_is_better("trace", "kl_p999")
     assert not higher_is_better("perplexity", "perplexity")
+
+
+def test_every_task_says_what_it_measures():
+    assert {name for name, task in TASKS.items() if not task.about.endswith((".", "?"))} == set()
 
 
 def test_every_task_declares_the_direction_of_its_scores(monkeypatch):

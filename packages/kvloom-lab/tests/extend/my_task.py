@@ -14,7 +14,7 @@ from kvloom_lab.workload.text import cut_rows
 class Repeat(Task):
     """Share of the repeated tokens that are expected; each is read after it was predicted."""
 
-    name, main_score = "repeat", "expected"
+    name, main_score, about = "repeat", "expected", "Does the model expect repeated tokens?"
 
     def batches(self, source):
         batches = []

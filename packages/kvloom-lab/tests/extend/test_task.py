@@ -15,9 +15,11 @@ from kvloom.errors import RecipeError
 from kvloom.registry import GROUP
 from kvloom.registry import registry as plugins
 from kvloom_lab.cli.app import app
+from kvloom_lab.eval.results import read_run
 from kvloom_lab.eval.sample import Task
 from kvloom_lab.eval.summary import main_score
 from kvloom_lab.eval.tasks import TASKS, Niah, register_task
+from kvloom_lab.show.pages import page_data
 
 HERE = Path(__file__).parent
 
@@ -65,6 +67,8 @@ def test_the_command_measures_the_task(here, tmp_path):
         assert line["scores"]["expected"] in [i / 8 for i in range(9)]
     page = run("report", tmp_path / "out", "--out", tmp_path / "page.html")
     assert page.exit_code == 0, page.output
+    (shown,) = page_data([read_run(tmp_path / "out")])[0]["runs"][0]["tasks"]
+    assert shown["about"] == "Does the model expect repeated tokens?"
     assert main_score("repeat", ["other", "expected"]) == "expected"
     for name in ("prompts", "repeat"):
         file = tmp_path / "out" / f"{name}.jsonl"

@@ -53,15 +53,16 @@ class PagedAttention:
         where = Paged(table, self.exact_first, new)
         keys, values = self.views
         regions = [Region(keys, values, where)]
-        attend = self.plan.bind(queries, regions)
-        if attend is None or step.fills:  # a row may read what another one packs
+        bound = self.plan.choose(queries, regions)
+        if bound.kernel is None or step.fills:  # a row may read what another one packs
             self.tail[table.tails, :, step.inside] = torch.cat([k, v], dim=-1)
         if step.fills:
             full_k, full_v = self.tail[table.tails[step.full]].chunk(2, dim=-1)
             self.pages.write(step.filled, full_k, full_v, step.filled_numbers)
-        if attend is None:
+        if bound.kernel is None:
             return self._one_by_one(step, table.tails, queries)
-        return attend(queries, regions, self.scale).out[:, :, 0]
+        state: AttentionState = bound.run(queries, regions, self.scale)
+        return state.out[:, :, 0]
 
     def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
         """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""

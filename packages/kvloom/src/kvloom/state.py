@@ -17,8 +17,7 @@ class Stateful:
     tensors: tensors, batch first. uncounted: the same, but `nbytes` leaves them out: padding masks
     that the caller made, and row numbers. counters: numbers and other plain data. children: other
     parts. A tensor or a child may be None, or a list; a tensor may be missing. fixed: whether the
-    attributes of this object never change in a step; those of its children may. saved_names: the
-    names of attributes in a saved state, where they differ: files outlive a change of a name.
+    attributes of this object never change in a step; those of its children may.
 
     A saved state is a tree of dicts and lists of tensors, numbers, strings and None. Tensors below
     a key named "host" stay in host memory.
@@ -29,7 +28,6 @@ class Stateful:
     counters: ClassVar[tuple[str, ...]] = ()
     children: ClassVar[tuple[str, ...]] = ()
     fixed: ClassVar[bool] = False
-    saved_names: ClassVar[dict[str, str]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +58,7 @@ class Stateful:
     def state(self) -> Any:
         """Return the state by name."""
         names = (*self.tensors, *self.uncounted, *self.counters)
-        state = {self.saved_names.get(name, name): getattr(self, name, None) for name in names}
+        state = {name: getattr(self, name, None) for name in names}
         for name in self.children:
             child = getattr(self, name)
             if isinstance(child, list):
@@ -76,7 +74,7 @@ class Stateful:
         layer has no tokens.
         """
         for name in (*self.tensors, *self.uncounted, *self.counters):
-            setattr(self, name, state[self.saved_names.get(name, name)])
+            setattr(self, name, state[name])
         for name in self.children:
             child = getattr(self, name)
             if isinstance(child, list):

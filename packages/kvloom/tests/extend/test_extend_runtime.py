@@ -309,6 +309,16 @@ def test_inspect_names_the_format(model):
     assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits a value)")
 
 
+def test_a_format_without_a_kernel_is_counted_with_the_reason(model):
+    cache, ids = kvloom.Cache(model, "store:format=int8"), batch(PROMPT + 1)
+    with torch.no_grad(), dispatch.use("auto"):
+        model(ids[:, :PROMPT], past_key_values=cache)
+        dispatch.ran.clear()
+        model(ids[:, PROMPT:], past_key_values=cache)
+    layers = model.config.num_hidden_layers
+    assert dispatch.ran["attend", "ref", "int8: it has no attention kernel"] == layers
+
+
 # --- a kernel backend ----------------------------------------------------------------------------
 
 
@@ -330,12 +340,12 @@ def test_the_backend_computes_what_the_reference_does(backend):
     visible = torch.ones(2, 1, 32, dtype=torch.bool)
     visible[1, :, :20] = False
     with dispatch.use("one-pass"):
-        assert ops.page_bounds.bind(x, 8, None).backend == "one-pass"
+        assert ops.page_bounds.choose(x, 8, None).backend == "one-pass"
         for hidden in (None, visible):
             want = reference.page_bounds(x, 8, hidden)
             for a, b in zip(ops.page_bounds(x, 8, hidden), want, strict=True):
                 assert torch.equal(a, b)
-        bound = ops.page_bounds.bind(x.half(), 8, None)
+        bound = ops.page_bounds.choose(x.half(), 8, None)
         assert (bound.backend, bound.why) == ("ref", "keys are torch.float16, not torch.float32")
 
 

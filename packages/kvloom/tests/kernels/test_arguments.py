@@ -12,21 +12,21 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.kernels.arguments import MATRIX, Arguments, Block, bits, strides
+from kvloom.kernels.arguments import MATRIX, Arguments, Block, strides
 from kvloom.kernels.compile_notice import CompileNotice
 
-INNER = Block(first=int, second=float)
+INNER = Block(first=int, second=int)
 OUTER = Arguments(a=int, inner=INNER, b=float, tensor=MATRIX)
 
 
 def test_fields_are_packed_in_the_order_of_the_declaration():
-    inner = INNER.pack(second=-1.5, first=2)
-    assert inner == (2, bits(-1.5))
+    inner = INNER.pack(second=-3, first=2)
+    assert inner == (2, -3)
     packed = OUTER.pack(tensor=(5, 6, 7), b=0.5, inner=inner, a=1)
-    numbers = np.frombuffer(packed, dtype=np.int64)
-    assert numbers.tolist() == [0, 1, 2, bits(-1.5), bits(0.5), 5, 6, 7], "a task counter first"
+    numbers, half = np.frombuffer(packed, dtype=np.int64), np.array(0.5).view(np.int64)
+    assert numbers.tolist() == [0, 1, 2, -3, half, 5, 6, 7], "a task counter first"
     record = numbers[1:].view(OUTER.dtype)[0]
-    assert (record["a"], record["inner"]["second"], record["b"]) == (1, -1.5, 0.5)
+    assert (record["a"], record["inner"]["second"], record["b"]) == (1, -3, 0.5)
     assert record["tensor"]["head"] == 7
     assert len(packed) == 8 + 8 * OUTER.numbers
 
@@ -35,7 +35,7 @@ def test_a_missing_or_an_unknown_field_is_an_error():
     with pytest.raises(TypeError, match="second"):
         INNER.pack(first=1)
     with pytest.raises(TypeError, match="third"):
-        INNER.pack(first=1, second=1.0, third=1)
+        INNER.pack(first=1, second=1, third=1)
 
 
 def test_kernels_read_and_write_named_fields():
@@ -47,7 +47,7 @@ def test_kernels_read_and_write_named_fields():
         a = arguments(job, layout)
         a.a = at(a.tensor, 2, 3) + int(a.inner.second * a.b)
 
-    numbers = OUTER.pack(a=0, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(100, 10, 1))
+    numbers = OUTER.pack(a=0, inner=INNER.pack(first=1, second=8), b=0.5, tensor=(100, 10, 1))
     assert Kernel(kernel, "test").run(numbers, 0, 1)[1] == 100 + 20 + 3 + 4
 
 
@@ -75,7 +75,7 @@ def test_a_kernel_is_found_on_disk_by_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
     found = [multiply(factor) for factor in (2, 2, 3)]
     assert [one.code.cache_hits for one in found] == [0, 1, 0]
-    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
+    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8), b=0.5, tensor=(0, 0, 0))
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 10, 15]
 
 
@@ -129,7 +129,7 @@ def test_processes_that_compile_at_once_do_not_take_each_others_kernels(tmp_path
         file._save_data(name, data)
     found = [multiply(factor) for factor in (2, 3)]
     assert any(one.code.cache_hits for one in found)
-    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8.0), b=0.5, tensor=(0, 0, 0))
+    numbers = OUTER.pack(a=5, inner=INNER.pack(first=1, second=8), b=0.5, tensor=(0, 0, 0))
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 15]
 
 

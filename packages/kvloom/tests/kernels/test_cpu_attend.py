@@ -169,13 +169,11 @@ def test_a_constant_group_and_subnormal_scales_come_back(meta):
 def test_what_is_not_covered_is_said():
     like = torch.zeros(1, 1, 4, 128)
     assert problems(1, like, *(fmt.encoding for fmt in KIVI[:2])) == []
-    said = problems(9, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32).encoding)
-    assert len(said) == 4
+    said = problems(1, torch.zeros(1, 1, 4, 40, dtype=torch.float64), None, token(2, 32).encoding)
+    assert len(said) == 3
     assert "head_dim=40" in said[0]
     assert "float64" in said[1]
     assert said[2] == "values: group=32 is not a multiple of 16 that divides 40"
-    assert said[3] == "more than 8 queries a step"
-    assert problems(1, like.to("meta")) == ["the tensors are on meta"]
 
 
 @pytest.mark.parametrize(

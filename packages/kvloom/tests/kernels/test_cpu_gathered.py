@@ -145,7 +145,6 @@ def test_what_is_not_covered_is_said():
     like = torch.zeros(1, 1, 4, D)
     said = problems(2, torch.zeros(1, 1, 4, 40, dtype=torch.float64), where=SLOTS)
     assert [s.split()[0] for s in said] == ["head_dim=40", "keys", "2"]
-    assert problems(1, like.to("meta"), where=SLOTS) == ["the tensors are on meta"]
     for fmt, problem in (
         (token(2, 64), "group=64 is not a multiple of 16 that divides 32"),
         (mapped(8, 0, rotation="group"), "8 bit have more levels than registers hold"),

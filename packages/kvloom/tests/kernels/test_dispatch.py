@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from inspect import signature
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend.cpu import attend as cpu_attend
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
+from kvloom.kernels.plan import OpPlan
+from kvloom.kernels.quantize.cpu import pack as cpu_pack
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Protect, Recipe
@@ -42,12 +46,12 @@ def views(q, k, v):
 
 def attend(q, k, v, **options):
     given = views(q, k, v)
-    kernel = ops.attend.bind(*given).run
-    return None if kernel is None else kernel(*given, 0.2, **options)
+    bound = ops.attend.choose(*given)
+    return None if bound.kernel is None else bound.run(*given, 0.2, **options)
 
 
 def refusal(q, k, v):
-    return ops.attend.bind(*views(q, k, v)).why
+    return ops.attend.choose(*views(q, k, v)).why
 
 
 def test_a_covered_case_is_run_by_the_kernel_and_counted():
@@ -60,16 +64,33 @@ def test_a_covered_case_is_run_by_the_kernel_and_counted():
 
 def test_what_is_left_to_the_reference_says_why():
     q, k, v = drawn()
-    ops.attend(*views(*drawn(t=9, d=40)), 0.2)
+    ops.attend(*views(*drawn(d=40)), 0.2)
     with dispatch.use("ref"):
         ops.attend(*views(q, k, v), 0.2)
     ops.attend(*views(q.requires_grad_(), k, v), 0.2)
     said = [why for _, backend, why in dispatch.ran if backend == "ref"]
     assert said == [
-        "head_dim=40 is not a multiple of 16, up to 512; more than 8 queries a step",
+        "head_dim=40 is not a multiple of 16, up to 512",
         "the setting selects the reference",
         "q requires a gradient; call under torch.no_grad()",
     ]
+
+
+def test_a_question_counts_nothing_and_each_run_counts_one():
+    given = views(*drawn())
+    for choose in (ops.attend.choose, OpPlan(ops.attend).choose):
+        for setting, why in (("auto", ""), ("ref", "the setting selects the reference")):
+            dispatch.ran.clear()
+            with dispatch.use(setting):
+                bound = choose(*given)
+            assert dispatch.ran == {}
+            for _ in range(2):
+                bound.run(*given, 0.2)
+            assert dispatch.ran == {("attend", bound.backend, why): 2}
+
+
+def test_a_device_without_kernels_is_left_to_the_reference():
+    assert refusal(*(x.to("meta") for x in drawn())) == "there are no kernels for meta"
 
 
 def test_the_environment_and_a_block_choose(monkeypatch):
@@ -93,15 +114,30 @@ def test_the_environment_and_a_block_choose(monkeypatch):
 def test_an_operation_is_bound_once_per_case_and_again_when_the_case_changes():
     q, k, v = drawn()
     views = [[Region.exact(k, v)]]
-    first = ops.attend.bind(q, *views)
-    assert ops.attend.bind(q, *views) is first
+    first = ops.attend.choose(q, *views)
+    assert ops.attend.choose(q, *views) is first
     longer = [[Region.exact(k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))]]
-    assert ops.attend.bind(q, *longer) is first, "more tokens are the same case"
-    assert ops.attend.bind(q.repeat(1, 2, 1, 1), *views) is not first
+    assert ops.attend.choose(q, *longer) is first, "more tokens are the same case"
+    assert ops.attend.choose(q.repeat(1, 2, 1, 1), *views) is not first
     half = [[Region.exact(k.half(), v.half())]]
-    assert ops.attend.bind(q, *half) is not first
+    assert ops.attend.choose(q, *half) is not first
     with dispatch.use("ref"):
-        assert ops.attend.bind(q, *views).backend == "ref"
+        assert ops.attend.choose(q, *views).backend == "ref"
+
+
+@pytest.mark.parametrize("wide", ["values", "a later region"])
+def test_attention_to_exact_tokens_of_two_dtypes_is_left_to_the_reference(wide):
+    q, k, v = drawn()
+    narrow = [k.bfloat16(), v.bfloat16()]
+    regions, same = [Region.exact(narrow[0], v)], [Region.exact(*narrow)]
+    if wide != "values":
+        regions = [*same, Region.exact(k, v, own=1)]
+        same = [*same, Region.exact(*narrow, own=1)]
+    ops.attend(q, same, 0.2)  # another case
+    got = ops.attend(q, regions, 0.2)
+    assert torch.equal(got.out, ref.attend_regions(q, regions, 0.2).out)
+    why = "exact tokens have different dtypes: torch.bfloat16, torch.float32"
+    assert dispatch.ran["attend", "ref", why] == 1
 
 
 def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(monkeypatch):
@@ -129,12 +165,12 @@ class Lattice:
 def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name():
     x = torch.zeros(1, 1, 1, 16)
     layer_encoding = LayerEncoding(Lattice(), 1, 16)
-    bound = ops.pack.bind(x, layer_encoding)
+    bound = ops.pack.choose(x, layer_encoding)
     assert (bound.backend, bound.why) == ("ref", "Lattice is not supported")
     view = KVView(None, x, Lattice())
-    bound = ops.attend.bind(x, [Region(view, KVView(None, x))])
+    bound = ops.attend.choose(x, [Region(view, KVView(None, x))])
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
-    assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.device, x.dtype)
+    assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.dtype)
     found = triton_decode.problems(1, x, None, Lattice())
     assert "values: Lattice is not supported" in found
 
@@ -171,7 +207,7 @@ def test_auto_tries_a_registered_backend_first_on_its_device(doubled):
     }
     with dispatch.use("ref"):
         assert attend(*one) is None
-    assert ops.lowest.bind(torch.rand(1, 1, 9)).backend == "cpu", "it has no such operation"
+    assert ops.lowest.choose(torch.rand(1, 1, 9)).backend == "cpu", "it has no such operation"
 
 
 def test_a_registered_backend_can_be_selected_by_name(doubled, monkeypatch):
@@ -184,13 +220,13 @@ def test_a_registered_backend_can_be_selected_by_name(doubled, monkeypatch):
     assert (attend(*drawn(1, 1)).out == 2).all()
     assert refusal(*drawn()) == "4 query heads are more than one"
     assert attend(*drawn()) is None, "the reference runs what a selected backend does not"
-    bound = ops.lowest.bind(torch.rand(1, 1, 9))
+    bound = ops.lowest.choose(torch.rand(1, 1, 9))
     assert (bound.backend, bound.why) == ("ref", "there is no doubled kernel for it")
 
 
 def test_a_registered_backend_of_another_device_is_left_alone(doubled):
     ops.attend.register("doubled", doubled, device="cuda")
-    assert ops.attend.bind(*views(*drawn(1, 1))).backend == "cpu"
+    assert ops.attend.choose(*views(*drawn(1, 1))).backend == "cpu"
     with dispatch.use("doubled"):
         assert refusal(*drawn(1, 1)) == "doubled runs on cuda, not cpu"
 
@@ -226,6 +262,16 @@ def test_every_operation_says_what_its_backends_cover():
         assert op.backends, name
         assert set(op.backends) <= {"cpu", "gpu"}, name
         assert all(backend.coverage for backend in op.backends.values()), name
+
+
+def test_every_backend_has_the_signature_of_its_reference():
+    planned = {"attend": cpu_attend.Attend, "pack": cpu_pack.Packer}  # they run what they plan
+    for name, op in ops.OPS.items():
+        want = list(signature(op.reference).parameters.values())
+        for backend in op.backends.values():
+            run = backend.run if backend.plan is None else planned[name].__call__
+            got = [x for x in signature(run).parameters.values() if x.name != "self"]
+            assert got == want, f"{name}: {run.__module__}"
 
 
 def test_kernels_work_where_no_code_can_be_cached(monkeypatch):

@@ -95,5 +95,5 @@ def test_other_cases_are_left_to_torch(subtests):
     }.items():
         with subtests.test(name), dispatch.use("auto"):
             bound = ops.attend_prompt.choose(*case, 0.1)
-            assert bound.run is None
+            assert bound.kernel is None
             assert bound.why

@@ -105,7 +105,7 @@ def test_a_pages_bound_is_never_below_its_keys(seed, page, r):
     x, g = keys(page * 4, seed), torch.Generator().manual_seed(seed)
     q = torch.randn(B, HK * r, D, generator=g)
     low, high = ref.page_bounds(x, page, everything(page * 4))
-    bound = ref.page_scores(q, low, high)
+    bound = ref.page_scores(q, low, high, "each")
     dots = ref.dots(q, x).view(B, HK * r, 4, page)
     assert (dots <= bound.unsqueeze(-1) + 1e-5).all()
     if page == 1:
@@ -119,7 +119,7 @@ def test_padding_widens_no_bound_and_an_empty_page_is_last():
     real[1, :, :20] = False
     litter = torch.where(real.unsqueeze(-1), x, 1e3)
     low, high = ref.page_bounds(litter, 16, real)
-    scores = ref.page_scores(torch.ones(B, HK, D), low, high)
+    scores = ref.page_scores(torch.ones(B, HK, D), low, high, "each")
     assert (scores[1, :, 0] == -torch.inf).all()
     torch.testing.assert_close(high[1, :, 1], x[1, :, 20:].amax(dim=1))
     torch.testing.assert_close(low[1, :, 1], x[1, :, 20:].amin(dim=1))

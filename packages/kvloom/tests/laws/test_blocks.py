@@ -69,7 +69,7 @@ def run(caches: list[LayerCache], tensors: list, sizes: list[int], visible=None,
 
 def whole_state(caches: list[LayerCache]) -> dict:
     """All that the layers hold, by name."""
-    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state.state()).items()}
+    return {f"{i}.{n}": x for i, c in enumerate(caches) for n, x in _flat(c.state()).items()}
 
 
 def _flat(tree, name="") -> dict:
@@ -214,6 +214,40 @@ def test_a_crop_removes_exact_tokens_alone(spec):
         caches[0].crop(90)
 
 
+@pytest.mark.floor
+@recipes
+@pytest.mark.parametrize("prompt", [3, 11, 20])
+def test_a_crop_before_the_first_block_takes_back_its_queries(spec, prompt):
+    """The budget is that of the prompt as it was given."""
+    tensors = qkv(200)
+    caches, never = (layers(spec.replace("recent=8", "recent=30")) for _ in range(2))
+    run(caches, tensors, [prompt, 1, 6])
+    run(never, tensors, [prompt, 1, 3])
+    for cache in caches:
+        cache.crop(3)
+    later = [[x[:, :, prompt + 7 :] for x in each] for each in tensors]
+    outs = [run(cache, later, [1] * 90) for cache in (caches, never)]
+    for a, b in zip(*outs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    assert all(cache._state.evictor.offered for cache in caches)  # blocks were due later
+
+
+def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
+    (cache,), tensors = layers(EXACT, 1), qkv(20, count=1)
+    run([cache], tensors, [3, 17])  # a budget of two tokens, one of them recent
+    assert not cache._state.evictor.ragged.stored
+    with pytest.raises(CacheMisuse, match="the newest 1 can be removed"):
+        cache.crop(2)
+    cache.crop(1)
+
+
+def test_no_crop_takes_back_a_vote():
+    caches, tensors = layers(JOINT), qkv(60)
+    step(caches[:1], tensors[:1], 0, 60)
+    with pytest.raises(CacheMisuse, match="cannot take back the scores"):
+        caches[0].crop(1)
+
+
 @recipes
 def test_a_saved_state_a_copy_and_a_failed_step_continue_alike(spec):
     tensors = qkv(220, batch=2)
@@ -221,7 +255,7 @@ def test_a_saved_state_a_copy_and_a_failed_step_continue_alike(spec):
     run(caches, tensors, [100, *[1] * 55])
     loaded = layers(spec)
     for cache, new in zip(caches, loaded, strict=True):
-        new.state.load_state(copy.deepcopy(cache.state.state()))
+        new.load_state(copy.deepcopy(cache.state()))
     copied = copy.deepcopy(caches)
     before = whole_state(caches)
     with pytest.raises(NotFinite):
@@ -260,7 +294,7 @@ def test_a_long_text_is_bounded():
         sizes.append(sum(x.nbytes for x in caches))
     packed = 2 * HK * D * 4 / 8 * 1.5 * LAYERS  # 4 bits a number, and less than half as much more
     assert sizes[-1] - sizes[0] < 1000 * packed * 0.45
-    held = [len(cache.state.evictor.queries) for cache in caches]
+    held = [len(cache._state.evictor.queries) for cache in caches]
     assert max(held) < BLOCK + RECENT
 
 

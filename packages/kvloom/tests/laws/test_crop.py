@@ -124,7 +124,7 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
     expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), visible)
     if certain:  # generate() passes the prompt and the first draft in one step
         probe.record(drafted, True)
-        drafted.verification.certain = prompt
+        drafted.certain = prompt
         sizes = [prompt + drafts[0], *drafts[1:]]
         got = feed(drafted, *qkv, sizes, visible)
     else:
@@ -135,7 +135,7 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
         got = torch.cat([first, rest], dim=2)
     torch.testing.assert_close(got[:, :, pad:], expected[:, :, pad:], rtol=0, atol=2e-6)
     drafted.crop(0)
-    assert not drafted.verification.running
+    assert not drafted.removable
     assert_same_state(state(drafted), state(alone))
 
 

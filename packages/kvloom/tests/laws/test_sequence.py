@@ -27,6 +27,7 @@ from steps import (
     unpacked,
 )
 
+UNITS = "store:bits=2,residual=128,unit=16,group=16"
 seeds = st.integers(0, 999)
 # steps of one token, of a few, and of more than are written behind the tail before attention
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 9), st.integers(60, 100)), max_size=6).map(
@@ -52,6 +53,18 @@ def test_one_token_at_a_time_gives_the_same_cache(recipe, n):
     q, k, v = draw(0, n)
     by_one, at_once = build(recipe, q, k, v, [1] * n), build(recipe, q, k, v)
     assert_same_state(state(by_one), state(at_once))
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("name", ["minikv:fraction=0.5", UNITS])
+@pytest.mark.parametrize("sizes", [[64, 64, 22], [65, 85], [150], [127, 1, 1, 21], [1] * 150])
+def test_any_split_of_a_text_behind_a_prompt_gives_the_same_cache(name, sizes):
+    """The first prompt alone is packed at once."""
+    caches = []
+    for split in ([1] * 150, sizes):
+        q, k, v = draw(0, 512 + 150)
+        caches.append(build(resolve(name), q, k, v, [512, *split]))
+    assert_same_state(*map(state, caches))
 
 
 @core_recipes

@@ -20,8 +20,9 @@ from steps import RECIPES, SCALE, D, assert_same_state, draw, state
 PACKED = (
     "kivi:group=32,residual=32", "kivi:group=16,residual=64,meta=fp32",
     "kivi:bits=1.5,group=32,residual=32,meta=fp8", "rtn:bits=3,residual=5", "fp8, layer",
-    "swapped axes", "channels", "rotated heads", "keys only", "values only",
+    "swapped axes", "channels", "rotated heads", "keys only", "values only", "units",
 )  # fmt: skip
+STORES = RECIPES | {"units": resolve("store:bits=2,group=16,residual=64,unit=16")}
 B, HQ, HK = 2, 4, 2
 
 each_store = pytest.mark.parametrize("name", PACKED)
@@ -29,7 +30,7 @@ steps = st.lists(st.sampled_from([1, 1, 1, 2, 30, 64, 65, 200]), min_size=1, max
 
 
 def windowed(name: str, window: int) -> LayerCache:
-    return LayerCache(replace(RECIPES[name], sliding="packed").in_windows, window=window)
+    return LayerCache(replace(STORES[name], sliding="packed").in_windows, window=window)
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int, visible: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def test_the_bytes_of_a_window_are_predicted(name, tokens, window):
     feed_window(cache, (q, k, v), [tokens], all_visible(tokens), window)
     g = Geometry(1, HQ, HK, D, torch.float32)
     layer = SlidingLayer(0, window, g)
-    recipe = replace(RECIPES[name], sliding="packed")
+    recipe = replace(STORES[name], sliding="packed")
     assert cache.nbytes == recipe.window_nbytes(tokens, layer) * B
     exact = replace(recipe, sliding="exact").window_nbytes(tokens, layer)
     assert exact == min(tokens, window) * HK * 2 * D * 4

@@ -126,6 +126,6 @@ def test_fewer_bits_stray_further_from_the_full_cache(model):
         assert divergence == {2: 0, 4: 0, 8: 0}
     else:
         # divergence grows with the square of the logits, which Gemma 4 does not divide by sqrt(D)
-        sharpness = probe.layers(cache)[0].state.like.shape[3] if gemma4(model) else 1
+        sharpness = probe.layers(cache)[0]._state.like.shape[3] if gemma4(model) else 1
         assert divergence[8] < 1e-4 * sharpness
         assert divergence[8] < divergence[4] < divergence[2] < 0.15 * sharpness

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 import zoo
@@ -13,7 +16,8 @@ import naive_recipes as rules
 from backends import by_reference
 from kvloom.errors import IncompatibleRecipe
 from kvloom.hf import compat
-from kvloom.keep import Rotated
+from kvloom.keep import Budget, Keep, Mass, Reconstruction, Rotated, Scorer, Step
+from kvloom.recipe import Recipe
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
 
@@ -114,6 +118,55 @@ def test_a_model_whose_queries_cannot_be_rotated_repeats_the_prompt(name):
     if name in ("deepseek-v3", "dynamic"):
         with pytest.raises(IncompatibleRecipe, match="use another score"):
             kvloom.Cache(model, EXPECTED)
+
+
+@dataclass(frozen=True)
+class Turned(Scorer):
+    """A score of another distribution that rotates queries as `Rotated` does."""
+
+    without: ClassVar[Scorer] = Reconstruction()
+    kind: ClassVar[str] = "turned"
+    needs_rope: ClassVar[bool] = True
+    rotates_queries: ClassVar[bool] = True
+    of_prompt: ClassVar[bool] = True
+    supports_alibi: ClassVar[bool] = False
+
+    def __call__(self, step: Step) -> torch.Tensor:
+        return Rotated()(step)
+
+    @property
+    def without_rotation(self) -> Scorer:
+        return self.without
+
+
+def turned() -> Recipe:
+    return Recipe(Keep(Budget(24, recent=6), Turned(), when="prompt", group="max"), name="turned")
+
+
+@by_reference
+def test_any_score_that_rotates_queries_reads_positions_on_several_axes():
+    model = zoo.build_with_images("qwen2-vl")
+    cache = kvloom.Cache(model, turned())
+    with torch.no_grad():
+        model(**zoo.image_prompt(model, 250, 150), past_key_values=cache)
+    assert all(layer.cache.dropped > 200 for layer in cache.routed)
+
+
+@by_reference
+@pytest.mark.parametrize("name", ["mpt", "llama-gqa"])
+def test_any_score_may_name_the_one_that_takes_its_place(name, monkeypatch):
+    dynamic = {"rope_parameters": DYNAMIC} if name == "llama-gqa" else {}
+    model = zoo.build(name, **dynamic)
+    found, repeated = (prefilled(model, x) for x in (turned(), f"{KVZIP},sinks=0"))
+    for one, other in zip(logical(found), logical(repeated), strict=True):
+        assert torch.equal(one, other)
+    assert "reads each prompt twice" in str(kvloom.attach(model, turned()))
+    monkeypatch.setattr(Turned, "without", Mass())
+    assert "another score takes the place" in str(kvloom.attach(model, turned()))
+    kvloom.detach(model)
+    monkeypatch.setattr(Turned, "without", Turned())
+    with pytest.raises(IncompatibleRecipe, match="use another score"):
+        kvloom.Cache(model, turned())
 
 
 @pytest.mark.parametrize("store", ["full", "turbo"])

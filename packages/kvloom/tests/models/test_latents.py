@@ -51,7 +51,7 @@ def stored(cache):
     """transformers' cache with the tokens that a kvloom cache stores, unpacked."""
     plain = tf.DynamicCache()
     for number, layer in enumerate(cache.routed):
-        state = layer.cache.state
+        state = layer.cache._state
         parts = [view.tensor() for view in state.storage.region(None, 0)[:2]]
         if state.sinks is not None:
             parts = [
@@ -93,8 +93,8 @@ def test_a_step_reads_packed_latents_by_a_kernel(model):
     cache = filled(model, "near-lossless:group=16,residual=16")
     dispatch.ran.clear()
     model(torch.tensor([[5]]), past_key_values=cache)
-    plan = cache.routed[0].cache.state.plan
-    assert (plan.bound.run is None) == (dispatch.setting() == "ref"), plan.bound.why
+    plan = cache.routed[0].cache._state.plan
+    assert (plan.bound.kernel is None) == (dispatch.setting() == "ref"), plan.bound.why
 
 
 def test_the_score_is_the_attention_of_all_heads(model):

@@ -91,7 +91,7 @@ def test_metadata_tensor_names_and_shapes_are_part_of_the_checksum(model, tmp_pa
     whole = path.read_bytes()
     for old, new in [
         (b'\\"seen\\": 70', b'\\"seen\\": 71'),
-        (b'"0.0.tokens.keys.tail.live"', b'"3.0.tokens.keys.tail.live"'),
+        (b'"0.0.storage.keys.tail.live"', b'"3.0.storage.keys.tail.live"'),
         (b'"shape":[2,2,', b'"shape":[1,4,'),
         (b'"F32"', b'"I32"'),
     ]:

@@ -72,15 +72,3 @@ def test_a_step_is_undone_in_every_part_that_changes(tree):
     undo.restore()
     assert [leaf.n for leaf in tree.leaves] == [3, 0]
     assert tree.branch.leaf.x is not None
-
-
-class Renamed(Leaf):
-    saved_names = {"x": "old"}  # noqa: RUF012
-
-
-def test_a_saved_state_has_its_own_names():
-    state = Renamed(3).state()
-    assert set(state) == {"old", "n"}
-    loaded = Renamed()
-    loaded.load_state(state, None)
-    assert (loaded.n, loaded.x.tolist()) == (3, [0, 1, 2])

@@ -245,7 +245,7 @@ def eval_command(
         from ..eval.tasks import task_named
         from ..models import max_positions
         from ..show.tables import results_table
-        from ..workload.machine import machine, model_facts
+        from ..workload.machine import machine, model_facts, versions
 
         chosen_tasks = [task_named(name) for name in tasks]
         check_ask(ask)
@@ -265,16 +265,24 @@ def eval_command(
             data_path=None if data is None else str(data),
         )  # fmt: skip
         batches = task_batches(chosen_tasks, source, max_positions(chosen_model.config))
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-            geometry = model_geometry(loaded)
+
+        def planned(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
+            """Return the recipes to measure and the settings of the run."""
             measured = _with_bytes(chosen, shares, lengths[0], geometry)
-            settings = {
+            return measured, {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
                 "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
                 "text": chosen_text.name, "data": None if data is None else data.name,
             }  # fmt: skip
+
+        if chosen_model.geometry is not None:  # what can be refused before the weights load
+            _, settings = planned(chosen_model.geometry)
+            ResultFolder.check(out, {"environment": versions(), "settings": settings})
+        with show_progress() as progress:
+            loaded = chosen_model.load(progress)
+            geometry = model_geometry(loaded)
+            measured, settings = planned(geometry)
             run = {
                 "environment": machine(loaded),
                 "model": model_facts(loaded, chosen_model.name, geometry),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 from kvloom.errors import InputError, RecipeError
 
 if TYPE_CHECKING:
-    from kvloom.recipe import Recipe
+    from kvloom.recipe import Geometry, Recipe
 
     from .progress import ProgressDisplay
 
@@ -126,6 +127,17 @@ class ChosenModel:
         self.option, self.dtype = option, dtype
         self.name = Path(option).name if Path(option).is_dir() else option
         self.config, self.tokenizer = load_config_and_tokenizer(option, dtype)
+
+    @cached_property
+    def geometry(self) -> Geometry | None:
+        """The model's geometry, by its config; None if its weights alone state their dtype."""
+        from kvloom.hf import geometry, supported_model
+
+        from ..models import model_without_weights
+
+        if self.dtype == "auto" and self.config.dtype is None:
+            return None
+        return geometry(supported_model(model_without_weights(self.config, self.dtype)))
 
     def load(self, progress: ProgressDisplay) -> Any:
         """Load the weights and report it as progress, because it may take minutes."""

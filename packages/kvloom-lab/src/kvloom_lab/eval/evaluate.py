@@ -1,8 +1,8 @@
 """The evaluator: run tasks for many recipes; `kvloom eval`, `compare` and `papers` measure by it.
 
 One forward pass compresses a context for a group of recipes. `full` is measured first on every
-batch, because the others are compared with it. Every recipe gets its bytes and seconds, and the
-tokens that recall moves.
+batch, because the others are compared with it. Every recipe gets its bytes and seconds, the
+bits per value, and the tokens that a step of recall reads; `Measured` has its traffic too.
 """
 
 from __future__ import annotations
@@ -272,11 +272,16 @@ def _lines(
         seconds: dict[str, float] = {"prefill": measured.prefill_s / contexts}
         if measured.decode_s is not None:
             seconds |= {"decode": measured.decode_s / contexts, "steps": 1}
+        storage: dict[str, float | None] = {
+            "kv_bytes": measured.kv_bytes // contexts,
+            "exact_bytes": measured.exact_bytes // contexts,
+            "bits_per_value": measured.bits_per_value,
+            "tokens_read": measured.tokens_read,
+        }
         fields = [
             {
                 "scores": finite(outcome.scores),
-                "kv_bytes": measured.kv_bytes // contexts,
-                "exact_bytes": measured.exact_bytes // contexts,
+                **{name: number for name, number in storage.items() if number is not None},
                 "answer": outcome.answer,
                 "tokens": outcome.tokens,
                 "curves": finite(

@@ -7,6 +7,7 @@ the files.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from array import array
 from dataclasses import dataclass, field
@@ -28,27 +29,40 @@ class ResultFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
+    @staticmethod
+    def check(path: str | Path, run: dict[str, Any]) -> None:
+        """Raise `InputError` if a folder cannot be written, or belongs to another run.
+
+        run: parts of run.json. The error names the first difference.
+        """
+        path = Path(path)
+        there = next(x for x in (path, *path.absolute().parents) if x.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            reason = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
+            raise InputError(f"cannot write to {str(path)!r}: {reason}; give another folder")
+        if not (path / "run.json").exists():
+            return
+        before = read_head(path)
+        for part in run:
+            ours, theirs = json.loads(json.dumps(run[part])), before.get(part, {})
+            for name in ["kvloom"] if part == "environment" else ours:
+                if theirs.get(name) != ours.get(name):
+                    raise InputError(
+                        f"{str(path)!r} holds results with {part} {name} "
+                        f"{theirs.get(name)!r}, and this run has {ours.get(name)!r}; give "
+                        "another --out, or the same options"
+                    )
+
     @classmethod
     def open(cls, path: str | Path, run: dict[str, Any]) -> ResultFolder:
         """Create a folder for a run, or continue one with the same model and settings.
 
-        run: the content of run.json. Raises `InputError` if the folder belongs to another run, and
-        names the first difference.
+        run: the content of run.json. Raises `InputError` as `check` does.
         """
+        cls.check(path, run)
         folder = cls(Path(path))
         file = folder.path / "run.json"
         if file.exists():
-            before = read_head(folder.path)
-            for part, names in (("environment", ["kvloom"]), ("model", None), ("settings", None)):
-                ours = json.loads(json.dumps(run[part]))
-                theirs = before.get(part, {})
-                for name in names or ours:
-                    if theirs.get(name) != ours.get(name):
-                        raise InputError(
-                            f"{str(path)!r} holds results with {part} {name} "
-                            f"{theirs.get(name)!r}, and this run has {ours.get(name)!r}; give "
-                            "another --out, or the same options"
-                        )
             return folder
         try:
             head = {"format": FORMAT, **run}
@@ -96,6 +110,7 @@ def read_head(path: Path) -> dict[str, Any]:
 
 
 _NUMBERS = ("kv_bytes", "exact_bytes")
+_MORE_NUMBERS = ("bits_per_value", "tokens_read")  # of recipes that have them
 REMEDY = "remove the line and run 'kvloom eval' again, which measures the sample again"
 
 
@@ -164,7 +179,7 @@ def _read_task(path: Path, run: RunResults) -> None:
         if not line.get("problem"):
             if not isinstance(line.get("scores"), dict):
                 raise record.problem("has neither scores nor a problem")
-            for name in _NUMBERS:
+            for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):
                 if not isinstance(line.get(name), int | float):
                     raise record.problem(f"needs a number in {name!r}")
             for name, value in line["scores"].items():

@@ -148,14 +148,15 @@ class Run(Generic[Baseline]):
 class Task(Generic[Baseline]):
     """A task: how samples are made, and what is measured on them; the base class of all tasks.
 
-    name: what it is called by. needs_data: what the user's file or folder must contain; "" for a
-    task that takes none. variants: their names, as after the colon of "niah:single"; empty for a
-    task that has none. variant_word: what messages call a variant. main_score: the score that a
-    report shows first, if the samples have it. lower_is_better: the scores of which a smaller value
-    is better. chosen: the variants to measure.
+    name: what it is called by. about: what it measures, in a sentence of a report. needs_data: what
+    the user's file or folder must contain; "" for a task that takes none. variants: their names, as
+    after the colon of "niah:single"; empty for a task that has none. variant_word: what messages
+    call a variant. main_score: the score that a report shows first, if the samples have it.
+    lower_is_better: the scores of which a smaller value is better. chosen: the variants to measure.
     """
 
     name: ClassVar[str] = ""
+    about: ClassVar[str] = ""
     needs_data: ClassVar[str] = ""
     variants: ClassVar[Sequence[str]] = ()
     variant_word: ClassVar[str] = "variant"

@@ -42,7 +42,8 @@ class Figures:
     exact_bytes: means over samples. share: kv_bytes / exact_bytes. scores: name → interval;
     `perplexity`, exp of the mean `nll`, is added. over_full: name → interval of the difference from
     `full` on the same samples; without `perplexity`. prefill_s: seconds of a prompt.
-    decode_tokens_s: tokens per second in decoding. A figure that no sample has is None.
+    decode_tokens_s: tokens per second in decoding. bits_per_value, tokens_read: means over samples.
+    A figure that no sample has is None.
     """
 
     task: str
@@ -57,6 +58,8 @@ class Figures:
     over_full: dict[str, Interval] = field(default_factory=dict)
     prefill_s: float | None = None
     decode_tokens_s: float | None = None
+    bits_per_value: float | None = None
+    tokens_read: float | None = None
 
 
 def higher_is_better(task: str, score: str) -> bool:
@@ -68,6 +71,11 @@ def main_score(task: str, scores: Sequence[str]) -> str:
     """Return the main score of the task: its usual one, else the first of `scores`."""
     usual = _task(task).main_score
     return usual if usual in scores else scores[0]
+
+
+def about(task: str) -> str:
+    """Return what the task measures, in a sentence; empty if it does not say."""
+    return _task(task).about
 
 
 def _task(name: str) -> type[Task[Any]]:
@@ -138,11 +146,19 @@ def _figures(
     prefills = [each["prefill"] for each in seconds if "prefill" in each]
     decode = sum(each.get("decode") or 0 for each in seconds)
     steps = sum(each.get("steps") or 0 for each in seconds)
+    means = {name: _mean(done, name) for name in ("bits_per_value", "tokens_read")}
     return Figures(
         task, recipe, len(done), len(problems), problems[0] if problems else None,
         kv_bytes / exact_bytes if exact_bytes else None, kv_bytes, exact_bytes, scores, over_full,
         fmean(prefills) if prefills else None, steps / decode if steps and decode else None,
+        **means,
     )  # fmt: skip
+
+
+def _mean(lines: Mapping[str, Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean of a number that a line may have; None if no line has it."""
+    numbers = [line[name] for line in lines.values() if line.get(name) is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _values(lines: Mapping[str, Mapping[str, Any]], score: str) -> dict[str, float]:

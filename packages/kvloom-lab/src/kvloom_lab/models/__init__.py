@@ -74,6 +74,15 @@ def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
+def model_without_weights(config: PreTrainedConfig, dtype: str = "auto") -> PreTrainedModel:
+    """Return a model on torch's meta device, which allocates nothing; dtype as for `load`."""
+    torch_dtype = _torch_dtype(dtype)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, **({} if torch_dtype is None else {"dtype": torch_dtype})
+        ).eval()
+
+
 def max_positions(model: PreTrainedModel | PreTrainedConfig) -> int | None:
     """Return the number of positions of a model or config; None if it has no limit."""
     config = getattr(model, "config", model).get_text_config(decoder=True)

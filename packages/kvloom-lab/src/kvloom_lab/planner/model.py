@@ -23,7 +23,6 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -32,7 +31,7 @@ from kvloom.errors import InputError, UnsupportedModel
 from kvloom.hf import geometry, has_adapter, state_nbytes, stock_kinds, supported_model
 from kvloom.recipe import Geometry
 
-from ..models import REFERENCE, WEIGHTS, located, max_positions
+from ..models import REFERENCE, WEIGHTS, located, max_positions, model_without_weights
 from .weights import Weights, count_weights
 
 _NAME = "kvloom_planner"
@@ -191,8 +190,7 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
             f"{name} cannot be planned: encoder-decoder models are not supported"
         )
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).eval()
+        return model_without_weights(config)
     except Exception as error:  # no such class, or a config that its class refuses
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UnsupportedModel(

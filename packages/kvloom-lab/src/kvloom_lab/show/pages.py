@@ -26,6 +26,7 @@ from ..eval.summary import (
     PER_SAMPLE,
     Figures,
     Interval,
+    about,
     higher_is_better,
     main_score,
     pareto,
@@ -138,6 +139,7 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
         fronts[score] = pareto(points, higher[score]) if run.counts == "bytes" else []
     return {
         "name": task,
+        "about": about(task),
         "main": main,
         "per_sample": per_sample,
         "scores": {score: "higher" if higher[score] else "lower" for score in scores},
@@ -168,6 +170,8 @@ def _row(row: Figures) -> dict[str, Any]:
         "share": _short(row.share),
         "kv_bytes": row.kv_bytes,
         "exact_bytes": row.exact_bytes,
+        "bits_per_value": _short(row.bits_per_value),
+        "tokens_read": _short(row.tokens_read),
         "scores": {name: plain(interval) for name, interval in row.scores.items()},
         "over_full": {name: plain(interval) for name, interval in row.over_full.items()},
         "prefill_s": _short(row.prefill_s),

@@ -123,7 +123,7 @@ def results_table(
                 cells = [means.get(name, "–") for name in names]
                 size = f"{(row.kv_bytes or 0) / 2**20:,.2f}"
                 table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples))
-        parts.append(table)
+        parts += [table, *_tokens_read(rows)]
         parts += [
             Text(f"{row.recipe}: {row.problem} ({row.problems} samples)", "yellow")
             for row in rows
@@ -131,6 +131,12 @@ def results_table(
         ]
     parts.append(Text("Means; the 95% intervals are on the page of kvloom report.", "dim"))
     return Group(*parts)
+
+
+def _tokens_read(rows: Sequence[Row | Figures]) -> list[Text]:
+    """Return a line with the tokens that recipes with recall read, if there are any."""
+    reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
+    return [Text("tokens read per step and layer: " + ", ".join(reads))] if reads else []
 
 
 _COMPARISON_COLUMNS = (
@@ -146,8 +152,7 @@ def comparison_table(rows: Sequence[Row], environment: dict[str, Any]) -> Group:
     for row in rows:
         table.add(row.recipe, *_comparison_cells(row, environment["questions"]))
     problems = [Text(_comparison_problem(r), "yellow") for r in rows if r.problem]
-    reads = [f"{r.recipe} {r.tokens_read:,.0f}" for r in rows if r.tokens_read is not None]
-    recalled = [Text("tokens read per step and layer: " + ", ".join(reads))] if reads else []
+    recalled = _tokens_read(rows)
     moved = [
         f"{r.recipe} {r.moved_bytes / 2**20:,.2f} MiB "
         f"({r.ready:.0%} of its tokens were on the device)"

@@ -43,15 +43,15 @@ def attend_to(
     sole_region = regions[0] if len(regions) == 1 else None
     if sole_region is None or not _is_first_prompt(sole_region):
         plan = OpPlan(ops.attend) if plan is None else plan
-        run = plan.bind(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
-        if run is not None:
-            state = run(
+        bound = plan.choose(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
+        if bound.kernel is not None:
+            state = bound.run(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
             out = state.out if ahead is None else reference.merge([state, ahead]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products, None
         if sole_region is not None and not _has_format(sole_region):
-            plan.count_reference()
+            dispatch.ran[bound.counted] += 1
     if sole_region is not None and ahead is None and _fused(sole_region, q.shape[2], softcap):
         prompt_state = _of_prompt(q, sole_region, scale)
         if prompt_state is not None:
@@ -71,7 +71,7 @@ def attend_to(
             states += _by_format(q, region, scale, softcap)
         elif sole_region is None:
             states.append(ops.attend(q, [region], scale, softcap=softcap))
-        else:  # no kernel covers it, as `bind` has said
+        else:  # no kernel covers it, as was counted
             states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
     state = reference.merge(states)
     if sink_logits is not None:
@@ -84,8 +84,11 @@ def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionSt
     k, v = region.keys.tail, region.values.tail
     if region.own != q.shape[2] or region.own <= _STEP:
         return None
-    run = ops.attend_prompt.bind(q, k, v, scale).run
-    return None if run is None else run(q, k, v, scale, visible=region.visible)
+    bound = ops.attend_prompt.choose(q, k, v, scale)
+    if bound.kernel is None:
+        return None
+    state: reference.AttentionState = bound.run(q, k, v, scale, visible=region.visible)
+    return state
 
 
 def _is_first_prompt(region: Region) -> bool:
@@ -107,13 +110,18 @@ def _by_format(
     for lo, hi in pairwise(sorted({0, keys.prefix, values.prefix, keys.tokens})):
         sides: tuple[Any, Any] = keys.stored(lo, hi), values.stored(lo, hi)
         visible, bias = _masks(region, lo, hi)
+        masks: dict[str, Any] = {"visible": visible, "bias": bias, "softcap": softcap}
+        refused: list[str] = []
         for fmt in _formats(q, sides):
-            state = fmt.attend(q, *sides, scale, visible=visible, bias=bias, softcap=softcap)
-            if state is not None:
-                dispatch.ran["attend", fmt.kind, ""] += 1
-                yield state
+            problems = fmt.attend_problems(q, *sides, **masks)
+            if not problems:
+                dispatch.ran["attend", fmt.kind, "; ".join(refused)] += 1
+                yield fmt.attend(q, *sides, scale, **masks)
                 break
+            refused += [f"{fmt.kind}: {problem}" for problem in problems]
         else:
+            if refused:
+                dispatch.ran["attend", "ref", "; ".join(dict.fromkeys(refused))] += 1
             packed = lo < max(keys.prefix, values.prefix)
             yield from _unpacked(
                 q, region, lo, hi, reference.UNPACK if packed else hi, scale, softcap
@@ -149,7 +157,7 @@ def _masks(region: Region, lo: int, hi: int) -> tuple[Tensor | None, Tensor | No
     )
 
 
-def joined(regions: Sequence[Region]) -> Sequence[Region]:
+def one_region(regions: Sequence[Region]) -> Sequence[Region]:
     """Return exact regions as one, which torch's fused attention reads; others as they are."""
     if len(regions) == 1 or not all(map(_exact, regions)):
         return regions

@@ -17,7 +17,6 @@ from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
-from .evictor import Phase
 from .ragged import RaggedTokens
 from .score_evictor import Decision, ScoreEvictor
 from .segment import Segment
@@ -59,9 +58,9 @@ class BlockEvictor(ScoreEvictor):
         self.block: DueBlock | None = None
 
     @property
-    def scoring(self) -> bool:
-        """Whether scores decide which tokens stay: those of every block."""
-        return True
+    def irreversible(self) -> bool:
+        """Whether a block waits for the scores of other layers: `forget` takes back all else."""
+        return self.block is not None
 
     @property
     def defers(self) -> bool:
@@ -115,7 +114,7 @@ class BlockEvictor(ScoreEvictor):
         queries: as `take_queries` returned them.
         """
         self.block = block._replace(queries=queries.tokens)
-        scores = self.scorer.score_step(self._step(segment, queries))
+        scores = self.scorer.score(self._step(segment, queries))
         scores = scores[..., self.sinks : self.sinks + block.tokens]
         visible = segment.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
@@ -144,15 +143,6 @@ class BlockEvictor(ScoreEvictor):
                 f"score {self.keep.scorer.kind!r} weighs later blocks causally, and tokens of this "
                 "step see later ones (an image); use the score rotated, or when=prompt"
             )
-
-    def needed(self, queries: Queries) -> Queries:
-        """Return what of the queries of a block an eviction needs, once they have scored."""
-        fit = self.keep.fit
-        if fit is None:
-            return queries.without_queries()
-        return queries._replace(
-            q=fit.rows(queries.q, queries.visible_queries), products=None, lse=None
-        )
 
     def divides_heads(self, tokens: int) -> bool:
         """Return whether heads of all layers compete for the tokens of a vote."""
@@ -215,7 +205,7 @@ class BlockEvictor(ScoreEvictor):
         self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         segment.drop_front(block.tokens)
         segment.trim()
-        self.block, self.phase = None, Phase.DONE
+        self.block = None
 
     def _block_values(
         self, segment: Segment, queries: Queries, stays: Tensor, block: DueBlock

@@ -42,7 +42,7 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
     """Make layers known to each other that divide one budget and need each other's scores."""
     by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
-        state = layer.state
+        state = layer._state
         if isinstance(state.evictor, ScoreEvictor) and state.evictor.joint:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():

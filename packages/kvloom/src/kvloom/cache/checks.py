@@ -14,7 +14,7 @@ from .layer_state import LayerState
 from .step import StepInputs
 
 
-def checked(state: LayerState, step: StepInputs) -> StepInputs:
+def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
     """Check a step's inputs; return them with padding set to 0 (it may be NaN)."""
     queries, k, v, *_ = step
     traits = k.shape, v.shape, k.dtype, v.dtype, k.device
@@ -100,7 +100,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
     storage, evictor = state.storage, state.evictor
     draft = 0 if state.uncommitted is None else state.uncommitted.tokens
     remedy = "call activate_past_recording() before the step that is to be undone"
-    if tokens > draft and evictor is not None and evictor.phase is not Phase.DONE:
+    if tokens > draft and evictor is not None and evictor.irreversible:
         if state.dropped > 0:
             raise CacheMisuse(
                 f"{state.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
@@ -122,7 +122,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
         )
     later = len(storage) - storage.kept
     ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
-    if (storage.kept or ragged) and later < tokens:
+    if (storage.kept or ragged or state.dropped > 0) and later < tokens:
         raise CacheMisuse(
             f"{state.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
             f"dropped; the newest {later} can be removed"

@@ -117,7 +117,7 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
         evictor.evict_block(storage, decision, queries, state.trace)
         return
     evictor.evict_from_segment(storage, decision, queries, state.trace)
-    state.storage = evictor.next_storage(storage, state.recording)
+    state.storage = evictor.next_storage(storage, queries.visible, state.recording)
     if state.storage is storage:
         once = evictor.phase is Phase.DONE
         storage.pack(queries.visible, prompt=once)
@@ -146,8 +146,8 @@ def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     evictor = state.score_evictor
     if new is not None and not evictor.defers:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
-        segment.extend(*kept, 0, queries.visible)
-        state.storage = evictor.next_storage(segment, drafting=False)
+        segment.extend(*kept, 0, queries.visible, prompt=True)
+        state.storage = evictor.next_storage(segment, queries.visible, drafting=False)
         index_due(state)
         return
     if new is not None:
@@ -218,7 +218,8 @@ def _store(
     if new is not None:
         k, v = _without_sinks(state, queries, new)
         if k.shape[2]:
-            segment.extend(k, v, _surplus(state, segment, k.shape[2]), queries.visible)
+            drop = _surplus(state, segment, k.shape[2])
+            segment.extend(k, v, drop, queries.visible, prompt)
     else:
         if drop := _surplus(state, segment, 0):
             segment.drop_front(drop)

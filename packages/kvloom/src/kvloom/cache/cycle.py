@@ -17,8 +17,8 @@ from ..kernels.attend.reference import AttentionState
 from ..kernels.attend.regions import Region
 from ..kernels.plan import OpPlan
 from . import latents
-from .attention import attend_to, joined
-from .checks import check_ids, check_range, checked, out_of_range
+from .attention import attend_to, one_region
+from .checks import check_ids, check_range, checked_step, out_of_range
 from .commit import end_step
 from .layer_state import LayerState
 from .reading import attention_ahead, step_regions
@@ -55,7 +55,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     """Attend as `attend` does; `finish` must follow."""
     check_ids(state, inputs.queries.ids)
-    step = checked(state, inputs)
+    step = checked_step(state, inputs)
     stored = _append(state, step)
     if step.attended is not None:
         state.read = step.tokens
@@ -85,7 +85,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
 
     inputs: the keys and values of the open step; queries: as many, or the newest of them.
     """
-    step = checked(state, inputs)
+    step = checked_step(state, inputs)
     if step.attended is not None:
         return step.attended
     queries = step.queries
@@ -111,7 +111,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     if state.seen:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
     check_ids(state, inputs.queries.ids)
-    step = checked(state, inputs)
+    step = checked_step(state, inputs)
     check_range(state.name, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
@@ -124,7 +124,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these; None: the queries are of another layer, and no score sees them.
     """
-    step = checked(state, inputs)
+    step = checked_step(state, inputs)
     if step.attended is not None:
         return step.attended
     regions = step_regions(state, step, stored=False)
@@ -133,7 +133,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
         out = _attend_to_latents(step, regions)
     else:
         out, *_ = attend_to(
-            queries.q, joined(regions), queries.scale, queries.softcap,
+            queries.q, one_region(regions), queries.scale, queries.softcap,
             sink_logits=queries.sink_logits,
         )  # fmt: skip
     if state.scores_repetition and repeated is not None:

@@ -7,7 +7,7 @@ An evictor drops the tokens of a layer down to a budget. `Phase` says where it i
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,7 +23,7 @@ class Phase(IntEnum):
 
     EMPTY → EVICTING at the first prompt, which sets the budget. Where the model repeats the prompt,
     or layers decide together, EVICTING → REPEATING → DECIDING → EVICTING; no step may begin in the
-    two phases between. → DONE after an eviction that happens once.
+    two phases between. → DONE after the only eviction of a `PromptEvictor`.
     """
 
     EMPTY = 0
@@ -40,6 +40,7 @@ class Evictor(Stateful):
     are equal).
     """
 
+    counters: ClassVar[tuple[str, ...]] = ("phase",)
     ragged: RaggedTokens | None = None
 
     def __init__(self, recipe: Recipe) -> None:
@@ -51,6 +52,11 @@ class Evictor(Stateful):
     def scoring(self) -> bool:
         """Whether scores decide which tokens stay, as long as tokens are evicted."""
         return False
+
+    @property
+    def irreversible(self) -> bool:
+        """Whether a step evicts tokens, or changes scores, in a way that no crop takes back."""
+        return True
 
     @property
     def repeats(self) -> bool:
@@ -89,6 +95,10 @@ class Evictor(Stateful):
         """
         return regions
 
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: see `Stateful`."""
+        super().load_state({**state, "phase": Phase(state["phase"])}, like)
+
 
 class AgeEvictor(Evictor):
     """Drops the oldest tokens but the sinks, which the budget includes.
@@ -96,7 +106,7 @@ class AgeEvictor(Evictor):
     budget: tokens; None before `begin`.
     """
 
-    counters = ("budget",)
+    counters = (*Evictor.counters, "budget")
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -117,8 +127,3 @@ class AgeEvictor(Evictor):
         if self.budget is None or not self.keep.drops(tokens + sinks):
             return 0
         return max(0, tokens - max(0, self.budget - sinks))
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: see `Stateful`."""
-        super().load_state(state, like)
-        self.phase = Phase.EMPTY if self.budget is None else Phase.EVICTING

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .layer import LayerCache
-from .reading import marked
+from .reading import index_mask
 from .segment import Segment
 from .step import Queries, StepInputs
 
@@ -27,7 +27,7 @@ class LayerContents(NamedTuple):
         scores: Indices int64 and scores fp32, both [Hk, N], of the last eviction's candidates;
             needs `LayerCache.observe`. The same object until the next eviction.
         budget_tokens: The tokens that each head may keep; None where nothing is evicted.
-        sums_scores: Whether the layer evicts by scores.
+        by_score: Whether the layer evicts by scores.
     """
 
     kept: Tensor
@@ -38,7 +38,7 @@ class LayerContents(NamedTuple):
     recalled: Tensor | None
     scores: tuple[Tensor, Tensor] | None
     budget_tokens: int | None
-    sums_scores: bool
+    by_score: bool
 
 
 def layer_contents(layer: LayerCache) -> LayerContents:
@@ -47,9 +47,9 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     Raises `CacheMisuse` if the layer did not record which tokens it kept: call its `observe` before
     the first prompt.
     """
-    state, seen = layer.state, layer.seen
+    state, seen = layer._state, layer.seen
     index = layer.logical()[0].cpu()
-    kept = marked(index, seen)
+    kept = index_mask(index, seen)
     none = torch.zeros_like(kept)
     begin = 0 if state.sinks is None else state.sinks.count
     body, evictor, trace = index[:, begin:], state.evictor, state.trace
@@ -58,14 +58,14 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     if state.retriever is not None:
         prefix, tokens = layer.recipe.pinned_prefix, state.retriever.finder.tokens
         if tokens:
-            selectable = marked(body[:, : prefix + tokens], seen)
+            selectable = index_mask(body[:, : prefix + tokens], seen)
             inside = body[:, prefix : prefix + tokens]
-            indexed, numbers = marked(inside, seen), state.retriever.finder.parts()
+            indexed, numbers = index_mask(inside, seen), state.retriever.finder.parts()
             if numbers is not None:
                 parts.scatter_(1, inside, numbers[0].cpu())
         if trace is not None and trace.recalled is not None:
             slots = trace.recalled[0].reshape(len(kept), -1).cpu()
-            recalled = marked(body.gather(1, slots), seen)
+            recalled = index_mask(body.gather(1, slots), seen)
     return LayerContents(
         kept,
         {side: _packed(layer, side, index, begin) for side in ("keys", "values")},
@@ -81,7 +81,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
 
 def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
     """Return which tokens of one side are packed; `begin`: the first column of the segment."""
-    tokens, evictor = layer.state.storage, layer.state.evictor
+    tokens, evictor = layer._state.storage, layer._state.evictor
     packed = [index[:, :0]]
     if isinstance(tokens, Segment):
         stored = getattr(tokens, side)
@@ -89,12 +89,12 @@ def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
         packed.append(index[:, begin : begin + offloaded + stored.packed_count])
         if stored.packed is not None and evictor is not None and evictor.ragged is not None:
             packed.append(index[:, begin + len(tokens) :])  # all packed at once
-    return marked(torch.cat(packed, dim=1), layer.seen)
+    return index_mask(torch.cat(packed, dim=1), layer.seen)
 
 
 def holds_packed(layer: LayerCache) -> bool:
     """Return whether a layer has packed any token."""
-    return bool(getattr(layer.state.storage, "packed", False))
+    return bool(getattr(layer._state.storage, "packed", False))
 
 
 def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -109,7 +109,7 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
     layer.prefill(StepInputs(queries, k, v))
-    if layer.state.scores_repetition:
+    if layer._state.scores_repetition:
         first = tokens - q.shape[2]
         layer.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         layer.end_repetition()
@@ -118,8 +118,8 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def read_nbytes(layer: LayerCache) -> int:
     """Return the bytes that the last step read: the whole cache, or the index and its selection."""
-    retriever = layer.state.retriever
+    retriever = layer._state.retriever
     if retriever is None or not layer.seen:
         return layer.nbytes
     index = retriever.finder.nbytes
-    return index + round((layer.nbytes - index) * layer.state.read / layer.seen)
+    return index + round((layer.nbytes - index) * layer._state.read / layer.seen)

@@ -22,14 +22,14 @@ from ..kernels.attend.regions import Region, Slots
 from ..kernels.select.reference import gather
 
 
-def joined(k: Tensor, v: Tensor) -> Tensor:
+def whole_keys(k: Tensor, v: Tensor) -> Tensor:
     """Return what absorbed queries are multiplied with, [B, 1, N, p + r]: both parts of a key."""
     return torch.cat([k, v], dim=-1)
 
 
 def query_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return the keys that q is multiplied with: k, or both parts of the keys of a latent layer."""
-    return k if q.shape[-1] == k.shape[-1] else joined(k, v)
+    return k if q.shape[-1] == k.shape[-1] else whole_keys(k, v)
 
 
 def absorbed(q: Tensor, regions: Sequence[Region], scale: float) -> tuple[Tensor, list[Region]]:
@@ -39,7 +39,7 @@ def absorbed(q: Tensor, regions: Sequence[Region], scale: float) -> tuple[Tensor
     read the stored latents as keys and as values. For more queries, the parts of keys are joined.
     """
     if q.shape[2] > 1:
-        return q, [part for region in regions for part in _joined_regions(region)]
+        return q, [part for region in regions for part in _whole_key_regions(region)]
     p = q.shape[-1] - regions[0].values.exact.shape[-1]
     positional, rest = q[..., :p], q[..., p:]
     return rest, [
@@ -65,11 +65,11 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     return (rows @ k.float().transpose(-1, -2)).reshape(b, hq, -1)
 
 
-def _joined_regions(region: Region) -> Iterator[Region]:
+def _whole_key_regions(region: Region) -> Iterator[Region]:
     """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
     n, own, visible = region.keys.tokens, region.own, region.visible
     cuts = [0, *range(UNPACK, n - own, UNPACK), n]
     for lo, hi in pairwise(cuts):
         k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
         see = None if visible is None else visible[..., lo:hi]
-        yield Region.exact(joined(k, v), v, visible=see, own=own if hi == n else 0)
+        yield Region.exact(whole_keys(k, v), v, visible=see, own=own if hi == n else 0)

@@ -8,6 +8,7 @@ one by one, and `LayerState` has what is stored. `LayerState` is of this package
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -46,11 +47,11 @@ class LayerCache:
         budget_rank: tuple[int, int] | None = None,
         window: int | None = None,
     ) -> None:
-        self.state = LayerState(
+        self._state = LayerState(
             recipe, name, rank, budget_rank or (rank, count), rope, facts or LayerFacts(),
             window,
         )  # fmt: skip
-        self.verification = Verification()
+        self._verification = Verification()
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
         self._open_step: cycle.OpenStep | None = None  # waits for `finish`
@@ -58,115 +59,129 @@ class LayerCache:
 
     def reset(self) -> None:
         """Remove all tokens."""
-        self.state.reset()
-        self.verification = Verification()
+        self._state.reset()
+        self._verification = Verification()
         self.unusable, self.undo, self._mutable, self._open_step = "", None, None, None
 
     @property
     def recipe(self) -> Recipe:
         """The plain recipe of this layer."""
-        return self.state.recipe
+        return self._state.recipe
 
     @property
     def name(self) -> str:
         """The name of this layer in errors."""
-        return self.state.name
+        return self._state.name
 
     @property
     def window(self) -> int | None:
         """The tokens that a query sees, its own included; None: all."""
-        return self.state.window
+        return self._state.window
 
     @property
     def seen(self) -> int:
         """The number of tokens seen, dropped ones included."""
-        return self.state.seen
+        return self._state.seen
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.state.nbytes + self.verification.nbytes
+        return self._state.nbytes + self._verification.nbytes
 
     @property
     def like(self) -> Tensor | None:
         """An empty tensor with the stored keys' B, Hk, D, dtype and device; None before a step."""
-        return self.state.like
+        return self._state.like
+
+    @property
+    def facts(self) -> LayerFacts:
+        """What the store's formats need of this layer."""
+        return self._state.facts
 
     @property
     def latent(self) -> bool:
         """Whether the layer stores latents: see `latents`."""
-        return self.state.facts.latent
+        return self.facts.latent
 
     @property
     def token_numbers(self) -> int:
         """The numbers in one token's keys and values, of all rows and heads; 0 before a step."""
-        like = self.state.like
+        like = self._state.like
         if like is None:
             return 0
         b, h, _, d = like.shape
-        return b * h * (d + (self.state.facts.value_dim or d))
+        return b * h * (d + (self.facts.value_dim or d))
 
     @property
     def dropped(self) -> float:
         """Tokens seen that the layer has dropped, of every row and head, or on average."""
-        return self.state.dropped
+        return self._state.dropped
 
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read, of each row and head, on average."""
-        return self.state.read
+        return self._state.read
 
     @property
     def traffic(self) -> Traffic:
         """What steps found on the device; of zeros where the layer has no tier."""
-        retriever = self.state.retriever
+        retriever = self._state.retriever
         store = None if retriever is None else retriever.store
         return Traffic() if store is None else store.traffic
 
     @property
     def largest(self) -> tuple[float, ...]:
         """The largest magnitudes of keys and of values that the layer can store."""
-        return self.state.max_abs
+        return self._state.max_abs
 
     @property
     def needs_ids(self) -> bool:
         """Whether the next step needs token ids, for a rule that protects tokens."""
-        return self.state.needs_ids
+        return self._state.needs_ids
 
     @property
     def uses_input_norms(self) -> bool:
         """Whether the next step may need the norms of the layer's input, for a score."""
-        evictor = self.state.evictor
+        evictor = self._state.evictor
         return self.recipe.uses_input_norms and evictor is not None and evictor.scoring
 
     @property
     def recording(self) -> bool:
         """Whether `crop` may remove the tokens of each step."""
-        return self.state.recording
+        return self._state.recording
 
     @recording.setter
     def recording(self, value: bool) -> None:
-        self.state.recording = value
+        self._state.recording = value
+
+    @property
+    def certain(self) -> int:
+        """The tokens, those of the next step included, that no `crop` will remove."""
+        return self._verification.certain
+
+    @certain.setter
+    def certain(self, value: int) -> None:
+        self._verification.certain = value
 
     @property
     def removable(self) -> int:
         """The number of newest tokens that `crop` may still remove, because a draft is running."""
-        draft = self.state.uncommitted
-        if self.verification.running:
-            return self.verification.tokens
+        draft = self._state.uncommitted
+        if self._verification.running:
+            return self._verification.tokens
         if draft is None or self.seen <= self.recipe.start:
             return 0
         return draft.tokens
 
     def observe(self) -> Trace:
         """Return a `Trace` of each later step's decisions; call this before the first prompt."""
-        if self.state.trace is None:
-            self.state.trace = Trace()
-        return self.state.trace
+        if self._state.trace is None:
+            self._state.trace = Trace()
+        return self._state.trace
 
     def past_window(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values [B, Hk, N, D] that the next token of a window sees."""
-        segment, window = self.state.segment, self.state.window
+        segment, window = self._state.segment, self._state.window
         assert window is not None
         keys, values = segment.views()
         begin = max(0, len(segment) - (window - 1))
@@ -174,14 +189,14 @@ class LayerCache:
 
     def logical(self) -> Tensor:
         """Return logical indices of all stored tokens, int64 [B, Hk, N]: see `reading.logical`."""
-        return reading.logical(self.state)
+        return reading.logical(self._state)
 
     def exact_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return exact keys and values [B, Hk, N, D], and logical indices [B or 1, Hk or 1, N].
 
         For a layer that packs nothing. Sinks are among them where tokens are evicted by score.
         """
-        segment = self.state.segment
+        segment = self._state.segment
         keys, values = segment.exact_keys(), segment.exact_values()
         return keys, values, segment.logical(0, keys.shape[2], keys.device)
 
@@ -215,28 +230,28 @@ class LayerCache:
         )
         return self.run(StepInputs(queries, k, v))
 
-    def run(self, step: StepInputs, shared: bool = False) -> Tensor:
+    def run(self, step: StepInputs, leave_open: bool = False) -> Tensor:
         """Attend to all stored tokens and to the new ones, and store these.
 
-        shared: other layers attend to the same tokens, by `read`; `finish` then ends the step.
+        leave_open: other layers attend to the same tokens, by `read`; `finish` then ends the step.
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
         exception, an interrupt included, the layer is as it was before the call.
         """
         self._begin_step()
         try:
-            if self.state.recording and self.verification.applies(self.state):
-                if shared:
+            if self._state.recording and self._verification.applies(self._state):
+                if leave_open:
                     raise CacheMisuse(
                         f"{self.name}: other layers share its keys and values, and a draft that "
                         "this recipe evicts from takes steps token by token; use no assistant, or "
                         "a recipe that does not evict while decoding"
                     )
-                return self.verification.attend(self.state, step, self.mutable)
-            if self.verification.steps:
-                self.verification.end()
-            if not shared:
-                return cycle.attend(self.state, step)
-            out, self._open_step = cycle.begin(self.state, step)
+                return self._verification.attend(self._state, step, self.mutable)
+            if self._verification.steps:
+                self._verification.end()
+            if not leave_open:
+                return cycle.attend(self._state, step)
+            out, self._open_step = cycle.begin(self._state, step)
             return out
         except BaseException as error:
             self._fail(error)
@@ -249,13 +264,13 @@ class LayerCache:
         newest. Scores do not see them. Returns [B, Hq, T, D].
         """
         assert self._open_step is not None
-        return cycle.read(self.state, step, self._open_step.stored)
+        return cycle.read(self._state, step, self._open_step.stored)
 
     def finish(self) -> None:
         """End a step that `run` left open for other layers, if there is one."""
         open_step, self._open_step = self._open_step, None
         if open_step is not None:
-            cycle.finish(self.state, open_step)
+            cycle.finish(self._state, open_step)
 
     def prefill(self, step: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
@@ -265,21 +280,21 @@ class LayerCache:
         """
         self._begin_step()
         try:
-            cycle.prefill(self.state, step)
+            cycle.prefill(self._state, step)
         except BaseException as error:
             self._fail(error)
             raise
 
     def mark_seen(self, tokens: int) -> None:
         """Count `tokens` tokens as seen, for a caller that attends to them itself."""
-        self.state.seen = tokens
+        self._state.seen = tokens
 
     # --- a repetition of the prompt ---------------------------------------------------------------
 
     @property
     def scores_repetition(self) -> bool:
         """Whether the model must repeat the first prompt, which scores its tokens."""
-        return self.state.scores_repetition
+        return self._state.scores_repetition
 
     @property
     def repetition_rule(self) -> tuple[Keep, int] | None:
@@ -287,16 +302,16 @@ class LayerCache:
 
         Two layers with equal rules get equal scores.
         """
-        return self.state.score_evictor.repetition_rule if self.scores_repetition else None
+        return self._state.score_evictor.repetition_rule if self.scores_repetition else None
 
     @property
     def repetition_scores(self) -> Tensor | None:
         """The scores that `repeat` has collected, fp32 [B, Hk, N]; None before the first ones."""
-        return self.state.score_evictor.repetition_scores
+        return self._state.score_evictor.repetition_scores
 
     def take_repetition(self, scores: Tensor | None) -> None:
         """Take the `repetition_scores` of another layer with the same prompt, not `repeat`'s."""
-        self.state.score_evictor.take_repetition(scores)
+        self._state.score_evictor.take_repetition(scores)
 
     def repeat(self, step: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
         """Attend as `run` does, but store nothing: the step ends with a repetition of the prompt.
@@ -305,11 +320,11 @@ class LayerCache:
         for the queries of another layer that shares these tokens. Call it after the prompt, and
         `end_repetition` after the last repetition.
         """
-        return cycle.repeat(self.state, step, repeated)
+        return cycle.repeat(self._state, step, repeated)
 
     def end_repetition(self) -> None:
         """Evict by the scores that `repeat` collected, then pack and index."""
-        commit.end_repetition(self.state)
+        commit.end_repetition(self._state)
 
     # --- undo -------------------------------------------------------------------------------------
 
@@ -328,15 +343,15 @@ class LayerCache:
         undo, self.undo = self.undo, None
         undo.restore()
         undo.forget()
-        retriever = self.state.retriever
+        retriever = self._state.retriever
         if retriever is not None and retriever.store is not None:
             retriever.store.forget()  # its copies on the device are changed in place
 
     def mutable(self) -> Mutable:
         """Return the objects that a step changes; kept in `_mutable` while no part is replaced."""
-        state, retriever = self.state, self.state.retriever
+        state, retriever = self._state, self._state.retriever
         finder = None if retriever is None else retriever.finder
-        mutable = Mutable([self.verification, *state.walk()], state.storage, finder)
+        mutable = Mutable([self._verification, *state.walk()], state.storage, finder)
         tier = retriever is not None and retriever.store is not None
         fixed = self.recipe.store.fixed_buffers and not tier
         self._mutable = mutable if fixed else None
@@ -346,7 +361,7 @@ class LayerCache:
         """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
             self.check_usable()
-        state, finder = self.state, None
+        state, finder = self._state, None
         if state.retriever is not None:
             state.retriever.side_stream.wait()
             finder = state.retriever.finder
@@ -370,15 +385,15 @@ class LayerCache:
         Raises `CacheMisuse` if they cannot be removed, before anything is changed.
         """
         self.check_crop(tokens)
-        state = self.state
+        state = self._state
         if tokens >= state.seen:
             self.reset()
             return
         try:
             self._wait()
-            if self.verification.running:
+            if self._verification.running:
                 self.undo = None
-                self.verification.remove_newest(state, tokens)
+                self._verification.remove_newest(state, tokens)
                 return
             retriever, draft = state.retriever, state.uncommitted
             if retriever is not None and tokens > len(state.segment.keys):
@@ -401,22 +416,31 @@ class LayerCache:
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        state = self.state
+        state = self._state
         if state.like is None:
             return
         self._wait()
         draft: tuple[StepInputs, ...] = ()
-        if self.verification.running:
-            self.undo, draft = None, self.verification.restore(state)
+        if self._verification.running:
+            self.undo, draft = None, self._verification.restore(state)
         state.traits = ()
         state.map(fn)
         for step in draft:
-            self.verification.attend(state, step.map(fn), self.mutable)
+            self._verification.attend(state, step.map(fn), self.mutable)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state between two steps, to save it: see `LayerState.state`."""
+        self._wait()
+        return self._state.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load a state that `state` returned: see `LayerState.load_state`."""
+        self._state.load_state(state)
 
     def _wait(self) -> None:
         """Wait for what a step before has begun on a side stream."""
-        if self.state.retriever is not None:
-            self.state.retriever.side_stream.wait()
+        if self._state.retriever is not None:
+            self._state.retriever.side_stream.wait()
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -430,10 +454,10 @@ class LayerCache:
 
     def check_crop(self, tokens: int) -> None:
         """Raise `CacheMisuse` if the newest `tokens` tokens cannot be removed."""
-        if not self.verification.running:
-            checks.check_crop(self.state, tokens)
-        elif self.verification.tokens < tokens < self.seen:
+        if not self._verification.running:
+            checks.check_crop(self._state, tokens)
+        elif self._verification.tokens < tokens < self.seen:
             raise CacheMisuse(
                 f"{self.name}: crop of {tokens} tokens reaches before the draft; crop its "
-                f"{self.verification.tokens} tokens first"
+                f"{self._verification.tokens} tokens first"
             )

@@ -29,7 +29,7 @@ from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 
-VERSION = 8
+VERSION = 9
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 STRATEGIES: dict[str, type[ScoreEvictor]] = {
@@ -53,6 +53,7 @@ class LayerState(Stateful):
     """
 
     tensors = ("like",)
+    counters = ("seen", "read", "recording", "prompt_done")
     children = ("storage", "sinks", "evictor", "retriever", "outliers", "uncommitted")
 
     def __init__(
@@ -162,18 +163,8 @@ class LayerState(Stateful):
 
         Everything else follows from the recipe and the model.
         """
-        state = super().state()
-        return {
-            **{name: state[name] for name in ("like", "sinks", "evictor", "retriever", "outliers")},
-            "seen": self.seen,
-            "read": self.read,
-            "recording": self.recording,
-            "settled": self.prompt_done,
-            "observed": self.trace is not None,
-            "slots": isinstance(self.storage, SlotStorage),
-            "tokens": state["storage"],
-            "draft": state["uncommitted"],
-        }
+        in_slots = isinstance(self.storage, SlotStorage)
+        return {**super().state(), "in_slots": in_slots, "observed": self.trace is not None}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None = None) -> None:
         """Load a state that `state` returned into an empty layer of the same recipe and model.
@@ -181,14 +172,11 @@ class LayerState(Stateful):
         The layer owns the tensors then, and continues exactly as the saved one.
         """
         like = state["like"]
-        self.seen, self.read = state["seen"], state["read"]
-        self.recording, self.prompt_done = state["recording"], state["settled"]
         if state["observed"] and self.trace is None:
             self.trace = Trace()
-        if state["slots"]:
-            self.storage = SlotStorage.empty(self.seen)
-        if state["draft"] is not None:
+        if state["in_slots"]:
+            self.storage = SlotStorage.empty(state["seen"])
+        if state["uncommitted"] is not None:
             assert like is not None
             self.uncommitted = Uncommitted(0, Queries(like, 1.0))
-        renamed = {"storage": state["tokens"], "uncommitted": state["draft"]}
-        super().load_state({**state, **renamed}, like)
+        super().load_state(state, like)

@@ -50,7 +50,8 @@ class OutlierTokens(Stateful):
         bias = None if queries.alibi is None else queries.alibi.bias(index)
         rule = self.rule
         scorer = StepScorer(rule.scorer, rule.group, self.sinks, self.layer, self.head)
-        scores = scorer.score(queries, k, v, queries.visible, index, n, bias)[..., lo:hi]
+        step = scorer.step(queries, k, v, queries.visible, index, n, bias)
+        scores = scorer.score(step)[..., lo:hi]
         visible = queries.visible if sinks is None else sinks.hide(queries.visible)
         visible = None if visible is None else visible[..., lo:hi]
         slots = choose(scores, min(rule.tokens, hi - lo), 0, visible)

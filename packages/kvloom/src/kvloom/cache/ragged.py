@@ -8,7 +8,7 @@ without padding, and a table has each head's span.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class RaggedTokens(Stateful):
     """
 
     tensors = ("bounds", "logical_index")
-    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     children = ("keys", "values")
 
     def __init__(self, recipe: Recipe) -> None:
@@ -214,7 +213,7 @@ class RaggedTokens(Stateful):
         assert like is not None
         for name in ("keys", "values"):
             getattr(self, name).load_state(state[name], like[:1, :1])
-        self.spans, self.logical_index = _spans(state["bounds"][..., 1]), state["index"]
+        self.spans, self.logical_index = _spans(state["bounds"][..., 1]), state["logical_index"]
 
 
 def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:

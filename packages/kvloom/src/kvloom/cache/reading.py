@@ -105,7 +105,7 @@ def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:
     return torch.cat([first_k, k], dim=2), torch.cat([first_v, v], dim=2)
 
 
-def marked(index: Tensor, tokens: int) -> Tensor:
+def index_mask(index: Tensor, tokens: int) -> Tensor:
     """Return the tokens that indices int64 [..., N] name, bool [..., tokens]; -1: no token."""
     mask = torch.zeros(*index.shape[:-1], tokens + 1, dtype=torch.bool, device=index.device)
     return mask.scatter_(-1, index.masked_fill(index < 0, tokens), True)[..., :tokens]

@@ -19,7 +19,7 @@ from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import Packed
-from .latents import joined
+from .latents import whole_keys
 from .segment import Segment
 from .step import Queries, Trace
 
@@ -151,7 +151,7 @@ class Retriever(Stateful):
         keys = segment.unpacked_keys(lo, hi)
         if not self.latent:
             return keys
-        return joined(keys, segment.unpacked_values(lo, hi))
+        return whole_keys(keys, segment.unpacked_values(lo, hi))
 
     def _find(self, segment: Segment, q: Tensor, count: int) -> Tensor:
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..keep import PROTECTED, Budget, Keep, budgets, choose, sinks_first
+from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
@@ -54,7 +55,7 @@ class ScoreEvictor(Evictor):
     [B, 1, N], the tokens of a first prompt that the recipe marks, until they are scored.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("heavy", "recent", "prompt_tokens")
+    counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
     children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
     repetition: RepetitionScores | None = None
     heavy: int | None
@@ -76,7 +77,7 @@ class ScoreEvictor(Evictor):
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
-        self.scores = RunningScores(keep.scorer, self.sinks, recipe.protect.marks)
+        self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.marks)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
         self.waiting: Queries | None = None
@@ -89,6 +90,11 @@ class ScoreEvictor(Evictor):
     def scoring(self) -> bool:
         """Whether scores decide which tokens stay, as long as tokens are evicted."""
         return self.phase is not Phase.DONE
+
+    @property
+    def irreversible(self) -> bool:
+        """Whether a step changes the scores of tokens, which no crop takes back."""
+        return self.scoring
 
     @property
     def joint(self) -> bool:
@@ -141,7 +147,8 @@ class ScoreEvictor(Evictor):
         keys = self._step_keys(keys, index, seen - 1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
         visible = segment.mask(queries.visible)
-        return self.scorer.score(queries, keys, values, visible, index, seen, bias)
+        step = self.scorer.step(queries, keys, values, visible, index, seen, bias)
+        return self.scorer.score(step)
 
     def note_protected(self, queries: Queries, tokens: int) -> None:
         """Note which tokens of a first prompt of `tokens` tokens the recipe marks."""
@@ -198,12 +205,12 @@ class ScoreEvictor(Evictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def needed(self, queries: Queries) -> Queries:
-        """Return what of a step's queries an eviction needs, once they have scored."""
+        """Return what of the queries of a step or a block an eviction needs, once they scored."""
         fit = self.keep.fit
         if fit is None:
             return queries.without_queries()
-        assert queries.visible is None or queries.visible.shape[2] == queries.tokens
-        return queries._replace(q=fit.rows(queries.q, queries.visible), products=None, lse=None)
+        rows = fit.rows(queries.q, queries.visible_queries)
+        return queries._replace(q=rows, products=None, lse=None)
 
     def keep_prompt(
         self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
@@ -212,8 +219,8 @@ class ScoreEvictor(Evictor):
         t = k.shape[2]
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
-        scores = self.scorer.score(queries, k, v, queries.visible, index, t, bias)
-        self.scores.add(self.marked(scores), queries.visible)
+        scores = self.scorer.score(self.scorer.step(queries, k, v, queries.visible, index, t, bias))
+        self.scores.add(self.marked(scores), self._new_sinks(segment, scores, queries.visible))
         self._note(segment, trace)
         slots, choice = self.choose(t, queries.visible)
         if slots is None:
@@ -230,7 +237,8 @@ class ScoreEvictor(Evictor):
         if decision.heavy is not None:
             self.heavy = decision.heavy
         visible, n = segment.mask(queries.visible), len(segment)
-        self.scores.add(decision.scores, visible)
+        sinks = self._new_sinks(segment, decision.scores, queries.visible)
+        self.scores.add(decision.scores, sinks)
         self._note(segment, trace)
         slots, choice = self.choose(n, visible, decision.counts)
         if slots is not None:
@@ -243,8 +251,11 @@ class ScoreEvictor(Evictor):
             tail = segment.keys.tail
             tail.replace(self._kept_keys(tail.view(), slots, n))
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
-        """Return where tokens are stored after an eviction; drafting: a crop may follow."""
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
+        """Return where tokens are stored after an eviction.
+
+        visible: bool [B, 1, seen tokens], False for padding. drafting: a crop may follow.
+        """
         return segment
 
     def choose(
@@ -279,28 +290,6 @@ class ScoreEvictor(Evictor):
             slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
         later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
         return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
-
-    # --- its saved state --------------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the state: that of `scorer` among its own, and none of a repetition."""
-        state = super().state()
-        del state["repetition"]
-        return {
-            **state,
-            **state.pop("scorer"),
-            "heavy": self.heavy or 0,
-            "awaits_variances": self.by_variance and self.heavy is None,
-            "done": self.phase is Phase.DONE,
-        }
-
-    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned; like: see `Stateful`."""
-        super().load_state({**state, "scorer": state, "repetition": {"scores": None}}, like)
-        if state["awaits_variances"] or not self.prompt_tokens:
-            self.heavy = None
-        if self.prompt_tokens:
-            self.phase = Phase.DONE if state["done"] else Phase.EVICTING
 
     # --- what strategies differ in ----------------------------------------------------------------
 
@@ -359,6 +348,21 @@ class ScoreEvictor(Evictor):
         if self.ragged is not None and choice is not None:
             self.ragged.fill(k, v, choice, queries.visible, self._needs_index(queries, trace))
 
+    def _new_sinks(self, segment: Segment, scores: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Return which tokens with scores [B, Hk, N] are sinks, bool [B or 1, Hk or 1, N].
+
+        visible: bool [B, 1, seen tokens] by logical index, False for padding. None: there are no
+        sinks, or none that came since `scores`.
+        """
+        if not self.sinks or (visible is None and segment.first + len(self.scores) >= self.sinks):
+            return None
+        index = segment.logical(0, scores.shape[-1], scores.device)
+        if visible is None:
+            return index < self.sinks
+        first = first_tokens(visible.shape[-1], self.sinks, visible, visible.device)
+        shape = torch.broadcast_shapes(index.shape[:2], first.shape[:2])
+        return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
+
     def _note(self, segment: Segment, trace: Trace | None) -> None:
         """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
         if trace is not None:
@@ -401,7 +405,7 @@ class PromptEvictor(ScoreEvictor):
             keys = segment.exact_keys()
             self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return the segment, where tokens stay from now on; evict no more."""
         self.scores.clear()
         self.phase = Phase.DONE
@@ -448,9 +452,11 @@ class StepEvictor(LimitEvictor):
     Once each step evicts one token, the tokens are in slots.
     """
 
-    def next_storage(self, segment: Segment, drafting: bool) -> Storage:
-        """Return where tokens are stored: in slots once the budget is full."""
+    def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
+        """Return where tokens are stored: in slots once the budget is full, all sinks included."""
         if len(segment) != self.budget_tokens or drafting:
+            return segment
+        if self.sinks and visible is not None and bool((visible.sum(dim=-1) < self.sinks).any()):
             return segment
         keys = segment.exact_keys()
         index = segment.step_index(keys.device).expand(*keys.shape[:3]).int()
@@ -462,15 +468,16 @@ class StepEvictor(LimitEvictor):
     def score_slots(self, slots: SlotStorage, queries: Queries, region: Region) -> Tensor:
         """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read."""
         keys, values = region.keys.tail, region.values.tail
-        return self.scorer.score(
+        step = self.scorer.step(
             queries, keys, values, region.visible, slots.logical_index, slots.seen, region.bias
         )
+        return self.scorer.score(step)
 
     def evict_from_slots(
         self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
     ) -> None:
         """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.joined(slots.scores, scores)
+        total = self.scores.with_step(slots.scores, scores)
         if trace is not None:
             trace.scored = slots.logical_index.long(), total
         slots.evict(total, slots.mask(visible), slots.seen - self.recent)

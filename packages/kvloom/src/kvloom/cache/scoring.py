@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..keep import PROTECTED, Scorer, Step, built_in, checked, protect_sinks
+from ..keep import PROTECTED, Scorer, Step, built_in, checked
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -45,27 +45,7 @@ class StepScorer(Stateful):
         self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
 
-    def score(
-        self,
-        queries: Queries,
-        k: Tensor,
-        v: Tensor,
-        visible: Tensor | None,
-        index: Tensor,
-        seen: int,
-        bias: Tensor | None,
-    ) -> Tensor:
-        """Return a step's scores fp32 [B, Hk, N] of k, v [B, Hk, N, D].
-
-        The queries may be absorbed, and k, v of a latent layer.
-
-        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
-        logical index of each token. seen: the number of tokens seen, the step's included. bias:
-        fp32 [B, Hq, N], added to the logits.
-        """
-        return self.score_step(self.step(queries, k, v, visible, index, seen, bias))
-
-    def score_step(self, step: Step) -> Tensor:
+    def score(self, step: Step) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of a step that `step` returned."""
         self.steps += 1
         return self.scorer(step) if self.built_in else checked(self.scorer, step)
@@ -80,50 +60,51 @@ class StepScorer(Stateful):
         seen: int,
         bias: Tensor | None,
     ) -> Step:
-        """Return the input of a score: as for `score`."""
+        """Return the input of `score` for queries, which may be absorbed, and k, v [B, Hk, N, D].
+
+        visible: bool [B, 1 or Hk, N], False for padding. index: int [B or 1, Hk or 1, N], the
+        logical index of each token. seen: the number of tokens seen, the step's included. bias:
+        fp32 [B, Hq, N], added to the logits.
+        """
         k = query_keys(queries.q, k, v)
         return Step(
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
             seed=self.seed, group=self.group, sinks=self.sinks, softcap=queries.softcap,
             visible=visible, visible_queries=queries.visible_queries, bias=bias,
-            products=queries.products, lse=queries.lse, rope=self.rope, ids=queries.ids,
-            head=self.head, norms=queries.norms, ahead=queries.ahead,
+            products=queries.products, lse=queries.lse, rope=self.rope, head=self.head,
+            **queries.by_query,
         )  # fmt: skip
 
 
 class RunningScores(Buffer):
-    """Scores fp32 [B, Hk, N, 1], oldest token first; the first `sinks` tokens have plus inf.
+    """Scores fp32 [B, Hk, N, 1], oldest token first; sinks have plus infinity.
 
-    scorer: joins the scores of a step to those before. protects_ids: whether tokens may have the
-    score `PROTECTED`.
+    scorer: joins the scores of a step to those before. sinks: whether there are any. protects_ids:
+    whether tokens may have the score `PROTECTED`.
     """
 
-    def __init__(self, scorer: Scorer, sinks: int, protects_ids: bool = False) -> None:
+    def __init__(self, scorer: Scorer, sinks: bool, protects_ids: bool = False) -> None:
         super().__init__()
-        self.scorer, self.sinks = scorer, sinks
+        self.scorer = scorer
         self.fixed_from = PROTECTED if protects_ids else torch.inf
-        self.fixes = bool(sinks) or protects_ids
+        self.fixes = sinks or protects_ids
 
     @property
     def scores(self) -> Tensor:
         """All scores [B, Hk, N]; a view."""
         return self.view()[..., 0]
 
-    def add(self, scores: Tensor, visible: Tensor | None) -> None:
+    def add(self, scores: Tensor, sinks: Tensor | None) -> None:
         """Add a step's scores [B, Hk, N] to those of the tokens stored before it.
 
-        visible: bool [B, 1 or Hk, N or more], False for padding, which is not a sink.
+        sinks: bool [B or 1, Hk or 1, N]; None: there are none, or no new ones.
         """
-        before = len(self)
-        if before == 0:
-            if visible is not None:
-                visible = visible[..., : scores.shape[-1]]
-            self.put(protect_sinks(scores, self.sinks, visible))
-            return
-        new = torch.zeros_like(scores[..., before:])
-        self.put(self.joined(torch.cat([self.scores, new], dim=-1), scores))
+        if before := len(self):
+            new = torch.zeros_like(scores[..., before:])
+            scores = self.with_step(torch.cat([self.scores, new], dim=-1), scores)
+        self.put(scores if sinks is None else scores.masked_fill(sinks, torch.inf))
 
-    def joined(self, old: Tensor, scores: Tensor) -> Tensor:
+    def with_step(self, old: Tensor, scores: Tensor) -> Tensor:
         """Return scores after a step; sinks and protected tokens keep theirs."""
         joined = self.scorer.join(old, scores)
         return torch.where(old >= self.fixed_from, old, joined) if self.fixes else joined
@@ -173,7 +154,7 @@ class RepetitionScores(Stateful):
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        scores = scorer.score(queries, k, v, mask, index, prompt + t, bias)
+        scores = scorer.score(scorer.step(queries, k, v, mask, index, prompt + t, bias))
         if self.scores is None:
             self.scores = scores.new_zeros(b, hk, prompt)
         begin = stored.shape[2] - (hi - lo)

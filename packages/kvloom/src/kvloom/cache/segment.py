@@ -7,7 +7,6 @@ included. Visibility, causality and positions follow from it. Independent of rec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ class Segment(Stateful):
     """
 
     tensors = ("logical_index", "start")
-    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     counters = ("first", "kept", "offloaded", "start_final")
     children = ("keys", "values")
 
@@ -116,15 +114,22 @@ class Segment(Stateful):
         values.count += t
         return True
 
-    def extend(self, k: Tensor, v: Tensor, drop: int, visible: Tensor | None = None) -> None:
+    def extend(
+        self,
+        k: Tensor,
+        v: Tensor,
+        drop: int,
+        visible: Tensor | None = None,
+        prompt: bool = False,
+    ) -> None:
         """Add k, v, drop the `drop` oldest tokens, and pack what is due.
 
-        visible: bool [B, 1, seen tokens] by logical index, False for padding.
+        visible: bool [B, 1, seen tokens] by logical index, False for padding. prompt: as in `pack`.
         """
         nonpadding = self.mask(visible, hi=len(self) + k.shape[2])
         self._find_start(visible)
-        self.keys.extend(k, drop, nonpadding, self.positions)
-        self.values.extend(v, drop, nonpadding)
+        self.keys.extend(k, drop, nonpadding, self.positions, prompt)
+        self.values.extend(v, drop, nonpadding, prompt=prompt)
         self.first += drop
 
     def keep(self, slots: Tensor, index: bool) -> None:

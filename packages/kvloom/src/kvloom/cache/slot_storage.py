@@ -8,7 +8,6 @@ evicted token is free again. Each slot has the logical index of its token.
 from __future__ import annotations
 
 from copy import copy
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ class SlotStorage(Stateful):
     """
 
     tensors = ("keys", "values", "scores", "free", "logical_index")
-    saved_names: ClassVar[dict[str, str]] = {"logical_index": "index"}
     kept = 0  # tokens of a prompt that a crop cannot remove: see `Segment`
 
     def __init__(

@@ -17,6 +17,9 @@ from torch import Tensor
 from ..positions.alibi import Alibi
 from ..state import Stateful
 
+_BY_QUERY = "ids", "norms", "ahead"  # fields [B, T]; also of `keep.Step`
+_SAVED = "q", "scale", "visible", "softcap", *_BY_QUERY  # the next step brings its own ALiBi
+
 
 class Queries(NamedTuple):
     """One step's queries [B, Hq, T, D], which are the last T of seen + T tokens.
@@ -55,6 +58,11 @@ class Queries(NamedTuple):
         return None if self.visible is None else self.visible[:, :, -self.tokens :]
 
     @property
+    def by_query(self) -> dict[str, Any]:
+        """The tensors [B, T], by name."""
+        return {name: getattr(self, name) for name in _BY_QUERY}
+
+    @property
     def see_later(self) -> bool:
         """Whether a query sees tokens behind its own."""
         return self.ahead is not None and bool(self.ahead.any())
@@ -70,27 +78,25 @@ class Queries(NamedTuple):
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
         return self._replace(
             q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None, lse=None,
-            **self._by_query(lambda x: x[:, begin:end]),
+            **self._map_by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
-        return self._replace(
-            q=self.q[:, :, :0].clone(), products=None, lse=None, ids=None, norms=None, ahead=None
-        )
+        none = self._map_by_query(lambda _: None)
+        return self._replace(q=self.q[:, :, :0].clone(), products=None, lse=None, **none)
 
     def after(self, earlier: Queries | None) -> Queries:
         """Return the queries of an earlier step and these behind them."""
         if earlier is None:
             return self
-        ids, norms = (
-            None if x is None or before is None else torch.cat([before, x], dim=1)
-            for before, x in ((earlier.ids, self.ids), (earlier.norms, self.norms))
-        )
-        q, ahead = torch.cat([earlier.q, self.q], dim=2), None
+        q, before, both = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
         if earlier.ahead is not None or self.ahead is not None:
-            ahead = torch.cat([earlier._tokens_ahead, self._tokens_ahead], dim=1)
-        return self._replace(q=q, products=None, lse=None, ids=ids, norms=norms, ahead=ahead)
+            before["ahead"], both["ahead"] = earlier._tokens_ahead, self._tokens_ahead
+        for name, x in both.items():
+            old = before[name]
+            both[name] = None if x is None or old is None else torch.cat([old, x], dim=1)
+        return self._replace(q=q, products=None, lse=None, **both)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
@@ -99,7 +105,7 @@ class Queries(NamedTuple):
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
         # ALiBi may count from a removed token
         return self._replace(
-            q=q, visible=visible, lse=None, **self._by_query(lambda x: x[:, :count])
+            q=q, visible=visible, lse=None, **self._map_by_query(lambda x: x[:, :count])
         )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
@@ -112,7 +118,7 @@ class Queries(NamedTuple):
             alibi=alibi,
             products=None,
             lse=None,
-            **self._by_query(fn),
+            **self._map_by_query(fn),
         )
 
     @property
@@ -122,10 +128,9 @@ class Queries(NamedTuple):
             return self.ahead
         return self.q.new_zeros(self.q.shape[0], self.tokens, dtype=torch.long)
 
-    def _by_query(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def _map_by_query(self, fn: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
         """Apply fn to the tensors [B, T]."""
-        named = {"ids": self.ids, "norms": self.norms, "ahead": self.ahead}
-        return {name: None if x is None else fn(x) for name, x in named.items()}
+        return {name: None if x is None else fn(x) for name, x in self.by_query.items()}
 
 
 class StepInputs(NamedTuple):
@@ -172,37 +177,31 @@ class Uncommitted(Stateful):
     theirs, where a part will score with them once it is certain which tokens stay (else none).
     """
 
-    tensors = ("q", "ids", "norms", "ahead")
-    uncounted = ("visible",)
-    counters = ("tokens", "scale", "softcap")
+    counters = ("tokens",)
     fixed = True  # a step replaces this object
-    q: Tensor
-    scale: float
-    visible: Tensor | None
-    softcap: float | None
-    alibi: Alibi | None  # not saved: the next step brings its own
-    ids: Tensor | None
-    norms: Tensor | None
-    ahead: Tensor | None
 
     def __init__(self, tokens: int, queries: Queries) -> None:
         self.tokens = tokens
-        self.q, self.scale, self.softcap = queries.q, queries.scale, queries.softcap
-        self.visible, self.alibi = queries.visible, queries.alibi
-        self.ids, self.norms, self.ahead = queries.ids, queries.norms, queries.ahead
+        self.queries = queries._replace(products=None, lse=None, sink_logits=None)
 
     @property
-    def queries(self) -> Queries:
-        """The queries of these tokens."""
-        return Queries(
-            self.q, self.scale, self.visible, softcap=self.softcap, alibi=self.alibi, ids=self.ids,
-            norms=self.norms, ahead=self.ahead,
-        )  # fmt: skip
+    def nbytes(self) -> int:
+        """Bytes of all tensors but the padding mask."""
+        by_query = self.queries.by_query.values()
+        return self.queries.q.nbytes + sum(x.nbytes for x in by_query if x is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
-        super().map(fn)
-        self.alibi = None if self.alibi is None else self.alibi.map(fn)
+        self.queries = self.queries.map(fn)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state by name."""
+        return {**super().state(), **{name: getattr(self.queries, name) for name in _SAVED}}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned; like: see `Stateful`."""
+        super().load_state(state, like)
+        self.queries = Queries(**{name: state[name] for name in _SAVED})
 
 
 @dataclass

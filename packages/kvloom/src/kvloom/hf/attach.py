@@ -175,10 +175,14 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
-    if recipe.rotates_queries and not recipe_for(model, recipe).rotates_queries:
+    fitted = recipe_for(model, recipe)
+    if recipe.rotates_queries and not fitted.rotates_queries:
+        instead = "another score takes the place of the recipe's"
+        if fitted.repeats_prompt:
+            instead = "it reads each prompt twice, as with kvzip"
         notes.append(
-            "note: the model's queries cannot be rotated to other positions, so it reads each "
-            "prompt twice, as with kvzip, and values are not fitted"
+            f"note: the model's queries cannot be rotated to other positions, so {instead}, and "
+            "values are not fitted"
         )
     if recipe.keep is not None or recipe.recall is not None or not recipe.store.exact:
         notes.append(

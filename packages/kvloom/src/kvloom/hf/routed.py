@@ -26,7 +26,6 @@ from transformers.cache_utils import (
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse, KvloomError
-from ..keep import Rotated
 from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -131,12 +130,12 @@ class RoutedLayer(CacheLayerMixin):
     def check_axes(self) -> None:
         """Raise `CacheMisuse` if positions on several axes, as in an image, do not fit the recipe.
 
-        `Rotated` moves queries by equal distances on all axes, whatever their positions.
+        A score that `rotates_queries` moves them by equal distances on all axes.
         """
         keep = self.cache.recipe.keep
         if keep is None:
             return
-        by_order = keep.scorer.needs_rope and not isinstance(keep.scorer, Rotated)
+        by_order = keep.scorer.needs_rope and not keep.scorer.rotates_queries
         if by_order or keep.positions != "original":
             raise CacheMisuse(
                 f"{self.cache.name}: the recipe derives positions from the order of tokens, and "
@@ -170,7 +169,7 @@ class RoutedLayer(CacheLayerMixin):
         elif again:
             run = self.cache.read
         elif self.shared:
-            run = partial(self.cache.run, shared=True)
+            run = partial(self.cache.run, leave_open=True)
         if self.ids is not None and self.repeated is None:
             ids = self.ids.to(step.k.device)
             if ids.shape[1] != step.tokens:

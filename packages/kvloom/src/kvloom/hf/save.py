@@ -4,7 +4,7 @@ Decides what is in a file's metadata and which files are refused; `LayerState.st
 of a cache is saved. The file is safetensors. It has tensors as the cache stores them, without spare
 room, all else as JSON in the metadata, and a checksum of all bytes at the end. It has no code.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
-is named by its path in the tree of state, as `2.tokens.keys.packed.codes.live`.
+is named by its path in the tree of state, as `2.0.storage.keys.packed.codes.live`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _state(layer: Any) -> Any:
     """Return the states of the parts of a layer: kvloom's, and transformers' own."""
     compressed, stored = compressed_part(layer), stock_part(layer)
     return [
-        None if compressed is None else compressed.cache.state.state(),
+        None if compressed is None else compressed.cache.state(),
         None if stored is None else stock.state(stored),
     ]
 
@@ -130,7 +130,7 @@ def _load_state(layer: Any, saved: Any) -> None:
     """Load a saved state into a new layer."""
     compressed, stored = compressed_part(layer), stock_part(layer)
     if compressed is not None:
-        compressed.cache.state.load_state(saved[0])
+        compressed.cache.load_state(saved[0])
     if stored is not None:
         stock.load_state(stored, saved[1])
 
@@ -209,7 +209,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 
 def _calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
-    facts = [layer.cache.state.facts for layer in cache.routed]
+    facts = [layer.cache.facts for layer in cache.routed]
     tables = {
         f"{i}.{side}.{name}": x
         for i, layer in enumerate(facts)
@@ -231,11 +231,9 @@ def _devices(model: PreTrainedModel) -> dict[int, torch.device]:
 
 
 def _check_committed(cache: RoutedCache) -> None:
-    """Raise `CacheMisuse` in the middle of a step or draft; wait for side streams."""
+    """Raise `CacheMisuse` in the middle of a step or draft."""
     for layer in (compressed.cache for compressed in cache.compressed):
         layer.check_usable()
-        if layer.state.retriever is not None:
-            layer.state.retriever.side_stream.wait()
         if layer.removable:
             raise CacheMisuse(
                 f"{layer.name}: the newest {layer.removable} tokens may still be removed; "

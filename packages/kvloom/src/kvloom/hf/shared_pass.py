@@ -245,14 +245,14 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
                 repetition.take_scores(first)
         except Exception as error:
             failure = error
-        shared = clock() - begin
+        scoring = clock() - begin
         for follower, repetition in members:
             begin = clock()
             with follower.failing(Exception):
                 if failure is not None:
                     raise failure
                 repetition.evict()
-            follower.seconds += shared + clock() - begin
+            follower.seconds += scoring + clock() - begin
 
 
 def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:

@@ -15,8 +15,6 @@ from ..errors import RecipeError
 from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
 from .fit import Fit
-from .reconstruction import Reconstruction
-from .rotated import Rotated
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -345,14 +343,14 @@ class Keep:
     @property
     def rotates_queries(self) -> bool:
         """Whether the score or the fit rotates the queries of a prompt."""
-        return isinstance(self.scorer, Rotated) or self.fit is not None
+        return self.scorer.rotates_queries or self.fit is not None
 
     @property
     def without_rotation(self) -> Keep:
-        """This without rotated queries: the model repeats the prompt, and no values are fitted."""
-        if isinstance(self.scorer, Rotated):
-            return replace(self.after_prompt, scorer=Reconstruction(self.scorer.chunk), fit=None)
-        return self if self.fit is None else replace(self, fit=None)
+        """This without rotated queries: see `Scorer.without_rotation`. No values are fitted."""
+        scorer = self.scorer.without_rotation
+        keep = self.after_prompt if scorer.repeats else self
+        return replace(keep, scorer=scorer, fit=None) if self.rotates_queries else self
 
     @property
     def after_prompt(self) -> Keep:

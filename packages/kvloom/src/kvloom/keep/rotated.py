@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..registry.fields import check_fields, check_whole
+from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
 
@@ -40,6 +41,7 @@ class Rotated(Scorer):
     contribution: bool = True
     kind: ClassVar[str] = "rotated"
     needs_rope: ClassVar[bool] = True
+    rotates_queries: ClassVar[bool] = True
     of_prompt: ClassVar[bool] = True
     supports_alibi: ClassVar[bool] = False
 
@@ -51,6 +53,11 @@ class Rotated(Scorer):
     def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return self.contribution
+
+    @property
+    def without_rotation(self) -> Reconstruction:
+        """The score that it stands for: the model repeats the prompt."""
+        return Reconstruction(self.chunk)
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]; 0 for tokens of a chunk without queries."""

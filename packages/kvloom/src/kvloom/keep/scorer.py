@@ -147,6 +147,9 @@ class Scorer:
         repeats: Whether the model repeats the prompt for it; such scores derive from
             `Reconstruction`.
         needs_rope: Whether the score needs the model's rotary embedding, `Step.rope`.
+        rotates_queries: Whether it needs `Step.rope` only to move queries by equal distances,
+            whatever their positions. It then reads images with positions on several axes, and
+            `without_rotation` takes its place where kvloom cannot rotate queries.
         of_prompt: Whether it needs the queries of a whole prompt, and cannot score later steps.
         supports_alibi: Whether it can score a model with ALiBi.
         reads_ids: Whether it needs `Step.ids`; such a score is a rule for outliers.
@@ -156,6 +159,7 @@ class Scorer:
     sums_attention: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
     needs_rope: ClassVar[bool] = False
+    rotates_queries: ClassVar[bool] = False
     of_prompt: ClassVar[bool] = False
     supports_alibi: ClassVar[bool] = True
     reads_ids: ClassVar[bool] = False
@@ -164,6 +168,11 @@ class Scorer:
     def uses_input_norms(self) -> bool:
         """Whether it reads `Step.norms`."""
         return False
+
+    @property
+    def without_rotation(self) -> Scorer:
+        """The score for models whose queries cannot be rotated; itself, if there is no other."""
+        return self
 
     def __call__(self, step: Step) -> Tensor:
         """Return the score of every token, fp32 [B, Hk, N], finite or infinite but not NaN."""

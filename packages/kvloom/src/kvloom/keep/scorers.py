@@ -196,7 +196,7 @@ class ValueAware(Scorer):
     """The score of `base` times the L1 norm of the value (VATP, arXiv:2406.12335, equation 4).
 
     Attributes:
-        base: A score that sums up attention, such as `Mass` or `Observation`.
+        base: One of kvloom's own scores that sum up attention, such as `Mass` or `Observation`.
     """
 
     base: Scorer = field(default_factory=Mass)
@@ -204,10 +204,10 @@ class ValueAware(Scorer):
     sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, Scorer) or not self.base.sums_attention:
+        if not built_in(self.base) or not self.base.sums_attention:
             raise RecipeError(
-                f"base={self.base!r} of a value-aware score must be a score of attention, such as "
-                "mass or observation"
+                f"base={self.base!r} of a value-aware score must be one of kvloom's own scores of "
+                "attention, such as mass or observation"
             )
 
     def __call__(self, step: Step) -> Tensor:
@@ -254,8 +254,7 @@ def register_score(cls: type[S]) -> type[S]:
 def checked(scorer: Rule, step: Step) -> Tensor:
     """Return the scores of a step, fp32 [B, Hk, N].
 
-    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN
-    from a score that is not built in.
+    Raises `RecipeError` with the score's name for any other shape, dtype or device, and for NaN.
     """
     scores = scorer(step)
     expected = step.k.shape[:3]
@@ -269,7 +268,7 @@ def checked(scorer: Rule, step: Step) -> Tensor:
         )
     if scores.device != step.k.device:
         raise _refused(scorer, f"returned scores on {scores.device}; return {step.k.device}")
-    if not built_in(scorer) and bool(scores.isnan().any()):
+    if bool(scores.isnan().any()):
         raise _refused(scorer, "returned NaN; return numbers, or infinity")
     return scores
 

@@ -8,8 +8,7 @@ a kernel reads the same fields by name from the address of the packed numbers (s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -20,48 +19,48 @@ from torch import Tensor
 
 
 class Block:
-    """Named fields of eight bytes each: `int`, `float` or another block.
+    """Named fields of eight bytes each: `int` or another block.
 
     dtype: the structured dtype by which a kernel reads them. pack: takes every field as a keyword
-    and returns their numbers in order, as int64; pass a nested block what its `pack` returned.
+    and returns their numbers in order; pass a nested block what its `pack` returned.
     """
 
-    def __init__(self, **fields: type[int] | type[float] | Block) -> None:
+    def __init__(self, **fields: type[int] | Block) -> None:
+        self._declare(fields)
+        self.pack = _function(self.names, f"({_numbers(fields)},)")
+
+    def _declare(self, fields: Mapping[str, type[int] | type[float] | Block]) -> None:
         self.names = tuple(fields)
         self.dtype = np.dtype([(name, _dtype(kind)) for name, kind in fields.items()], align=True)
         self.numbers = self.dtype.itemsize // 8
-        terms = [
-            f"*{name}" if isinstance(kind, Block) else f"bits({name})" if kind is float else name
-            for name, kind in fields.items()
-        ]
-        self.pack = _function(self.names, f"({', '.join(terms)},)", {"bits": bits})
 
 
 class Arguments(Block):
-    """The block of a kernel: `pack` returns bytes, a task counter and then the fields."""
+    """The block of a kernel, which may have `float` fields too.
+
+    pack: returns bytes, a task counter and then the fields.
+    """
 
     def __init__(self, **fields: type[int] | type[float] | Block) -> None:
-        super().__init__(**fields)
-        terms = [f"*{name}" if isinstance(kind, Block) else name for name, kind in fields.items()]
+        self._declare(fields)
         kinds = "".join(
             "d" if kind is float else "q" * (kind.numbers if isinstance(kind, Block) else 1)
             for kind in fields.values()
         )
         pack = struct.Struct(f"=q{kinds}").pack
-        self.pack = _function(self.names, f"pack(0, {', '.join(terms)})", {"pack": pack})
-
-
-@lru_cache(64)
-def bits(x: float) -> int:
-    """Return the bits of a float64 as an int64."""
-    return int(struct.unpack("q", struct.pack("d", x))[0])
+        self.pack = _function(self.names, f"pack(0, {_numbers(fields)})", pack=pack)
 
 
 def _dtype(kind: type[int] | type[float] | Block) -> Any:
     return kind.dtype if isinstance(kind, Block) else np.dtype({int: "i8", float: "f8"}[kind])
 
 
-def _function(names: tuple[str, ...], body: str, scope: dict[str, Any]) -> Callable[..., Any]:
+def _numbers(fields: Mapping[str, object]) -> str:
+    """Return the expression of the numbers of all fields, in order."""
+    return ", ".join(f"*{name}" if isinstance(x, Block) else name for name, x in fields.items())
+
+
+def _function(names: tuple[str, ...], body: str, **scope: Any) -> Callable[..., Any]:
     """Compile a function of keywords, as `collections.namedtuple` does: a loop would be slower."""
     pack: Callable[..., Any] = eval(f"lambda {', '.join(names)}: {body}", scope)
     return pack

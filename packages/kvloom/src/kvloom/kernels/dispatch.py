@@ -74,11 +74,17 @@ def unplanned(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
 class BoundOp(NamedTuple):
     """An operation bound to a case: what runs it, which backend that is, and why others do not."""
 
-    run: Callable[..., Any] | None  # None: the reference
+    kernel: Callable[..., Any] | None  # None: the reference runs it
     backend: str
     why: str  # the reasons of all backends that were tried before
     counted: tuple[str, str, str]  # its key in `ran`
+    reference: Callable[..., Any]
     plan: Callable[..., Callable[..., Any]] | None = None  # as in `Backend`
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        """Run the kernel, else the reference, and count that."""
+        ran[self.counted] += 1
+        return (self.kernel or self.reference)(*args, **options)
 
 
 class Op(Generic[P, R]):
@@ -101,25 +107,14 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the kernel that covers the case, else the reference."""
-        bound = self.bind(*args, **options)
-        if bound.run is None:
-            ran[bound.counted] += 1
-        result: R = (bound.run or self.reference)(*args, **options)
+        result: R = self.choose(*args, **options).run(*args, **options)
         return result
 
-    def bind(self, *args: Any, **options: Any) -> BoundOp:
-        """Return what runs a case, chosen on its first use; count a kernel in `ran`.
-
-        Pass as many arguments as `case` reads, and call `run`. If that is None, the caller runs
-        the reference and counts it, or runs and counts something better.
-        """
-        bound = self.choose(*args, **options)
-        if bound.run is not None:
-            ran[bound.counted] += 1
-        return bound
-
     def choose(self, *args: Any, **options: Any) -> BoundOp:
-        """Return what `bind` does without counting a use."""
+        """Return what runs a case, chosen on its first use; pass what `case` reads.
+
+        Counts nothing: `BoundOp.run` does.
+        """
         like, rest = self.case(*args, **options)
         key = forced.get() or environment(), like.device, rest  # `setting()` without its call
         bound = self.bindings.get(key)
@@ -152,7 +147,7 @@ class Op(Generic[P, R]):
 
     def by_reference(self, why: str) -> BoundOp:
         """Return the operation bound to its reference, for a reason."""
-        return BoundOp(None, "ref", why, (self.name, "ref", why))
+        return BoundOp(None, "ref", why, (self.name, "ref", why), self.reference)
 
     def _choose(self, like: Tensor, *args: Any, **options: Any) -> BoundOp:
         load_plugins()  # which may register backends
@@ -175,7 +170,8 @@ class Op(Generic[P, R]):
 
     def _bound(self, name: str, refused: list[str]) -> BoundOp:
         backend, why = self.backends[name], "; ".join(refused)
-        return BoundOp(backend.run, name, why, (self.name, name, why), backend.plan)
+        counted = self.name, name, why
+        return BoundOp(backend.run, name, why, counted, self.reference, backend.plan)
 
     def _problems(
         self, name: str, args: Any, options: Any, instead: str = "the reference"
@@ -210,7 +206,7 @@ def use(backend: str) -> Iterator[None]:
 def setting() -> str:
     """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend.
 
-    `Op.choose` and `OpPlan.bind` run at every step: they have this expression in place of the call.
+    `choose` of an `Op` and of an `OpPlan` run at every step, with this expression in place.
     """
     return forced.get() or environment()
 

@@ -1,6 +1,6 @@
 """What a backend covers, declared once: in words for documentation, and as a check of each case.
 
-Imports neither Numba nor Triton.
+Decides nothing about devices: see `dispatch`. Imports neither Numba nor Triton.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of exact tokens that kernels read."""
 
 Limit = tuple[str, Callable[..., str | None]]
-"""What is covered, in words; and a function that returns why a case is not, or None.
-
-Words that go without saying are empty: that a CPU kernel reads CPU tensors.
-"""
+"""What is covered, in words; and a function that returns why a case is not, or None."""
 
 
 class Coverage:
@@ -27,7 +24,7 @@ class Coverage:
         self.limits = limits
 
     def __str__(self) -> str:
-        return "; ".join(words for words, _ in self.limits if words)
+        return "; ".join(words for words, _ in self.limits)
 
     def problems(self, *case: Any) -> list[str]:
         """Return why a case is not covered; empty if it is. case: what each limit's check takes."""
@@ -37,11 +34,6 @@ class Coverage:
 def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:
     """Return why kernels do not read exact numbers of a dtype."""
     return None if dtype in DTYPES else f"{what} {dtype}, not fp32, fp16 or bf16"
-
-
-def device_problem(device: torch.device) -> str | None:
-    """Return why CPU kernels do not read tensors of a device."""
-    return None if device.type == "cpu" else f"the tensors are on {device.type}"
 
 
 def head_dim_problem(d: int, most: int = 512) -> str | None:

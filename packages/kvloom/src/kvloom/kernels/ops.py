@@ -1,7 +1,7 @@
 """Every operation that has kernels: its reference, its backends and the cases they cover.
 
 An operation has the signature of its reference. `ops.attend(...)` runs the kernel that covers the
-case, else the reference; `ops.attend.bind(...)` returns what would run it, and why no kernel does.
+case, else the reference; `ops.attend.choose(...)` returns what runs it, and why no kernel does.
 Decides nothing about how a backend is chosen: see `dispatch`. Imports neither Numba nor Triton.
 """
 
@@ -120,15 +120,15 @@ def _attend_case(
     _b, heads, tokens, d = q.shape
     few = tokens if tokens < _MANY else _MANY
     gradient = q.requires_grad and torch.is_grad_enabled()
-    options = softcap is None, sink_logits is None
+    step = heads, few, d, q.dtype, gradient, softcap is None, sink_logits is None
     if len(regions) == 1:
-        return like, (heads, few, d, like.dtype, gradient, options, _region_case(regions[0]))
-    return like, (heads, few, d, like.dtype, gradient, options, *map(_region_case, regions))
+        return like, (step, _region_case(regions[0]))
+    return like, (step, *map(_region_case, regions))
 
 
 def _region_case(region: Region) -> Hashable:
     keys, values, where, visible, bias, own = region
-    packed, like = keys.packed, keys.exact
+    packed, exact_keys, exact_values = keys.packed, keys.exact, values.exact
     rotation = kind = None
     if packed is not None and packed.rope is not None:
         rope, positions = packed.rope, packed.positions
@@ -137,18 +137,28 @@ def _region_case(region: Region) -> Hashable:
     if where is not None:
         kind = where.kind
     return (
-        like.shape[1], values.exact.shape[3], keys.encoding, values.encoding, packed is None,
-        values.packed is None, rotation, kind, visible is None, bias is None, own > 0,
+        exact_keys.shape[1], exact_values.shape[3], exact_keys.dtype, exact_values.dtype,
+        keys.encoding, values.encoding, packed is None, values.packed is None, rotation, kind,
+        visible is None, bias is None, own > 0,
     )  # fmt: skip
 
 
 def _attend_problems(module: Any) -> Any:
     """Return `Backend.problems` of an attention module, which asks `problems` of the module."""
 
-    def problems(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> list[str]:
-        reasons: list[str] = module.problems(q, regions)
+    def problems(
+        q: Tensor,
+        regions: Sequence[Region],
+        *_: Any,
+        softcap: float | None = None,
+        **__: Any,
+    ) -> list[str]:
+        reasons: list[str] = module.problems(q, regions, softcap)
         if any(x.keys.exact.shape[3] != x.values.exact.shape[3] for x in regions):
             reasons = [*reasons, "keys and values have different head_dim"]
+        dtypes = sorted({str(side.exact.dtype) for x in regions for side in (x.keys, x.values)})
+        if len(dtypes) > 1:
+            reasons = [*reasons, f"exact tokens have different dtypes: {', '.join(dtypes)}"]
         return reasons or ([dispatch.GRADIENT] if differentiated(q) else [])
 
     return problems
@@ -161,9 +171,9 @@ attend = Op(
     cpu=Backend(
         run=attend_cpu.attend,
         problems=_attend_problems(attend_cpu),
-        load=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
+        load=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
         coverage=attend_cpu.COVERAGE,
-        plan=lambda q, regions, *_, **__: attend_cpu.Attend(q, regions),
+        plan=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
     ),
     gpu=Backend(
         run=attend_triton.attend,
@@ -197,18 +207,14 @@ pack = Op(
     lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
     cpu=Backend(
         run=pack_cpu.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(
-            layer_encoding, x.device, x.dtype
-        ),
+        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(layer_encoding, x.dtype),
         load=lambda *_, **__: pack_cpu.compiled(),
         coverage=str(pack_cpu.COVERAGE),
         plan=lambda x, layer_encoding, *_, **__: pack_cpu.Packer(x, layer_encoding),
     ),
     gpu=Backend(
         run=pack_triton.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(
-            layer_encoding, x.device, x.dtype
-        ),
+        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(layer_encoding, x.dtype),
         load=lambda *_, **__: pack_triton.kernels(),
         coverage=str(pack_triton.COVERAGE),
     ),
@@ -231,7 +237,7 @@ def _unpack_problems(module: Any) -> Callable[..., list[str]]:
     def problems(
         packed: Any, layer_encoding: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any
     ) -> list[str]:
-        reasons: list[str] = module.problems(layer_encoding, packed.codes.device, dtype)
+        reasons: list[str] = module.problems(layer_encoding, dtype)
         return reasons
 
     return problems

@@ -8,11 +8,10 @@ nothing about what a kernel keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import ops
-from .dispatch import BoundOp, Op, environment, forced, ran
+from .dispatch import BoundOp, Op, environment, forced
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,49 +26,36 @@ class OpPlan(Generic[P, R]):
     def __init__(self, op: Op[P, R]) -> None:
         self.op = op
         self.bound: BoundOp | None = None
-        """What the last step ran, and why no kernel did; None before the first."""
+        """What `choose` returned last; None before the first time."""
         self._case: Any = None
-        self._run: Callable[..., R] | None = None
-        self._counted = ("", "", "")
 
     def __reduce__(self) -> Any:
         return _plan, (self.op.name,)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the bound kernel, else the reference; the arguments are those of the operation."""
-        run = self.bind(*args, **options)
-        if run is None:
-            self.count_reference()
-        return (run or self.op.reference)(*args, **options)
+        result: R = self.choose(*args, **options).run(*args, **options)
+        return result
 
-    def bind(self, *args: Any, **options: Any) -> Callable[..., R] | None:
-        """Return and count the kernel for a case; None if only the reference covers it.
+    def choose(self, *args: Any, **options: Any) -> BoundOp:
+        """Return what runs a case, as `Op.choose` does: bound again if the case changed.
 
-        Pass as many arguments as the operation's `case` reads. Binds again if the case changed. If
-        a kernel raises meanwhile, warns once, keeps the reason in `bound` and returns None.
+        If a kernel raises while it is bound, warns once and returns the reference and the reason.
         """
         like, rest = self.op.case(*args, **options)
         case = forced.get() or environment(), like.device, rest  # `setting()` without its call
-        if case != self._case:
-            self._bind(case, *args, **options)
-        if self._run is not None:
-            ran[self._counted] += 1
-        return self._run
+        if self.bound is None or case != self._case:
+            self.bound, self._case = self._bound(*args, **options), case
+        return self.bound
 
-    def count_reference(self) -> None:
-        """Count a use of the reference, after `bind` has returned None."""
-        ran[self._counted] += 1
-
-    def _bind(self, case: Any, *args: Any, **options: Any) -> None:
+    def _bound(self, *args: Any, **options: Any) -> BoundOp:
         bound = self.op.choose(*args, **options)
-        run = bound.run
-        if bound.plan is not None:
-            try:
-                run = bound.plan(*args, **options)
-            except Exception as error:
-                bound = self.op.by_reference(self.op.failed(bound.backend, error))
-                run = None
-        self._case, self._run, self._counted, self.bound = case, run, bound.counted, bound
+        if bound.plan is None:
+            return bound
+        try:
+            return bound._replace(kernel=bound.plan(*args, **options))
+        except Exception as error:
+            return self.op.by_reference(self.op.failed(bound.backend, error))
 
 
 def _plan(name: str) -> OpPlan[..., Any]:

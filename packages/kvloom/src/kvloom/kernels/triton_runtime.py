@@ -15,14 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .limits import dtype_problem
-
-
-def problems(x: Tensor) -> list[str]:
-    """Return why no Triton kernel takes tensors like x."""
-    dtype = dtype_problem(x.dtype, "the tensors are")
-    return misplaced(x.device) + ([] if dtype is None else [dtype])
-
 
 def wide_head(x: Tensor, most: int) -> str | None:
     """Return why no Triton kernel takes tensors [..., D] like x, with D up to `most`."""

@@ -208,7 +208,7 @@ class Recipe:
         start: Everything stays exact until the context exceeds this many tokens; then all tokens so
             far are treated as one prompt.
         sliding: "exact": layers with a sliding window stay as transformers has them. "packed": they
-            store their windows in the formats of `store`.
+            store their windows in the formats of `store`; this does not combine with `start`.
         tuned: Where a tuned recipe comes from; other models refuse the recipe.
 
     Raises:
@@ -246,13 +246,16 @@ class Recipe:
             )
         if self.keep is not None:
             self._check_keep(self.keep)
-        plain = self._plain
-        keeps = [x.keep for x in plain if x.keep is not None and not x.keep.by_age]
-        if any(keep.scorer.repeats for keep in keeps):
-            self._check_repeats(keeps)
+        if self.repeats_prompt:
+            self._check_repeats()
 
     def _check_sliding(self) -> None:
-        """Check the formats of packed windows."""
+        """Check what packed windows do not combine with."""
+        if self.start:
+            raise RecipeError(
+                f'start={self.start} keeps tokens exact that sliding="packed" packs; leave out one '
+                "of the two"
+            )
         formats = self.store.sides
         if not formats or formats.keys() != self.store.quantized.keys():
             raise RecipeError(
@@ -265,14 +268,14 @@ class Recipe:
                 "out, or use rtn, kivi or turbo"
             )
 
-    def _check_repeats(self, keeps: Sequence[Keep]) -> None:
-        """Check a recipe for which the model repeats the prompt, given all keeps by score."""
+    def _check_repeats(self) -> None:
+        """Check a recipe for which the model repeats the prompt."""
         if self.start:
             raise RecipeError(
                 f"start={self.start} keeps the prompt exact, and a score that repeats the prompt "
                 "needs it in one call; leave out start, or use another score"
             )
-        if any(keep.when != "prompt" for keep in keeps):
+        if any(keep.when != "prompt" for keep in self._keeps_by_score):
             raise RecipeError(
                 "a score that repeats the prompt in some layers does not allow other layers that "
                 'evict by score at every step; use when="prompt" in all of them'
@@ -458,6 +461,11 @@ class Recipe:
         """The recipe itself, and with each of its overrides alone."""
         return [self, *map(self._overridden, self.layers)]
 
+    @property
+    def _keeps_by_score(self) -> list[Keep]:
+        """All keeps of the layers that have scores."""
+        return [x.keep for x in self._plain if x.keep is not None and not x.keep.by_age]
+
     def _overridden(self, override: LayerOverride) -> Recipe:
         try:
             return replace(self, layers=(), sliding="exact", **override.parts)
@@ -491,10 +499,15 @@ class Recipe:
 
     @property
     def in_windows(self) -> Recipe:
-        """The plain recipe of packed windows: formats and the newest exact tokens alone."""
-        return _interned(
-            Recipe(store=self.store, protect=Protect(exact_recent=self.protect.exact_recent))
-        )
+        """The plain recipe of packed windows: formats and the newest exact tokens alone.
+
+        Blocks of `residual` tokens, a prompt's included, are those of the text without a window.
+        """
+        sides: dict[str, Any] = {
+            side: replace(fmt, unit=None) for side, fmt in self.store.quantized.items()
+        }
+        protect = Protect(exact_recent=self.protect.exact_recent)
+        return _interned(Recipe(store=replace(self.store, **sides), protect=protect))
 
     def expired(self, tokens: int, window: int, prompt: bool = False) -> int:
         """Return how many of the oldest tokens a packed window does not store.
@@ -536,7 +549,7 @@ class Recipe:
     def without_rotation(self) -> Recipe:
         """The recipe for models whose queries cannot be rotated to other positions.
 
-        The score `Rotated` becomes the one that it stands for, and no values are fitted: see
+        Scores that rotate queries are replaced, and no values are fitted: see
         `Keep.without_rotation`.
         """
         keep = None if self.keep is None else self.keep.without_rotation
@@ -545,8 +558,13 @@ class Recipe:
 
     @property
     def rotates_queries(self) -> bool:
-        """Whether a layer has the score `Rotated`, or fits values."""
+        """Whether a layer has a score that rotates queries, or fits values."""
         return any(x.keep is not None and x.keep.rotates_queries for x in self._plain)
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """Whether the model repeats a prompt, to score it."""
+        return any(keep.scorer.repeats for keep in self._keeps_by_score)
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
@@ -713,13 +731,12 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
 
 def _latent_problem(recipe: Recipe) -> str | None:
     """Return what a recipe has that layers of latents lack; None if they have all of it."""
-    keeps = [x.keep for x in recipe._plain if x.keep is not None and not x.keep.by_age]
     if any(store.calibrated for store in recipe.stores):
         return (
             "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
             "format without one, such as turbo"
         )
-    if any(keep.needs_rope for keep in keeps):
+    if any(keep.needs_rope for keep in recipe._keeps_by_score):
         return (
             "its score rotates queries to later positions, and the queries of latents (MLA) have "
             "parts without a position; use another score, such as observation"

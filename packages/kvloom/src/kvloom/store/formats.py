@@ -54,6 +54,24 @@ class Format:
         """Return the bytes of `tokens` packed tokens of `heads` key/value heads, batch 1."""
         raise NotImplementedError
 
+    def attend_problems(
+        self,
+        q: Tensor,
+        keys: Tensor | FormatView | PackedView,
+        values: Tensor | FormatView | PackedView,
+        *,
+        visible: Tensor | None = None,
+        bias: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> list[str]:
+        """Return why `attend` does not attend to these tokens; empty if it does.
+
+        kvloom asks the keys' format first, then the values' format. If neither attends to them, it
+        unpacks the tokens and counts the reasons in `operations_run`. The base class has no kernel.
+        The arguments are those of `attend`.
+        """
+        return ["it has no attention kernel"]
+
     def attend(
         self,
         q: Tensor,
@@ -64,12 +82,10 @@ class Format:
         visible: Tensor | None = None,
         bias: Tensor | None = None,
         softcap: float | None = None,
-    ) -> AttentionState | None:
+    ) -> AttentionState:
         """Attend to tokens of which keys, values or both are packed in this format.
 
-        kvloom calls the keys' format first. If that returns None, kvloom calls the values' format.
-        A format returns None for a case that its kernel does not compute. The base class has no
-        kernel and always returns None. If both return None, kvloom unpacks the tokens.
+        kvloom calls it for cases without `attend_problems`.
 
         Args:
             q: Queries [B, Hq, T, D]; all of them see the tokens.
@@ -86,7 +102,7 @@ class Format:
         Returns:
             out fp32 [B, Hq, T, D] and lse fp32 [B, Hq, T], the logarithm of the sum of exp(logits).
         """
-        return None
+        raise NotImplementedError
 
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""
@@ -161,8 +177,8 @@ class Packed(Encoding, Format):
     Attributes:
         residual: Decoding packs when this many exact tokens have gathered; per channel a multiple
             of `group`.
-        unit: The number of tokens that are packed at once is a multiple of this. None: `residual`,
-            as in KIVI.
+        unit: A first prompt is packed in whole multiples of this many tokens; later steps count
+            from there. None: `residual`, as in KIVI.
     """
 
     residual: int = 1
@@ -224,8 +240,8 @@ class Packed(Encoding, Format):
 
     def to_pack(self, tokens: int, recent: int, prompt: bool = True) -> int:
         """Return how many of `tokens` exact tokens to pack; the newest `recent` stay exact."""
-        due, unit = max(0, tokens - recent), self.unit or self.residual
-        return due // unit * unit if prompt or due >= self.residual else 0
+        block = self.unit if prompt and self.unit else self.residual
+        return max(0, tokens - recent) // block * block
 
 
 @cache

@@ -5,7 +5,8 @@ Decides when tokens move from the tail into the packed prefix; does not compute 
 KIVI's two schedules are special cases of one rule. Of N tokens, floor((N - recent) / residual) *
 residual are packed. Keys: recent 0, residual R (R exact tokens are gathered and packed whole).
 Values: recent R, residual 1 (a queue of R exact tokens). The rule counts from the first token, so
-it does not depend on how a prompt was cut into chunks.
+it does not depend on how a text was cut into steps. A format with a `unit` below its residual packs
+whole units of the first step, the prompt, and counts from there: the cut of the prompt matters.
 """
 
 from __future__ import annotations
@@ -75,27 +76,22 @@ class KVSide(Stateful):
         drop: int,
         nonpadding: Tensor | None = None,
         positions: Positions | None = None,
+        prompt: bool = False,
     ) -> None:
         """Add x [B, Hk, T, D], drop the `drop` oldest tokens, and pack what is due.
 
         Of packed tokens whole groups are dropped. The packed part of x never enters the tail.
         nonpadding: bool [B, 1 or Hk, N] of all tokens of this side and of x, False for padding.
-        positions: returns their positions, to pack keys before RoPE.
+        positions: returns their positions, to pack keys before RoPE. prompt: see `Format.to_pack`.
         """
         begin = self.packed_count
         drop -= self._drop_packed(drop)
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
-        surplus = drop
-        if self.packed is not None:
-            surplus += self.packed.fmt.to_pack(exact.shape[2] - drop, self.recent)
-        if surplus and self.packed is not None:
-            if nonpadding is not None:
-                nonpadding = nonpadding[:, :, begin + drop : begin + surplus]
-            places = None
-            if positions and self.needs_positions:
-                places = positions(begin + drop, begin + surplus)
-            self.packed.append(exact[:, :, drop:surplus], nonpadding, places)
-        self.tail.replace(exact[:, :, surplus:])
+        exact = exact[:, :, drop:]
+        due = self._due(exact.shape[2], prompt)
+        if due:
+            self._pack(exact[:, :, :due], begin + drop, nonpadding, positions)
+        self.tail.replace(exact[:, :, due:])
 
     def drop_front(self, n: int) -> None:
         """Drop the n oldest tokens; of packed ones whole groups."""
@@ -117,20 +113,26 @@ class KVSide(Stateful):
         prompt: bool = False,
         positions: Positions | None = None,
     ) -> None:
-        """Pack the tokens of the tail that are due; nonpadding and positions as in `extend`.
-
-        prompt: the tail holds a prompt, which is packed at once.
-        """
-        if self.packed is None:
-            return
-        tail, fmt, begin = self.tail, self.packed.fmt, self.packed.count
-        due = fmt.to_pack(tail.count, self.recent, prompt)
+        """Pack the tokens of the tail that are due; the arguments are those of `extend`."""
+        due = self._due(self.tail.count, prompt)
         if due:
-            if nonpadding is not None:
-                nonpadding = nonpadding[:, :, begin : begin + due]
-            places = positions(begin, begin + due) if positions and self.needs_positions else None
-            self.packed.append(self.tail.view(due), nonpadding, places)
+            self._pack(self.tail.view(due), self.packed_count, nonpadding, positions)
             self.tail.drop_front(due)
+
+    def _due(self, exact: int, prompt: bool) -> int:
+        """Return how many of `exact` exact tokens are due to be packed."""
+        return 0 if self.packed is None else self.packed.fmt.to_pack(exact, self.recent, prompt)
+
+    def _pack(
+        self, x: Tensor, begin: int, nonpadding: Tensor | None, positions: Positions | None
+    ) -> None:
+        """Pack x [B, Hk, T, D], the tokens from `begin` on, for which the other arguments hold."""
+        assert self.packed is not None
+        end = begin + x.shape[2]
+        if nonpadding is not None:
+            nonpadding = nonpadding[:, :, begin:end]
+        places = positions(begin, end) if positions and self.needs_positions else None
+        self.packed.append(x, nonpadding, places)
 
     def view(
         self, lo: int, hi: int, positions: Positions | None = None

@@ -108,8 +108,10 @@ class PromptPacker:
 
     def pack(self, k: Tensor, v: Tensor) -> None:
         """Pack keys and values [B, Hk, N, D] at the positions 0 to N; call it once."""
-        self.keys.extend(k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1))
-        self.values.extend(v, 0)
+        self.keys.extend(
+            k, 0, None, lambda lo, hi: torch.arange(lo, hi).view(1, 1, -1), prompt=True
+        )
+        self.values.extend(v, 0, prompt=True)
 
     @property
     def nbytes(self) -> int:

@@ -26,11 +26,12 @@ def inputs(tokens: int) -> StepInputs:
         ("streaming:tokens=8,sinks=2", Phase.EVICTING),
         ("h2o:tokens=8", Phase.EVICTING),
         ("snapkv:tokens=8,window=4", Phase.DONE),
+        ("rotated:fraction=0.2,recent=4,block=16", Phase.EVICTING),
     ],
 )
 def test_a_prompt_sets_the_budget(recipe, after):
     layer = LayerCache(resolve(recipe))
-    evictor = layer.state.evictor
+    evictor = layer._state.evictor
     assert evictor.phase is Phase.EMPTY
     layer.run(inputs(40))
     assert evictor.phase is after
@@ -42,13 +43,13 @@ def test_a_prompt_sets_the_budget(recipe, after):
 def test_no_step_may_begin_before_the_prompt_is_repeated():
     layer = LayerCache(Recipe(Keep(Budget(8, recent=0), Reconstruction(), when="prompt")))
     layer.run(inputs(40))
-    assert layer.state.evictor.phase is Phase.REPEATING
+    assert layer._state.evictor.phase is Phase.REPEATING
     with pytest.raises(CacheMisuse, match="waits for the scores of its repetition"):
         layer.run(inputs(1))
     layer.repeat(inputs(40), (0, 40))
     layer.end_repetition()
-    assert layer.state.evictor.phase is Phase.DONE
-    assert len(layer.state.storage) == 8
+    assert layer._state.evictor.phase is Phase.DONE
+    assert len(layer._state.storage) == 8
 
 
 @pytest.mark.parametrize("when", ["prompt", "step"])
@@ -59,11 +60,11 @@ def test_layers_that_decide_together_wait_for_the_last(when):
     for layer in layers:
         layer.observe()
     layers[0].run(inputs(40))
-    assert layers[0].state.evictor.phase is Phase.DECIDING
-    assert len(layers[0].state.storage) == 40
+    assert layers[0]._state.evictor.phase is Phase.DECIDING
+    assert len(layers[0]._state.storage) == 40
     layers[1].run(inputs(40))
     after = Phase.DONE if when == "prompt" else Phase.EVICTING
-    assert [layer.state.evictor.phase for layer in layers] == [after, after]
+    assert [layer._state.evictor.phase for layer in layers] == [after, after]
     kept = [layer.logical().sort(dim=-1).values for layer in layers]
     assert torch.equal(*kept)
 
@@ -74,5 +75,5 @@ def test_a_step_that_fails_takes_its_vote_back():
     coordinate(layers)
     layers[0].run(inputs(40))
     layers[0].roll_back()
-    assert layers[0].state.evictor.phase is Phase.EMPTY
-    assert layers[0].state.evictor.vote is None
+    assert layers[0]._state.evictor.phase is Phase.EMPTY
+    assert layers[0]._state.evictor.vote is None

@@ -166,13 +166,19 @@ def test_the_base_of_a_value_aware_score_is_written_down(base):
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
 
+class Own(Mass):
+    """Not kvloom's own: it may return NaN, or read what a value-aware score does not ask for."""
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: Expected(future=0), "future=0 must be 1 position or more"),
         (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 must be 0 or more"),
-        (lambda: ValueAware(KeyNorm()), "must be a score of attention, such as mass"),
-        (lambda: ValueAware(Reconstruction()), "must be a score of attention, such as mass"),
+        (lambda: ValueAware(KeyNorm()), "must be one of kvloom's own scores of attention, such as"),
+        (lambda: ValueAware(Reconstruction()), "must be one of kvloom's own scores of attention"),
+        (lambda: ValueAware(Own()), r"base=.*Own\(damping=1.0\) of a value-aware score must be"),
+        (lambda: ValueAware("mass"), "base='mass' of a value-aware score must be one"),
         (lambda: Rotated(chunk=0), "chunk"),
         (lambda: Rotated(contribution=2), "contribution=2 must be True or False"),
         (lambda: Keep(Budget(8), Rotated()), "whole prompt, so it cannot score steps"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import RecipeError
+from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -66,6 +67,14 @@ def test_a_fraction_counts_where_it_is_given():
     assert resolve("h2o:tokens=64").keep.budget.resolve(5000) == 64
 
 
+def test_any_score_evicts_at_a_limit_or_from_blocks():
+    limited = resolve("evict:when=limit,limit=80,tokens=40")
+    assert limited.keep == resolve("h2o:limit=80,tokens=40").keep
+    assert resolve("evict:when=block,block=64,fraction=0.3,recent=8").keep == Keep(
+        Budget(fraction=0.3, recent=8, heads=1.0), Mass(), when="block", block=64
+    )
+
+
 def test_minikv_packs_in_all_the_bits_there_are():
     assert resolve("minikv:bits=1.5").store.values.bits == 1.5
     assert resolve("minikv-snap:bits=1.5").store.keys.bits == 1.5
@@ -98,6 +107,9 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:residual=-32", ["residual=-32"]),
         ("window:tokens=0", ["tokens=0", "1 or more"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
+        ("evict:when=limit", ["limit=None with when='limit'", "give a limit"]),
+        ("evict:limit=80,tokens=40", ["limit=80 with when='step'", 'with when="limit"']),
+        ("evict:block=64", ["block=64 with when='step'", 'with when="block"']),
         ("streaming:sinks=-1", ["sinks=-1", "0 or more"]),
         ("quest:tokens=90", ["leaves nothing to find beside 80 protected tokens; use 96 or more"]),
         ("clusterkv:distance=l3", ["distance='l3' is not one of cosine, l2, inner"]),
@@ -106,6 +118,10 @@ def test_a_recipe_resolves_to_itself():
         *(
             (f"{name}:steps=2", ["steps=2 says what", "add tier=host or tier=file, or leave steps"])
             for name in ("clusterkv", "clusterkv-2bit", "quest")
+        ),
+        (
+            "near-lossless:start=1000,sliding=packed",
+            ["start=1000 keeps tokens exact that sliding=", "leave out one of the two"],
         ),
         ("minikv:residual=100", ["residual=100 is not a multiple of group=16", "use 16 or 64"]),
     ],

@@ -121,3 +121,10 @@ def test_effective_bits():
 def test_how_many_tokens_a_schedule_packs(block, recent, rows):
     fmt = Packed(2, "channel" if block > 1 else "token", 32, residual=block)
     assert [(n, fmt.to_pack(n, recent)) for n, _ in rows] == rows
+
+
+def test_units_are_those_of_a_first_prompt_alone():
+    fmt = Packed(2, "channel", 16, residual=64, unit=16)
+    tokens = (15, 16, 63, 64, 65, 127, 130)
+    assert [fmt.to_pack(n, 0, prompt=True) for n in tokens] == [0, 16, 48, 64, 64, 112, 128]
+    assert [fmt.to_pack(n, 0, prompt=False) for n in tokens] == [0, 0, 0, 64, 64, 64, 128]

@@ -112,6 +112,10 @@ class Instructions(Task[ExactAnswers]):
     """Rules that an answer follows, those with the same outcome as in `full`, and kept secrets."""
 
     name = "instructions"
+    about = (
+        "A system prompt has rules and a secret. Does the answer follow the rules after the "
+        "prompt is compressed, and does the secret stay one?"
+    )
     main_score = "followed"
     lower_is_better = ("kl_mean",)
 

@@ -46,6 +46,7 @@ class Niah(QuestionTask):
     """Facts found, by length and depth."""
 
     name = "niah"
+    about = "A fact is hidden in a long text, and a question asks for it."
     variants = VARIANTS
 
     def __init__(self, variants: Sequence[str] = ("single", "multikey", "passkey")) -> None:
@@ -168,6 +169,7 @@ class Multiturn(Task[None]):
     """Facts found, by turn and document."""
 
     name = "multiturn"
+    about = "Several questions about one compressed text, then about a second document."
 
     def batches(self, source: Source) -> list[Batch]:
         """Return contexts of exactly the lengths of the source, with eight turns each."""

@@ -335,6 +335,10 @@ class Ruler(QuestionTask):
     """RULER's tasks, scored by the share of expected strings in the answer."""
 
     name = "ruler"
+    about = (
+        "Long generated texts with hidden facts, chains of variables and frequent words; a "
+        "question asks for them."
+    )
     variants = tuple(PARTS)
     variant_word = "part"
 

@@ -74,6 +74,9 @@ class State(QuestionTask):
     """Whether the first number of the answer is the value, by steps that lead to it."""
 
     name = "state"
+    about = (
+        "Assignments in a long text change a value step by step; a question asks for the last one."
+    )
     variants = tuple(MAKERS)
 
     def batches(self, source: Source) -> list[Batch]:

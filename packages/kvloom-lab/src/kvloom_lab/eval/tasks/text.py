@@ -58,6 +58,7 @@ class Perplexity(ContinuationTask[Tensor]):
     """Perplexity, KL divergence and agreement on a continuation of `new_tokens` tokens."""
 
     name = "perplexity"
+    about = "The model reads a text through the cache, and predicts the text that really follows."
     main_score = "perplexity"
     lower_is_better = ("nll", "kl_mean", "kl_median", "kl_p999")
 
@@ -102,6 +103,10 @@ class Free(ContinuationTask[ExactText]):
     """
 
     name = "free"
+    about = (
+        "The model writes on by itself from a text. Errors of the cache can add up from "
+        "token to token."
+    )
     main_score = "diverged_at"
     lower_is_better = ("kl_mean", "repetition")
 

@@ -26,6 +26,10 @@ class TraceTask(ContinuationTask[list[Decoded]]):
     """KL divergence, agreement and bytes while the exact model's text of `new_tokens` is read."""
 
     name = "trace"
+    about = (
+        "Every cache reads the long text that the model wrote with the exact cache. Does "
+        "its error grow with the position?"
+    )
     main_score = "kl_mean"
     lower_is_better = ("kl_mean", "kl_p999", "kl_slope", "repetition")
 

@@ -185,6 +185,10 @@ class LongBench(QuestionTask):
     """The official metric of each data set, 0 to 1."""
 
     name = "longbench"
+    about = (
+        "Questions and tasks on long documents, each scored with the official metric of its "
+        "data set."
+    )
     needs_data = "a file or folder of LongBench's JSON lines, such as trec.jsonl"
     variants = tuple(DATA_SETS)
     variant_word = "data set"
@@ -281,6 +285,7 @@ class Summarize(QuestionTask):
     """ROUGE of greedy summaries of at most `new_tokens` tokens."""
 
     name = "summarize"
+    about = "The model summarizes a document; the score is the overlap with a reference summary."
     needs_data = 'a file of JSON lines {"text": ..., "summary": ...}'
     main_score = "rouge1"
 

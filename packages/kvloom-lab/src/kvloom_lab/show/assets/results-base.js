@@ -14,18 +14,6 @@ const mean = xs => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
 const has = x => x !== null && x !== undefined;
 const percent = (x, digits = 1) => has(x) ? `${(100 * x).toFixed(digits)}%` : "–";
 
-const TASKS = {
-  perplexity: "The model reads a text through the cache, and predicts the text that really follows.",
-  free: "The model writes on by itself from a text. Errors of the cache can add up from token to token.",
-  trace: "Every cache reads the long text that the model wrote with the exact cache. Does its error grow with the position?",
-  niah: "A fact is hidden in a long text, and a question asks for it.",
-  ruler: "Long generated texts with hidden facts, chains of variables and frequent words; a question asks for them.",
-  multiturn: "Several questions about one compressed text, then about a second document.",
-  instructions: "A system prompt has rules and a secret. Does the answer follow the rules after the prompt is compressed, and does the secret stay one?",
-  state: "Assignments in a long text change a value step by step; a question asks for the last one.",
-  longbench: "Questions and tasks on long documents, each scored with the official metric of its data set.",
-  summarize: "The model summarizes a document; the score is the overlap with a reference summary.",
-};
 const SCORES = {
   perplexity: ["perplexity", "how many tokens the model hesitates between, on average; 1 is certainty"],
   nll: ["loss (nll)", "mean negative log-likelihood of the text that follows, in nats per token"],

@@ -47,7 +47,7 @@ function controls() {
   const rows = of.flatMap(t => t.rows);
   $("shown").textContent = `${rows.filter(visible).length} of ${rows.length}`;
   const task = of[0];
-  $("task-words").textContent = `${TASKS[task.name] || `Task ${task.name}.`} ${scoreWords(of.find(t => t.scores[state.score]) || task, state.score).replace(/^./, c => c.toUpperCase())}`;
+  $("task-words").textContent = `${task.about || `Task ${task.name}.`} ${scoreWords(of.find(t => t.scores[state.score]) || task, state.score).replace(/^./, c => c.toUpperCase())}`;
   const about = [...new Set(runs.map(r => r.model.name).filter(Boolean))].join(", ");
   const recipes = new Set(runs.flatMap(run => run.tasks.flatMap(t => t.rows.map(r => r.recipe))));
   $("about").textContent = [about, count(recipes.size, "recipe"), count(tasks.length, "task"),

@@ -70,6 +70,8 @@ function tipOf(run, task, row, score = state.score) {
     ["Δ full", d && `${d[0] > 0 ? "+" : ""}${number(score, d[0])} ${range(score, d)}`],
     [`share of ${unit(run)}`, has(row.share) ? `${percent(row.share)} (${smaller(row.share)} smaller)` : null],
     ["cache", has(row.kv_bytes) ? bytes(row.kv_bytes) : null],
+    ["bits per value", has(row.bits_per_value) ? row.bits_per_value.toFixed(2) : null],
+    ["tokens read", has(row.tokens_read) ? Math.round(row.tokens_read).toLocaleString("en") : null],
     ["decoding", has(row.decode_tokens_s) ? `${row.decode_tokens_s.toFixed(1)} tokens/s` : null],
     ["samples", row.samples || null],
     ["without figures", row.problems || null],

@@ -5,6 +5,8 @@ function columns(runs, tasks) {
     {key: "recipe", text: "Recipe", value: r => r.row.recipe},
     {key: "share", text: runs.every(r => r.counts === "bytes") ? "Share of bytes" : "Share", n: true, value: r => r.row.share},
     {key: "bytes", text: "Cache", n: true, value: r => r.row.kv_bytes, show: r => bytes(r.row.kv_bytes)},
+    {key: "bits", text: "Bits per value", n: true, value: r => r.row.bits_per_value, show: r => has(r.row.bits_per_value) ? r.row.bits_per_value.toFixed(2) : "–"},
+    {key: "read", text: "Tokens read", n: true, value: r => r.row.tokens_read, show: r => has(r.row.tokens_read) ? Math.round(r.row.tokens_read).toLocaleString("en") : "–"},
   ];
   for (const s of scores) {
     list.push({key: s, text: scoreName(s), n: true, score: s, value: r => (r.row.scores[s] || [null])[0]});
@@ -87,6 +89,7 @@ function problems(runs) {
 const TERMS = [
   ["Recipe", "a method with its options that stores the KV cache in fewer bytes: it quantizes (fewer bits per number), evicts (drops tokens for good), or recalls (keeps all, reads some)."],
   ["Share of bytes", "the bytes of the cache's tensors after a sample, over the bytes of an exact cache of the same tokens. Metadata, such as scales and indexes, count."],
+  ["Tokens read", "the tokens of each context that the last step read in a layer, on average; of recipes that recall."],
   ["Share of tokens", "what kvpress reports as 1 − compression ratio. It counts tokens, not bytes, and says nothing about formats. Such points are hollow."],
   ["Pareto front", "the recipes for which no other one has at most their bytes and at least their score. The front is of all recipes of the run, hidden ones too."],
   ["95% interval", "percentile bootstrap over samples: 2,000 resamples with a fixed seed. If all samples agree, the interval has no width; that is no certainty about other texts."],

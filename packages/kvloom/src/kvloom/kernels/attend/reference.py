@@ -247,13 +247,19 @@ def attend(
 
 
 def attend_prompt(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    visible: Tensor | None = None,
 ) -> AttentionState:
-    """Attend causally to exact tokens, of which the queries are the last: `attend` of a prompt.
+    """Attend to exact tokens: `attend` of many queries, such as a prompt's.
 
     A kernel returns out in q's dtype.
     """
-    return attend(q, k, v, scale, causal=True, visible=visible)
+    return attend(q, k, v, scale, causal=causal, visible=visible)
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,22 +83,28 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 
 
 def kmeans(
-    x: Tensor,
-    start: Tensor,
-    nonpadding: Tensor,
-    alive: Tensor,
-    distance: str,
-    iterations: int,
-    nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor] = nearest,
-    means: Callable[[Tensor, Tensor, Tensor], Tensor] = means,
+    x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """Cluster keys x [B, Hk, N, D]: centroids fp32 [B, Hk, C, D] and labels int64 [B, Hk, N].
 
     start: int64 [B, 1, C], the keys that centroids start from. nonpadding: bool [B, 1, N], False
     for tokens that take no part; their label is C. alive: bool [B, 1, C]. A centroid is the mean of
     its keys as they are; a cluster without keys keeps its centroid. Stops when no label changes.
-    nearest, means: what does a step's work.
     """
+    return lloyd(x, start, nonpadding, alive, distance, iterations, nearest, means)
+
+
+def lloyd(
+    x: Tensor,
+    start: Tensor,
+    nonpadding: Tensor,
+    alive: Tensor,
+    distance: str,
+    iterations: int,
+    nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor],
+    means: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`kmeans` by functions that do a step's work."""
     b, h, n, d = x.shape
     c = start.shape[-1]
     centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
@@ -195,7 +201,7 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
     return low, pages.masked_fill(hidden, -most).amax(dim=3)
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str = "each") -> Tensor:
+def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str) -> Tensor:
     """The most that q . k can be for a key of each page; -inf for no tokens.
 
     q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
@@ -216,11 +222,11 @@ def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
 
     Args:
         scores: fp32 [B, H, P], or [B, H, R, P] where query heads take turns.
-        pages: How many pages.
+        pages: How many pages; all P if there are no more.
         page: Tokens of a page.
 
     Returns:
-        Slots int64 [B, H, pages * page].
+        Slots int64 [B, H, min(pages, P) * page].
     """
     scores = by_turns(scores) if scores.dim() == 4 else scores
     best = scores.argsort(dim=-1, descending=True, stable=True)[..., :pages]

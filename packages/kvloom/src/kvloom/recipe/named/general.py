@@ -33,14 +33,20 @@ def evict(
     tokens: int = 0,
     when: str = "step",
     sinks: int = 0,
+    limit: int = 0,
+    block: int = 0,
     **options: Any,
 ) -> Recipe:
     """Any score: a budget of tokens by score=NAME, then that score's options.
 
-    tokens: the budget where it is given, else the fraction of the prompt.
+    tokens: the budget where it is given, else the fraction of the prompt. limit, block: tokens
+    that when=limit and when=block need.
     """
-    budget = Budget(tokens or None, None if tokens else fraction, recent)
-    keep = Keep(budget, _part("score", score, options), when=when)
+    heads = 1.0 if block else None  # later blocks are of heads that do not compete
+    budget = Budget(tokens or None, None if tokens else fraction, recent, heads=heads)
+    keep = Keep(
+        budget, _part("score", score, options), when, limit=limit or None, block=block or None
+    )
     return Recipe(keep=keep, protect=Protect(sinks))
 
 

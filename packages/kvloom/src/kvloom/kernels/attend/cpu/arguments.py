@@ -75,6 +75,7 @@ PROMPT = Arguments(
     group=int,  # query heads per key/value head
     queries=int,
     tokens=int,
+    causal=int,  # 1: the queries are those of the last tokens
     head_dim=int,
     kv_heads=int,
     q=int,  # pairs of bf16 [B, Hq, blocks, D / 2, rows]

@@ -9,7 +9,7 @@ making an `Attend` does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ...dispatch import unplanned
 from ...quantize.encoding import LayerEncoding
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import Paged, Region, Slots, Spans
-from . import coverage
+from . import coverage, many_queries
 from .arguments import (
     ABSENT,
     DECODE,
@@ -89,11 +89,13 @@ def _joins(main: Region, spans: Region) -> bool:
     return main.where is None and same == (spans.keys.encoding, spans.values.encoding)
 
 
-COVERAGE = coverage.WORDS
+COVERAGE = f"{coverage.WORDS}; more queries: {many_queries.COVERAGE}"
 
 
-def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
+def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
+    if q.shape[2] > coverage.MAX_QUERIES:
+        return many_queries.problems(q, regions, softcap)
     reasons: list[str] = []
     for numbers in passes(regions):
         for region in (regions[i] for i in numbers if i is not None):
@@ -127,7 +129,13 @@ class Attend:
         return merge([*states, *(one.run(q, regions, scale, softcap, False) for one in others)])
 
 
-attend = unplanned(Attend)
+def planned(q: Tensor, regions: Sequence[Region]) -> Callable[..., AttentionState]:
+    """Return what attends to such regions at every step of a layer."""
+    many = q.shape[2] > coverage.MAX_QUERIES
+    return many_queries.attend if many else Attend(q, regions)
+
+
+attend = unplanned(planned)
 
 
 class _PassAttention:

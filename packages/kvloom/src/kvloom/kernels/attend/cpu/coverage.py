@@ -13,26 +13,20 @@ import torch
 
 from ... import dispatch
 from ...arguments import NUMBERS
-from ...limits import Coverage, device_problem, dtype_problem, head_dim_problem
+from ...limits import Coverage, dtype_problem, head_dim_problem
+from ...quantize.cpu.pack import READ_FIELDS
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import Paged, Region, Slots, Spans
 
 MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 _PAGE_TILE = 128  # tokens of a kernel's tile, where pages are read
 _GROUPS = 128  # per token, that kernels look up by channel
-_KNOWN = (
-    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
-    "pre_rope",
-)  # fmt: skip
 
 
 def _many_queries(queries: int, where: Any) -> str | None:
-    most = 1 if isinstance(where, Slots | Paged) else MAX_QUERIES
-    if queries <= most:
+    if queries == 1 or not isinstance(where, Slots | Paged):
         return None
-    return (
-        f"{queries} queries a step are not one" if most == 1 else f"more than {most} queries a step"
-    )
+    return f"{queries} queries a step are not one"
 
 
 def _unfit_group(encoding: Encoding, d: int, heads: int) -> str | None:
@@ -101,7 +95,7 @@ STEPS = Coverage(
 HEADS = Coverage(
     ("`head_dim` a multiple of 16, up to 512", lambda d, dtype: head_dim_problem(d)),
     (
-        "exact tokens in fp32, fp16, bf16",
+        "exact tokens all in fp32, fp16 or bf16",
         lambda d, dtype: dtype_problem(dtype, "keys and values are"),
     ),
 )
@@ -135,8 +129,6 @@ def problems(queries: int, region: Region) -> list[str]:
             elif isinstance(where, Paged):
                 more = PAGES.problems(encoding)
             reasons += [f"{side}: {reason}" for reason in more]
-    if (device := device_problem(like.device)) is not None:
-        reasons.append(device)
     return reasons + STEPS.problems(queries, where) + POSITIONS.problems(region)
 
 
@@ -146,7 +138,7 @@ def encoding_problems(d: int, heads: int, dtype: torch.dtype, *encodings: Any) -
     reasons = HEADS.problems(d, dtype)
     for side, encoding in zip(("keys", "values"), encodings, strict=True):
         if encoding is not None:
-            unknown = unknown_fields(encoding, _KNOWN)
+            unknown = unknown_fields(encoding, READ_FIELDS)
             more = unknown or ENCODINGS.problems(encoding, d, heads)
             reasons += [f"{side}: {reason}" for reason in more]
     return tuple(reasons)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
-from ...limits import Coverage, device_problem
+from ...limits import Coverage
 from ..reference import AttentionState
 from .arguments import ABSENT, PROMPT
 
@@ -47,19 +47,25 @@ def _other_machine(q: Tensor, *_: Any) -> str | None:
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
     ("bf16", _other_dtypes),
-    ("", lambda q, *_: device_problem(q.device)),
     ("processors with AVX-512 BF16 and without AMX", _other_machine),
     ("no gradient", lambda q, *_: dispatch.GRADIENT if dispatch.differentiated(q) else None),
 )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, visible: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    visible: Tensor | None = None,
 ) -> AttentionState:
-    """Attend causally; the T queries are the last of the N tokens.
+    """Attend to exact tokens.
 
-    q: bf16 [B, Hq, T, D]. k, v: bf16 [B, Hk, N, D]. visible: bool [B, 1 or Hk, N], False hides a
-    key. Returns out in bf16; 0 for a query that sees no key.
+    q: bf16 [B, Hq, T, D]. k, v: bf16 [B, Hk, N, D]. causal: the T queries are the last of the N
+    tokens, and see no later one. visible: bool [B, 1 or Hk, N], False hides a key. Returns out in
+    bf16; 0 for a query that sees no key.
     """
     kernel, rows, panel, tile, blocks = compiled()
     b, hq, t, d = q.shape
@@ -75,7 +81,8 @@ def attend(
     scratch = torch.empty(threads, size, dtype=torch.float32, device=q.device)
     seen = None if visible is None else padded(visible.expand(b, -1, n)).expand(b, hk, -1)
     job = PROMPT.pack(
-        batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, kv_heads=hk,
+        batch=b, group=hq // hk, queries=t, tokens=n, causal=causal, head_dim=d,
+        kv_heads=hk,
         q=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
         visible=ABSENT if seen is None else strides(seen, 2), out=out.data_ptr(),
         lse=lse.data_ptr(), scale=scale, scratch=scratch.data_ptr(), scratch_bytes=4 * size,

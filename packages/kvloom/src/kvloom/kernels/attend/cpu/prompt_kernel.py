@@ -180,10 +180,13 @@ def prompt() -> Any:
                 store_one(sums + 4 * i, np.float32(0.0))
             for i in range(0, _ROOM * d, 16):
                 store(sums_out + 4 * i, zero16)
-            own = n - t + row0  # the first row's key
-            for tile in range(-(-(own + rows) // TILE)):
+            own, end = n, n  # the first row's key; behind the last that a row sees
+            if a.causal:
+                own = n - t + row0
+                end = own + rows
+            for tile in range(-(-end // TILE)):
                 lo = tile * TILE
-                width = min(TILE, own + rows - lo)
+                width = min(TILE, end - lo)
                 for j in range(0, width, PANEL):
                     for i in range(used):
                         products(

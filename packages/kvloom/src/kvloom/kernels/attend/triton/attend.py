@@ -22,7 +22,7 @@ __all__ = ["attend", "kernels", "problems"]
 COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; no `Spans`; `Paged`: {paged.COVERAGE}"
 
 
-def problems(q: Tensor, regions: Sequence[Region]) -> list[str]:
+def problems(q: Tensor, regions: Sequence[Region], _softcap: float | None = None) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
     reasons: list[str] = []
     for region in regions:

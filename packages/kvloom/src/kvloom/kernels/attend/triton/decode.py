@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import Coverage
+from ...limits import Coverage, dtype_problem
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import KVView
 from .arguments import Options
@@ -35,9 +35,9 @@ def _narrow_or_wide(tokens: int, like: Tensor) -> str | None:
     return None if 16 <= d <= most else f"head_dim={d} is not from 16 to {most} in {like.dtype}"
 
 
-def _interpreted_bf16(tokens: int, like: Tensor) -> str | None:
+def _unread_dtype(tokens: int, like: Tensor) -> str | None:
     if like.dtype != torch.bfloat16 or like.is_cuda:
-        return None
+        return dtype_problem(like.dtype, "keys and values are")
     return "Triton's interpreter multiplies bf16 wrongly; use fp32 or fp16 there"
 
 
@@ -53,7 +53,7 @@ def _unfit_group(encoding: Encoding, d: int) -> str | None:
 
 STEPS = Coverage(
     ("`head_dim` 16 to 256, in fp32 to 128", _narrow_or_wide),
-    ("exact tokens in fp32, fp16, bf16", _interpreted_bf16),
+    ("exact tokens all in fp32, fp16 or bf16", _unread_dtype),
     (f"1–{MAX_QUERIES} queries, one for `Slots` and `Paged`", _many_queries),
 )
 ENCODINGS = Coverage(("groups that divide `head_dim`; keys after RoPE", _unfit_group))
@@ -65,7 +65,7 @@ def problems(tokens: int, like: Tensor, keys: Any = None, values: Any = None) ->
     like: exact keys [B, Hk, N, D]. keys, values: formats of packed tokens, or None.
     """
     encodings = _encoding_problems(like.shape[-1], keys, values)
-    return [*cuda.problems(like), *encodings, *STEPS.problems(tokens, like)]
+    return [*encodings, *STEPS.problems(tokens, like)]
 
 
 @cache

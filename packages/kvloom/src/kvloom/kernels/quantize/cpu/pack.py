@@ -16,37 +16,36 @@ from ... import dispatch
 from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
 from ...constants import on_cpu
 from ...dispatch import unplanned
-from ...limits import Coverage, device_problem, dtype_problem
+from ...limits import Coverage, dtype_problem
 from .. import hadamard
 from ..byte_layout import PACK_BLOCK, top
 from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
-_KNOWN = (
+READ_FIELDS = (
     "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
     "pre_rope",
 )  # fmt: skip
+"""Fields of an `Encoding` that CPU kernels read."""
+
 _NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
 
 
-def _unread_fields(
-    layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    return "; ".join(unknown_fields(layer_encoding.encoding, _KNOWN)) or None
+def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
+    return "; ".join(unknown_fields(layer_encoding.encoding, READ_FIELDS)) or None
 
 
 COVERAGE = Coverage(
     ("every encoding", _unread_fields),
-    ("", lambda layer_encoding, device, dtype: device_problem(device)),
-    ("tokens in fp32, fp16, bf16", lambda layer_encoding, device, dtype: dtype_problem(dtype)),
+    ("tokens in fp32, fp16, bf16", lambda layer_encoding, dtype: dtype_problem(dtype)),
 )
 
 
-def problems(layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+def problems(layer_encoding: LayerEncoding, dtype: torch.dtype) -> list[str]:
     """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    return COVERAGE.problems(layer_encoding, device, dtype)
+    return COVERAGE.problems(layer_encoding, dtype)
 
 
 class Packer:

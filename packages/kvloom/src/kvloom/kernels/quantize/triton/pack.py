@@ -32,9 +32,9 @@ COVERAGE = Coverage(
 )
 
 
-def problems(layer_encoding: LayerEncoding, device: torch.device, dtype: torch.dtype) -> list[str]:
+def problems(layer_encoding: LayerEncoding, dtype: torch.dtype) -> list[str]:
     """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    return COVERAGE.problems(layer_encoding, dtype) + cuda.misplaced(device)
+    return COVERAGE.problems(layer_encoding, dtype)
 
 
 def pack(

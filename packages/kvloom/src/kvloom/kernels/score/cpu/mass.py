@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import NUMBERS, address, padded, strides
-from ...limits import DTYPES, Coverage, device_problem
+from ...limits import DTYPES, Coverage
 from ..noise import Noise
 from ..reference import MassOptions, ahead_problem
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
@@ -51,7 +51,6 @@ COVERAGE = Coverage(
     ("any `head_dim`", _unfit_shapes),
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_NOISE)}", _other_noise),
-    ("", lambda q, k, *_: device_problem(k.device)),
     ("no gradient", _gradient),
     ("causal queries", ahead_problem),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import Coverage
+from ...limits import Coverage, dtype_problem
 from ..noise import Noise
 from ..reference import MassOptions, ahead_problem
 
@@ -22,8 +22,10 @@ _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
-def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
-    return None if q.dtype == k.dtype else f"queries are {q.dtype}, keys {k.dtype}"
+def _unread_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
+    if q.dtype != k.dtype:
+        return f"queries are {q.dtype}, keys {k.dtype}"
+    return dtype_problem(k.dtype, "queries and keys are")
 
 
 def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, *_: Any) -> str | None:
@@ -38,7 +40,7 @@ def _other_keys(*case: Any) -> str | None:
 
 COVERAGE = Coverage(
     (f"`head_dim` up to {_WIDEST}", lambda q, k, *_: cuda.wide_head(k, _WIDEST)),
-    ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
+    ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", ahead_problem),
     ("no other keys in the softmax", _other_keys),
@@ -53,7 +55,7 @@ def problems(
     rest: Tensor | None = None,
 ) -> list[str]:
     """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    return cuda.problems(k) + COVERAGE.problems(q, k, noise, ahead, rest)
+    return COVERAGE.problems(q, k, noise, ahead, rest)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import NUMBERS, address, contiguous_rows, strides
-from ...limits import Coverage, device_problem, dtype_problem, head_dim_problem
+from ...limits import Coverage, dtype_problem, head_dim_problem
 from .. import reference as ref
 from .arguments import BOUND, CHOOSE, NEAREST, RATE, SUM
 
@@ -23,7 +23,6 @@ _NUMBERS_PER_THREAD = 1 << 18
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 16, up to 512", lambda x: head_dim_problem(x.shape[-1])),
     ("fp32, fp16, bf16", lambda x: dtype_problem(x.dtype, "they are")),
-    ("", lambda x: device_problem(x.device)),
 )
 
 
@@ -36,7 +35,7 @@ def kmeans(
     x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
     """As `reference.kmeans`."""
-    return ref.kmeans(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
+    return ref.lloyd(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
@@ -132,6 +131,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
     """As `reference.select_pages`."""
+    pages = min(pages, scores.shape[-1])
     return _choose(scores, scores.shape[1], pages * page, page, None, None, None)
 
 

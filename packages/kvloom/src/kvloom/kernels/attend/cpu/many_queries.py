@@ -1,0 +1,155 @@
+"""Attention of many queries to stored tokens on CPU tensors: later turns, and chunks of a prompt.
+
+Decides the parts: packed tokens are unpacked `TILE` at a time, so that the past is never unpacked
+as a whole. The compiled kernel of a prompt attends to each part where it covers the case, else
+torch's fused attention; both return the log-sum-exp, by which parts are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...limits import DTYPES, Coverage
+from ...quantize.encoding import Encoding
+from ..reference import AttentionState, merge, with_sinks
+from ..regions import KVView, Region, Spans
+from . import prompt
+
+TILE = 1024
+"""Tokens that are unpacked at once."""
+
+
+def _other_dtypes(q: Tensor, region: Region) -> str | None:
+    dtypes = {q.dtype, region.keys.exact.dtype, region.values.exact.dtype}
+    if len(dtypes) == 1 and q.dtype in DTYPES:
+        return None
+    return f"queries, keys and values are {', '.join(sorted(map(str, dtypes)))}"
+
+
+def _other_addressing(q: Tensor, region: Region) -> str | None:
+    if region.where is None or isinstance(region.where, Spans):
+        return None
+    return f"{q.shape[2]} queries a step are not one"
+
+
+def _other_formats(q: Tensor, region: Region) -> str | None:
+    if all(isinstance(side.encoding, Encoding | None) for side in (region.keys, region.values)):
+        return None
+    return "tokens are packed in a format of another distribution"
+
+
+COVERAGE = Coverage(
+    ("queries, keys and values all in fp32, fp16 or bf16", _other_dtypes),
+    ("dense tokens and `Spans`", _other_addressing),
+    ("any encoding", _other_formats),
+    ("no bias", lambda q, region: None if region.bias is None else "logits have a bias"),
+    ("no softcap", lambda q, region: None),  # `ops.attend` asks
+)
+
+
+def problems(q: Tensor, regions: Sequence[Region], softcap: float | None) -> list[str]:
+    """Return why q [B, Hq, T, D] does not attend to these regions here; empty if it does."""
+    reasons = [reason for region in regions for reason in COVERAGE.problems(q, region)]
+    return list(dict.fromkeys(reasons)) + ([] if softcap is None else ["logits are capped"])
+
+
+def attend(
+    q: Tensor,
+    regions: Sequence[Region],
+    scale: float,
+    *,
+    softcap: float | None = None,
+    products: bool = False,
+    sink_logits: Tensor | None = None,
+) -> AttentionState:
+    """Attend as `reference.attend_regions` does; each part is rounded to q's dtype."""
+    assert softcap is None
+    state = merge([state for region in regions for state in _states(q, region, scale)])
+    return state if sink_logits is None else with_sinks(state, sink_logits)
+
+
+def _states(q: Tensor, region: Region, scale: float) -> Iterator[AttentionState]:
+    """Attend to the parts of a region."""
+    keys, values, where, visible, _, own = region
+    if isinstance(where, Spans):
+        yield _spans(q, region, where, scale)
+        return
+    past = keys.tokens - own
+    for lo, hi in _parts(keys, values, 0, past):
+        yield _part(q, keys.tensor(lo, hi), values.tensor(lo, hi), scale, False, visible, lo)
+    if own:
+        k, v = keys.tensor(past), values.tensor(past)
+        yield _part(q, k, v, scale, own > 1, visible, past)
+    elif not past:
+        yield _nothing(q)
+
+
+def _parts(keys: KVView, values: KVView, lo: int, hi: int) -> list[tuple[int, int]]:
+    """Cut tokens lo to hi into the exact ones and `TILE` packed ones at a time."""
+    packed = min(max(lo, keys.prefix, values.prefix), hi)
+    return list(pairwise(sorted({lo, *range(lo, packed, TILE), packed, hi})))
+
+
+def _spans(q: Tensor, region: Region, where: Spans, scale: float) -> AttentionState:
+    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
+    b, hq, t, d = q.shape
+    heads = b * where.bounds.shape[1]
+    rows = q.reshape(heads, b * hq // heads, t, d)
+    seen = None if region.visible is None else region.visible.reshape(heads, 1, -1)
+    states = []
+    for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
+        row, parts = rows[i : i + 1], []
+        for lo, hi in _parts(region.keys, region.values, first, first + count):
+            k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
+            mask = None if seen is None else seen[i : i + 1]
+            parts.append(_part(row, k, v, scale, False, mask, lo - first))
+        states.append(merge(parts) if parts else _nothing(row))
+    out, lse = (torch.cat(x) for x in list(zip(*states, strict=True))[:2])
+    return AttentionState(out.view(b, hq, t, d), lse.view(b, hq, t))
+
+
+def _nothing(q: Tensor) -> AttentionState:
+    """Return the attention of q to no tokens."""
+    out = torch.zeros_like(q, dtype=torch.float32)
+    return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))
+
+
+def _part(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, visible: Tensor | None, begin: int
+) -> AttentionState:
+    """Attend to exact tokens, which are those of the mask from `begin` on."""
+    if visible is not None:
+        visible = visible[..., begin : begin + k.shape[2]]
+    run = _fused if prompt.COVERAGE.problems(q, k, v) else prompt.attend
+    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
+    return AttentionState(out.float(), lse)
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None
+) -> AttentionState:
+    """Attend as `prompt.attend` does, by torch's fused attention; if causal, N = T."""
+    b, hq, t, d = q.shape
+    hk, n = k.shape[1], k.shape[2]
+    mask = sees_none = None
+    if visible is not None:
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill_(~visible, -torch.inf)[:, :, None]
+        sees_none = ~visible.cummax(dim=-1).values if causal else ~visible.any(-1, keepdim=True)
+    if causal:  # else the query heads of a group are rows of one head
+        k, v = (x.repeat_interleave(hq // hk, dim=1) for x in (k, v))
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(hq // hk, dim=1)
+    rows = q if causal else q.reshape(b, hk, hq // hk * t, d)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    out, lse = out.reshape(b, hq, t, d), lse.reshape(b, hq, t)
+    if sees_none is not None:  # torch's is 0
+        lse = lse.unflatten(1, (hk, -1)).masked_fill(sees_none[:, :, None], -torch.inf)
+    return AttentionState(out, lse.view(b, hq, t))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .hf.cache import Cache
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
-    from .recipe import LayerOverride, Protect, Recipe, register_recipe
+    from .recipe import LayerOverride, Protect, Recipe, Role, register_recipe
     from .store import Encoding, Packed, Store, register_format
 
 _NAMES = {
@@ -41,7 +41,7 @@ _NAMES = {
     "hf.cache": ("Cache",),
     "keep": ("Budget", "Keep", "Outliers", "register_score"),
     "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
-    "recipe": ("LayerOverride", "Protect", "Recipe", "register_recipe"),
+    "recipe": ("LayerOverride", "Protect", "Recipe", "Role", "register_recipe"),
     "store": ("Encoding", "Packed", "Store", "register_format"),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
@@ -68,6 +68,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Report",
+    "Role",
     "SavedCacheError",
     "Store",
     "TierError",

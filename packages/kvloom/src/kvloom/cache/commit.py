@@ -84,7 +84,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
         if prompt:
-            state.score_evictor.note_ids(queries.ids)
+            state.score_evictor.note_protected(queries, state.seen)
         _commit_scored(state, segment, queries, new)
         return
     _store(state, segment, queries, new, prompt)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..keep import PROTECTED, Budget, Keep, budgets, choose, protect_ids, sinks_first
+from ..keep import PROTECTED, Budget, Keep, budgets, choose, sinks_first
 from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
@@ -52,7 +52,7 @@ class ScoreEvictor(Evictor):
     heavy, recent: the budget: heavy hitters (None: not known yet) and newest tokens. prompt_tokens:
     of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
     repetition or for other layers, and the scores that they gave (None: none). protected: bool
-    [B, 1, N], the tokens of a first prompt that stay by their ids, until they are scored.
+    [B, 1, N], the tokens of a first prompt that the recipe marks, until they are scored.
     """
 
     counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
@@ -77,7 +77,7 @@ class ScoreEvictor(Evictor):
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
-        self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.reads_ids)
+        self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.marks)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
         self.waiting: Queries | None = None
@@ -150,12 +150,15 @@ class ScoreEvictor(Evictor):
         step = self.scorer.step(queries, keys, values, visible, index, seen, bias)
         return self.scorer.score(step)
 
-    def note_ids(self, ids: Tensor | None) -> None:
-        """Note which tokens of a first prompt stay by their ids int64 [B, N], given where read."""
-        protect = self.recipe.protect
-        if protect.reads_ids:
-            assert ids is not None
-            self.protected = protect_ids(ids, protect.ids, protect.ids_except)
+    def note_protected(self, queries: Queries, tokens: int) -> None:
+        """Note which tokens of a first prompt of `tokens` tokens the recipe marks."""
+        protect, visible = self.recipe.protect, queries.visible
+        if not protect.marks:
+            return
+        if visible is None:
+            visible = torch.ones(1, 1, tokens, dtype=torch.bool, device=queries.q.device)
+        count = visible[:, 0].cumsum(dim=-1)
+        self.protected = protect.mark(count - 1, count[:, -1:], queries.ids)[:, None]
 
     def marked(self, scores: Tensor) -> Tensor:
         """Return scores fp32 [B, Hk, N], the first ones with `PROTECTED` for protected tokens."""

@@ -20,7 +20,7 @@ from .scorers import (
     checked,
     register_score,
 )
-from .select import PROTECTED, choose, protect_ids, protect_sinks, sinks_first
+from .select import PROTECTED, choose, protect_sinks, sinks_first
 
 __all__ = [
     "POSITIONS",
@@ -46,7 +46,6 @@ __all__ = [
     "built_in",
     "checked",
     "choose",
-    "protect_ids",
     "protect_sinks",
     "register_score",
     "sinks_first",

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from .select import PROTECTED
+
 
 def shares(heavy: int, evicted: int, safeguard: float, heads: int, unit: int) -> tuple[int, int]:
     """Return the tokens of which every head is certain, and those that `heads` heads compete for.
@@ -39,10 +41,12 @@ def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
 
     ranked: fp32 [B, H, N], the scores of each head's tokens beside the certain ones, descending.
     A head's tokens are cut into units in this order, and the median score of a unit decides; for
-    unit=1 this is AdaKV's rule. H * (N // unit) units exist, at least `tokens` // unit.
+    unit=1 this is AdaKV's rule. Units with tokens that stay whatever their score come first. H * (N
+    // unit) units exist, at least `tokens` // unit.
     """
     units = ranked.shape[-1] // unit
-    medians = ranked[..., unit // 2 :: unit][..., :units]
+    medians, largest = (ranked[..., i::unit][..., :units] for i in (unit // 2, 0))
+    medians = torch.where(largest >= PROTECTED, largest, medians)
     best = medians.flatten(1).topk(tokens // unit, dim=-1).indices
     won = torch.zeros(ranked.shape[:2], dtype=torch.long, device=ranked.device)
     return unit * won.scatter_add_(1, best // max(1, units), torch.ones_like(best))

@@ -36,19 +36,7 @@ def sinks_first(slots: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
 
 
 PROTECTED = 1e30
-"""The score of tokens that stay by their ids: above all others but that of sinks, infinity."""
-
-
-def protect_ids(
-    ids: Tensor, kept: tuple[int, ...] | None, others: tuple[int, ...] | None
-) -> Tensor:
-    """Return which tokens stay by their ids [B, N], bool [B, 1, N].
-
-    kept: ids that stay. others: ids that may go, where `kept` is None; all others stay.
-    """
-    named = ids.new_tensor((others if kept is None else kept) or ())
-    is_named = torch.isin(ids, named)
-    return (~is_named if kept is None else is_named)[:, None]
+"""The score of tokens that a recipe marks: above all others but that of sinks, infinity."""
 
 
 def protect_sinks(scores: Tensor, sinks: int, visible: Tensor | None) -> Tensor:

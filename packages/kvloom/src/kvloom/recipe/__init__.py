@@ -5,6 +5,7 @@ from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
 from .predict import predicted_layer_nbytes
 from .resolve import options, part_options, resolve, summary
+from .role import Role
 from .spec import LayerOverride, Protect, Recipe, Tuned
 from .text import is_file
 
@@ -15,6 +16,7 @@ __all__ = [
     "LayerOverride",
     "Protect",
     "Recipe",
+    "Role",
     "SlidingLayer",
     "Tuned",
     "is_file",

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
@@ -22,6 +25,7 @@ from . import text
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, Unchanged, listed, select, spelled
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
+from .role import Role
 from .upgrade import without_sinks
 
 _EXPIRED = 32  # tokens, at least, that a packed window drops at a time
@@ -44,6 +48,11 @@ class Protect:
             allows.
         ids_except: Token ids. Tokens of the first prompt with any other id are not evicted,
             likewise.
+        spans: Ranges of tokens of the first prompt that are not evicted, likewise: (first, end)
+            each, end excluded. Padding does not count. As in a slice, a negative number counts from
+            the prompt's end, and what is outside of the prompt is left out.
+        role: The role of messages in the first prompt that are not evicted, likewise:
+            `Role.system(tokenizer)`.
     """
 
     sinks: int = 0
@@ -51,9 +60,17 @@ class Protect:
     outliers: Outliers | None = None
     ids: tuple[int, ...] | None = None
     ids_except: tuple[int, ...] | None = None
+    spans: tuple[tuple[int, ...], ...] | None = None
+    role: Role | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "outliers", "ids", "ids_except")
+        check_fields(self, "outliers", "ids", "ids_except", "spans", "role")
+        for span in self.spans or ():
+            if len(span) != 2:
+                raise RecipeError(f"a span {span!r} must be (first, end), two numbers of tokens")
+            first, end = span
+            if (first < 0) == (end < 0) and first >= end:
+                raise RecipeError(f"a span {span!r} has no tokens; give an end behind the first")
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
         recent = self.exact_recent
@@ -79,11 +96,34 @@ class Protect:
     @property
     def reads_ids(self) -> bool:
         """Whether tokens stay by their ids."""
-        return self.ids is not None or self.ids_except is not None
+        return any(x is not None for x in (self.ids, self.ids_except, self.role))
+
+    @property
+    def marks(self) -> bool:
+        """Whether tokens of the first prompt stay whatever their score: see `mark`."""
+        return self.reads_ids or self.spans is not None
+
+    def mark(self, place: Tensor, tokens: Tensor, ids: Tensor | None) -> Tensor:
+        """Return which tokens of a first prompt are not evicted, bool [B, N].
+
+        place: int64 [B or 1, N], each token's place without padding. tokens: int64 [B or 1, 1], the
+        tokens of a row without padding. ids: int64 [B, N], where `reads_ids`.
+        """
+        marked = torch.zeros_like(place, dtype=torch.bool)
+        for span in self.spans or ():
+            first, end = (x if x >= 0 else tokens + x for x in span)
+            marked = marked | ((place >= first) & (place < end))
+        if ids is None:
+            return marked
+        if self.ids is not None:
+            marked = marked | torch.isin(ids, ids.new_tensor(self.ids))
+        if self.ids_except is not None:
+            marked = marked | ~torch.isin(ids, ids.new_tensor(self.ids_except))
+        return marked if self.role is None else marked | self.role.mask(ids)
 
     @property
     def tokens(self) -> int:
-        """The number of protected tokens, without outliers and tokens that stay by their ids."""
+        """The number of sinks and of exact recent tokens."""
         return self.sinks + max(self.exact_recents)
 
 
@@ -199,10 +239,10 @@ class Recipe:
                 "and no keep, which has a score of its own"
             )
         scored = self.keep is not None and not self.keep.by_age and self.keep.block is None
-        if self.protect.reads_ids and not scored:
+        if self.protect.marks and not scored:
             raise RecipeError(
-                "protect.ids and protect.ids_except keep tokens of a prompt that a score would "
-                "evict: combine them with a keep by score, and not with when=block"
+                "ids, ids_except, spans and role of protect keep tokens of a prompt that a score "
+                "would evict: combine them with a keep by score, and not with when=block"
             )
         if self.keep is not None:
             self._check_keep(self.keep)

@@ -109,7 +109,12 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         member = get_args(kind)[0] if get_origin(kind) is tuple else None
         if is_dataclass(member) and isinstance(value, list):
             return tuple(from_dict(member, item, name) for item in value)  # type: ignore[arg-type]
-    return tuple(value) if isinstance(value, list) else value
+    return _as_tuple(value)
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a list as a tuple, and the lists in it likewise."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def _of_kind(registry: Registry, data: Any, name: str) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.keep import Budget, Keep, Mass, Observation, head_budgets
+from kvloom.keep import PROTECTED, Budget, Keep, Mass, Observation, head_budgets
 from kvloom.recall import Pages, Recall
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
@@ -39,6 +39,13 @@ def test_units_by_hand():
     """Medians of units of three: 8 and 2 in head 0, 5 and 4 in head 1."""
     ranked = torch.tensor([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [6.0, 5.0, 5.0, 4.0, 4.0, 0.0]]])
     assert head_budgets.divide(ranked, 9, 3).tolist() == [[3, 6]]
+
+
+def test_a_unit_with_a_token_that_stays_comes_first():
+    """Its median is 1, less than that of the other units."""
+    for stays in (PROTECTED, torch.inf):
+        ranked = torch.tensor([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0], [stays, 1.0, 1.0, 0.0, 0.0, 0.0]]])
+        assert head_budgets.divide(ranked, 3, 3).tolist() == [[0, 3]]
 
 
 @pytest.mark.parametrize("unit", [1, 32, 160])

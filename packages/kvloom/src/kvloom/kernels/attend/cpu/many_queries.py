@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,7 +134,7 @@ def _fused(
 ) -> AttentionState:
     """Attend as `prompt.attend` does, by torch's fused attention; if causal, N = T."""
     b, hq, t, d = q.shape
-    hk, n = k.shape[1], k.shape[2]
+    hk = k.shape[1]
     mask = sees_none = None
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)

@@ -5,6 +5,7 @@ Decides the values alone: which tokens stay, and how their keys are stored, is g
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,10 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..registry.fields import check_fields, check_whole
 from .scorer import Step
+
+RIDGES = 0.01, 0.1, 1.0, 10.0
+"""Relative to the mean diagonal of a head's system."""
+_MARGIN = 0.3  # of what the best ridge gains, that a larger one may lose
 
 
 @dataclass(frozen=True)
@@ -25,20 +30,22 @@ class Fit:
 
         V' = V + (X'X + ridge d 1)^-1 X' (Y - X V),  d the mean of the diagonal of X'X
 
-    Only the values with the largest sums of weights change, so many of a head. A head keeps its
-    values where the system cannot be solved, or the error does not shrink. In later chunks, the
-    values of the sinks are no more changed.
+    Only the values with the largest sums of weights change, so many of a head. A head's ridge is
+    the largest of `RIDGES` that is nearly the best in two-fold cross-validation: values are fitted
+    to the first and third quarter of a chunk's rows, and judged by the others, and the other way
+    round. A head keeps its values where the system cannot be solved, or the error does not shrink.
+    In later chunks, the values of the sinks are no more changed.
 
     Attributes:
         chunk: Tokens of a chunk.
         every: Every so many-th query is a row of the regression.
-        ridge: How much a large change of values costs.
+        ridge: How much a large change of values costs. None: cross-validation decides.
         values: How many values of a head change in a chunk.
     """
 
     chunk: int = 2048
     every: int = 6
-    ridge: float = 0.01
+    ridge: float | None = None
     values: int = 256
 
     def __post_init__(self) -> None:
@@ -46,7 +53,7 @@ class Fit:
         check_whole("chunk", self.chunk, 1)
         check_whole("every", self.every, 1)
         check_whole("values", self.values, 1)
-        if self.ridge < 0:
+        if self.ridge is not None and self.ridge < 0:
             raise RecipeError(f"ridge={self.ridge!r} must be 0 or more")
 
     def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
@@ -119,9 +126,14 @@ class Fit:
             if len(changing) > self.values:
                 sums = x.sum(dim=0).masked_fill(~changing, -1.0)
                 changing[sums.argsort(descending=True)[self.values :]] = False
-            solved = _solve(x[:, changing], y - x @ values[stay], self.ridge)
-            if solved is not None:
-                values[stay[changing]] += solved
+            weights, missing = x[:, changing], y - x @ values[stay]
+            ridge = self.ridge
+            if ridge is None:
+                place = torch.arange(len(rows), device=k.device) % max(1, end - begin)
+                ridge = _best_ridge(weights, missing, place * 4 // max(1, end - begin) % 2 == 0)
+            change = None if ridge is None else _change(weights, missing, ridge)
+            if change is not None and (missing - weights @ change).norm() < missing.norm():
+                values[stay[changing]] += change
         return values
 
     def _weights(self, step: Step, q: Tensor, k: Tensor, back: int) -> Tensor:
@@ -135,22 +147,46 @@ class Fit:
         return logits.softmax(dim=-1)
 
 
-def _solve(x: Tensor, missing: Tensor, ridge: float) -> Tensor | None:
-    """Return the change of values fp32 [N, D] by ridge regression; None if it does not help.
+def _best_ridge(x: Tensor, missing: Tensor, fold: Tensor) -> float | None:
+    """Return a ridge by cross-validation; None if unchanged values have the smallest error.
 
-    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
+    x, missing: as for `_change`. fold: bool [rows], about half of the rows.
+    """
+    before, errors = missing.square().sum().item(), []
+    for ridge in RIDGES:
+        error = 0.0
+        for half in (fold, ~fold):
+            # the same penalty as of all rows
+            change = _change(x[half], missing[half], ridge, x.square().sum().item())
+            if change is None:
+                error = math.inf
+            else:
+                error += (missing[~half] - x[~half] @ change).square().sum().item()
+        errors.append(error)
+    best = min(errors)
+    if not best < before:
+        return None
+    enough = best + _MARGIN * (before - best)
+    return max(r for r, error in zip(RIDGES, errors, strict=True) if error <= enough)
+
+
+def _change(
+    x: Tensor, missing: Tensor, ridge: float, squares: float | None = None
+) -> Tensor | None:
+    """Return the change of values fp32 [N, D] by ridge regression; None if it has no solution.
+
+    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D]. squares:
+    the sum of squares to which the ridge is relative (None: of x).
     """
     rows, values = x.shape
     if not x.numel():
-        return None
+        return missing.new_zeros(values, missing.shape[1]) if values else None
     few = rows < values  # (X'X + r 1)^-1 X' = X' (XX' + r 1)^-1
     gram = x @ x.T if few else x.T @ x
-    gram.diagonal().add_(ridge * gram.trace() / values)
+    gram.diagonal().add_(ridge * (gram.trace() if squares is None else squares) / values)
     factor, failed = torch.linalg.cholesky_ex(gram)
     if failed:
         return None
     if few:
-        change = x.T @ torch.cholesky_solve(missing, factor)
-    else:
-        change = torch.cholesky_solve(x.T @ missing, factor)
-    return change if (missing - x @ change).norm() < missing.norm() else None
+        return x.T @ torch.cholesky_solve(missing, factor)
+    return torch.cholesky_solve(x.T @ missing, factor)

@@ -10,6 +10,7 @@ from test_more_scores import HK, HQ, INV_FREQ, B, D, N, step
 import naive_recipes as rules
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Expected, Fit, Keep, Rotated
+from kvloom.keep.fit import RIDGES, _best_ridge
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Recipe, resolve
 
@@ -67,6 +68,32 @@ def test_the_values_are_those_of_the_formula(every, ridge, softcap, count, rotat
             np.testing.assert_allclose(found[b, h][s], v[s] + change, rtol=1e-2, atol=2e-4)
             assert np.linalg.norm(y - x @ (v[s] + change)) < np.linalg.norm(y - x @ v[s])
             assert torch.equal(found[b, h][~s].double(), torch.from_numpy(v[~s]))
+
+
+@pytest.mark.parametrize(("noise", "values"), [(0.0, 9), (0.3, 9), (1.0, 9), (3.0, 60), (1e3, 9)])
+def test_the_ridge_is_the_largest_that_is_nearly_the_best_on_rows_that_are_left_out(noise, values):
+    found = set()
+    for seed in range(20):
+        g = np.random.default_rng(seed)
+        x = g.dirichlet(np.ones(values), size=80)
+        y = x @ g.normal(size=(values, 4)) + noise * g.normal(size=(80, 4))
+        fold, errors = g.random(80) < 0.5, []
+        for ridge in RIDGES:
+            penalty = ridge * np.trace(x.T @ x) / values * np.eye(values)
+            error = 0.0
+            for half in (fold, ~fold):
+                z = x[half]
+                change = np.linalg.solve(z.T @ z + penalty, z.T @ y[half])
+                error += np.square(y[~half] - x[~half] @ change).sum()
+            errors.append(error)
+        before, best = np.square(y).sum(), min(errors)
+        near = [r for r, e in zip(RIDGES, errors, strict=True) if e <= best + 0.3 * (before - best)]
+        tensors = (torch.from_numpy(a).float() for a in (x, y))
+        got = _best_ridge(*tensors, torch.from_numpy(fold))
+        assert got == (max(near) if best < before else None)
+        found.add(got)
+    assert found != {None}
+    assert (None in found) == (noise >= 3.0)
 
 
 def test_values_stay_where_all_tokens_stay_or_the_system_is_singular():

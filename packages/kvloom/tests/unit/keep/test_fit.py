@@ -130,8 +130,8 @@ def test_the_sinks_are_fitted_with_the_first_chunk_alone():
     one.sinks = 2
     first = step(seen=12, sinks=2)
     first.q, first.k, first.v = (x[:, :, :12] for x in (one.q, one.k, one.v))
-    expected = fitted(Fit(12), first, kept[..., :12], one.k[:, :, :12])
-    found = fitted(Fit(12), one, kept, one.k)
+    expected = fitted(Fit(12, ridge=0.01), first, kept[..., :12], one.k[:, :, :12])
+    found = fitted(Fit(12, ridge=0.01), one, kept, one.k)
     torch.testing.assert_close(found[:, :, :12], expected)
     assert not torch.equal(found[:, :, 12:], one.v[:, :, 12:])
 

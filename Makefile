@@ -1,7 +1,7 @@
 # Each target first creates the virtual environment .venv with the versions in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
-DEMO := near-lossless,balanced,small,tiny,kivi,h2o,minikv,quest
+DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 
 .PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick train clean
 

@@ -23,8 +23,8 @@ FRONT = {  # the recommended recipe of a size, and the papers' own recipes of th
     "1/3": ("near-lossless", "kivi-4", *(f"{name} at 0.333" for name in OWN)),
     "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
     "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
-    "1/10": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
-    "1/13": ("micro", *(f"{name} at 0.0833" for name in OWN)),
+    "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
+    "1/20": ("micro", *(f"{name} at 0.0833" for name in OWN)),
 }
 SCORES = (
     ("perplexity", "kl_mean"),

@@ -5,7 +5,7 @@ Run `python docs/evidence_chart.py`. It writes docs/assets/evidence.svg and need
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -17,7 +17,10 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-RUN = "evidence_smollm2-2k"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from evidence_tables import published  # noqa: E402
+
+RUN = "smollm2-2k"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 LINES = {
     "near-lossless, balanced, small, tiny, micro": [
@@ -67,8 +70,7 @@ def draw(axis: Axes, figures: list[dict], task: str, score: str) -> None:
 
 def main() -> None:
     """Read the results, and write the chart."""
-    source = next((ROOT / "benchmarks" / "results").rglob(f"{RUN}.json"))
-    figures = json.loads(source.read_text(encoding="utf-8"))["figures"]
+    figures = published(RUN)
     chart, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for axis, (title, (task, score)) in zip(axes, PANELS.items(), strict=True):
         draw(axis, figures, task, score)

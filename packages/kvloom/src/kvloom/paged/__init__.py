@@ -2,7 +2,7 @@
 
 from .attention import PagedAttention
 from .page import LayerPlan, PackedPages, PageLayout
-from .rule import paged
+from .rule import check_pages_hold, paged
 from .step import PagedRow, PagedStep
 
 __all__ = [
@@ -12,5 +12,6 @@ __all__ = [
     "PagedAttention",
     "PagedRow",
     "PagedStep",
+    "check_pages_hold",
     "paged",
 ]

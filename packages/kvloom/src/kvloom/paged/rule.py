@@ -34,8 +34,7 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
         ValueError: The page does not fit the recipe.
     """
     named = resolve(recipe)
-    if problems := _problems(named):
-        raise IncompatibleRecipe(named.name, [f"in {engine}, {problem}" for problem in problems])
+    check_pages_hold(named, engine)
     most = max(protect.sinks for protect in _parts(named, "protect"))
     if most > page:
         raise ValueError(
@@ -55,6 +54,15 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
         protect=Protect(named.protect.sinks),
         layers=tuple(_override(override, page) for override in named.layers),
     )
+
+
+def check_pages_hold(recipe: Recipe, engine: str) -> None:
+    """Raise `IncompatibleRecipe` for a recipe that pages of any size cannot hold.
+
+    engine: what the error calls the engine.
+    """
+    if problems := _problems(recipe):
+        raise IncompatibleRecipe(recipe.name, [f"in {engine}, {problem}" for problem in problems])
 
 
 def _parts(recipe: Recipe, name: str) -> list[Any]:

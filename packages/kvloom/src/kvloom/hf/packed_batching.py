@@ -120,7 +120,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.tailed.add(request_id)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Free a request's pages and tail."""
+        """Free a request's pages and tail, between steps: rows that wait are of a failed one."""
+        self.rows.clear()
         self.tailed.discard(request_id)
         super().free_blocks(request_id, no_cache)
 
@@ -133,11 +134,6 @@ class PackedAllocator(FullAttentionCacheAllocator):
             source_request_id, dest_request_id, past_length
         )
         return blocks
-
-    def free_all_requests(self) -> None:
-        """Free all requests, also those of a step that failed before its attention."""
-        self.rows.clear()
-        super().free_all_requests()
 
     # --- one step
 
@@ -298,16 +294,21 @@ class PackedManager(ContinuousBatchingManager):
         self.context.run(super()._run_generation_loop)
 
     def _create_batch_processor(self) -> Any:
-        config = self.model.config.get_text_config()
-
-        def allocator(**options: Any) -> FullAttentionCacheAllocator:
-            ours = options["config"] is config
-            return PackedAllocator(self.plans, **options) if ours else former(**options)
-
+        if self.batch_processor is not None:  # transformers resets it
+            return super()._create_batch_processor()
+        plans, config = self.plans, self.model.config.get_text_config()
         with _TABLE:
             table = stock.ATTN_TYPE_TO_ALLOCATOR
             former = table[compat.FULL]
-            table[compat.FULL] = allocator
+
+            class Chosen(former):  # type: ignore[misc, valid-type]
+                """Makes our blocks for our model, and those of transformers for others."""
+
+                def __new__(cls, **options: Any) -> Any:
+                    ours = options["config"] is config
+                    return PackedAllocator(plans, **options) if ours else former(**options)
+
+            table[compat.FULL] = Chosen
             try:
                 self.batch_processor = super()._create_batch_processor()
             finally:
@@ -329,10 +330,10 @@ class PackedManager(ContinuousBatchingManager):
         needed = blocks.blocks_for(prompt + (new or 1) - 1)  # the last new token is not stored
         if needed > blocks.num_blocks:
             exact = sum(layout.exact_nbytes for layout in blocks.layouts)
+            enough = (needed - 1) * blocks.bytes_per_block // exact + 1
             raise InputError(
                 f"a request of {prompt:,} tokens and {new or 1:,} new ones takes {needed:,} blocks "
-                f"of packed pages, and {blocks.num_blocks:,} fit; set "
-                f"num_blocks={-(-needed * blocks.bytes_per_block // exact)} or more"
+                f"of packed pages, and {blocks.num_blocks:,} fit; set num_blocks={enough} or more"
             )
 
 

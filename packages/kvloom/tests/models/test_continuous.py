@@ -296,7 +296,7 @@ def test_nothing_is_left_behind(llama, watch):
             manager.add_request(*prompts([20]))
             llama.init_continuous_batching(generation(), settings())  # never started
             assert table == ATTN_TYPE_TO_ALLOCATOR
-            with pytest.raises(CacheMisuse, match="stop the manager first"):
+            with pytest.raises(CacheMisuse, match=r"call manager\.stop\(\) first"):
                 llama(ids)
             raise RuntimeError("a test")
 

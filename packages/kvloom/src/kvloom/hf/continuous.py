@@ -32,9 +32,9 @@ def continuous(
 ) -> Iterator[None]:
     """Pack the pages of the model's continuous batching, in a `with` statement.
 
-    In the block, `model.generate_batch`, `model.init_continuous_batching` and the context manager
-    of transformers give managers whose pages are packed. A manager that still runs at the end of
-    the block is stopped. An error in the thread of a manager is raised where the manager stops.
+    In the block, `generate_batch` and `init_continuous_batching` of the model use packed pages. A
+    manager that still runs at the end of the block is stopped. An error in the thread of a manager
+    is raised where the manager stops.
 
     Args:
         model: As for `Cache`, on a CPU. Each layer attends to all tokens.

@@ -153,8 +153,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def update(self, *_: Any) -> tuple[Tensor, Tensor]:
         """Raise: transformers' own attention called this."""
         raise CacheMisuse(
-            "the model's attention implementation was changed while packed pages are in use; stop "
-            "the manager, or leave the block of kvloom.continuous first"
+            "the model's attention implementation was changed while packed pages are in use; call "
+            "manager.stop() first"
         )
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -194,12 +194,15 @@ def attention(
     """Attend the tokens of a step [1, Hq, T, D]; returns [1, T, Hq, D]."""
     if cache is None:
         raise CacheMisuse(
-            "a manager of kvloom.continuous runs on this model, and other calls of the model have "
-            "to wait; stop the manager first"
+            "a manager of kvloom.continuous runs on this model, and other calls have to wait; call "
+            "manager.stop() first"
         )
     for name in ("s_aux", "sliding_window", "softcap"):
         if arguments.get(name) is not None:
-            raise UnsupportedModel(f"the model's attention takes {name!r}, and pages have no such")
+            raise UnsupportedModel(
+                f"the model's attention takes {name!r}, which kernels for pages do not compute; "
+                "use model.generate_batch without kvloom.continuous"
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     number: int = module.layer_idx  # type: ignore[assignment]

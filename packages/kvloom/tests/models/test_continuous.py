@@ -373,7 +373,7 @@ def test_models_that_do_not_start(name, why):
 def test_settings_that_do_not_start(llama, changes, why):
     with kvloom.continuous(llama, KIVI), pytest.raises(ValueError, match=why):
         batch(llama, prompts([20]), **changes)
-    assert llama.config._attn_implementation != "kvloom_flash"
+    assert llama.config._attn_implementation == "sdpa"
 
 
 def test_other_versions_do_not_start(llama, monkeypatch):
@@ -435,6 +435,14 @@ def test_a_pool_without_room_for_a_tail():
         assert not manager.is_running()
 
 
+def test_a_bound_on_memory_without_room_for_a_block(llama):
+    with kvloom.continuous(llama, KIVI):
+        for bound in ({"num_blocks": None, "max_memory_percent": 1e-6}, {"num_blocks": 10**9}):
+            with pytest.raises(InputError, match="max_batch_tokens or max_memory_percent"):
+                batch(llama, prompts([20]), **bound)
+            assert llama.config._attn_implementation == "sdpa"
+
+
 def test_an_error_in_the_thread_is_raised(watch):
     model = zoo.build("llama-gqa")
     with torch.no_grad():
@@ -444,7 +452,7 @@ def test_an_error_in_the_thread_is_raised(watch):
             batch(model, prompts([20, 70]))
         batch(model, prompts([20]))  # no page is packed
     watch.assert_nothing_left()
-    assert model.config._attn_implementation != "kvloom_flash"
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_that_changes_between_batches(llama, watch):

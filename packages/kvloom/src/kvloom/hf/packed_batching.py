@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ..errors import CacheMisuse, InputError, UnsupportedModel
+from ..errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
 from ..paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout, paged
 from ..recipe import Recipe
 from . import compat
@@ -209,6 +209,27 @@ def attention(
     return cache.layer_to_allocator[number].attend(number, q, k, v, scale)[None], None
 
 
+@contextmanager
+def _packed(plans: list[LayerPlan], config: Any) -> Iterator[None]:
+    """Let transformers make packed blocks for the model of a config, and its own for others."""
+    with _TABLE:
+        table = stock.ATTN_TYPE_TO_ALLOCATOR
+        former = table[compat.FULL]
+
+        class Chosen(former):  # type: ignore[misc, valid-type]
+            """Has the attributes of transformers' class, which other threads may read."""
+
+            def __new__(cls, **options: Any) -> Any:
+                ours = options["config"] is config
+                return PackedAllocator(plans, **options) if ours else former(**options)
+
+        table[compat.FULL] = Chosen
+        try:
+            yield
+        finally:
+            table[compat.FULL] = former
+
+
 class PackedManager(ContinuousBatchingManager):
     """A manager of transformers with packed pages.
 
@@ -299,31 +320,21 @@ class PackedManager(ContinuousBatchingManager):
     def _create_batch_processor(self) -> Any:
         if self.batch_processor is not None:  # transformers resets it
             return super()._create_batch_processor()
-        plans, config = self.plans, self.model.config.get_text_config()
-        with _TABLE:
-            table = stock.ATTN_TYPE_TO_ALLOCATOR
-            former = table[compat.FULL]
-
-            class Chosen(former):  # type: ignore[misc, valid-type]
-                """Makes our blocks for our model, and those of transformers for others."""
-
-                def __new__(cls, **options: Any) -> Any:
-                    ours = options["config"] is config
-                    return PackedAllocator(plans, **options) if ours else former(**options)
-
-            table[compat.FULL] = Chosen
-            try:
-                self.batch_processor = super()._create_batch_processor()
-            finally:
-                table[compat.FULL] = former
         try:
+            with _packed(self.plans, self.model.config.get_text_config()):
+                self.batch_processor = super()._create_batch_processor()
             self._check_fits(1, 1)
             if self.hints is not None:
                 self._check_fits(self.hints.max_prompt_length, self.hints.max_generated_length)
-        except InputError:
+        except (MemoryError, ValueError) as error:
             self.batch_processor = None
             self.restore()
-            raise
+            if isinstance(error, KvloomError):
+                raise
+            raise InputError(
+                f"transformers finds no memory for blocks of packed pages ({error}); set another "
+                "num_blocks, max_batch_tokens or max_memory_percent"
+            ) from error
         return self.batch_processor
 
     def _check_fits(self, prompt: int, new: int | None) -> None:

@@ -261,6 +261,21 @@ def test_cancelled_in_its_prompt(llama, watch):
     watch.assert_nothing_left()
 
 
+def test_two_managers_of_one_model(llama):
+    one, two = prompts([40, 50])
+    with kvloom.continuous(llama, KIVI):
+        managers = [llama.init_continuous_batching(generation(), settings()) for _ in range(2)]
+        for manager, prompt in zip(managers, (one, two), strict=True):
+            manager.start()
+            manager.add_request(prompt)
+        found = []
+        for manager in managers:
+            found.append(manager.get_result(timeout=20).generated_tokens)
+            manager.stop()
+        assert llama.config._attn_implementation == "sdpa"
+    assert found == [alone(llama, KIVI, prompt) for prompt in (one, two)]
+
+
 def test_a_persistent_manager(llama, watch):
     inputs = prompts(LENGTHS[:4])
     with kvloom.continuous(llama, KIVI):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
@@ -233,22 +233,21 @@ def _packed(plans: list[LayerPlan], config: Any) -> Iterator[None]:
 class PackedManager(ContinuousBatchingManager):
     """A manager of transformers with packed pages.
 
-    plans: of all layers. check: raises if the model has changed. hints: of transformers, the
-    longest request that is known. The others are those of transformers.
+    plans: of all layers. batching: of the block. hints: of transformers, the longest request that
+    is known. The others are those of transformers.
     """
 
     def __init__(
         self,
         plans: list[LayerPlan],
-        check: Callable[[], None],
+        batching: PackedBatching,
         model: PreTrainedModel,
         generation_config: Any,
         continuous_batching_config: Any,
         workload_hints: Any,
     ) -> None:
-        self.plans, self.check, self.hints = plans, check, workload_hints
+        self.plans, self.batching, self.hints = plans, batching, workload_hints
         self.batch_processor: Any = None
-        self.former: list[tuple[Any, str]] = []  # configs, and their attention without kvloom
         self.context = copy_context()
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -257,22 +256,17 @@ class PackedManager(ContinuousBatchingManager):
             raise
 
     def switch_to_cb_friendly_attn(self, model: PreTrainedModel, *_: Any) -> None:
-        """Set kvloom's attention, until the manager stops."""
-        if not self.former:
-            self.former = [(x, vars(x)[FIELD]) for x in attention_configs(model)]
-        for config, _former in self.former:
-            vars(config)[FIELD] = NAME
+        """Set kvloom's attention, until `restore`."""
+        self.batching.switch(self)
 
     def restore(self) -> None:
-        """Set the model's own attention."""
-        for config, former in self.former:
-            vars(config)[FIELD] = former
-        self.former = []
+        """Set the model's own attention, unless another manager uses kvloom's."""
+        self.batching.switch_back(self)
 
     def start(self) -> None:
         """Start the thread; raise before, where transformers would only log."""
         try:
-            self.check()
+            self.batching.check()
             self.switch_to_cb_friendly_attn(self.model)
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
@@ -360,6 +354,8 @@ class PackedBatching:
     def __init__(self, model: PreTrainedModel, recipe: Recipe, engine: str) -> None:
         self.model, self.recipe, self.engine = model, recipe, engine
         self.managers: list[PackedManager] = []
+        self.using: set[PackedManager] = set()  # kvloom's attention
+        self.former: list[tuple[Any, str]] = []  # configs, and their attention without kvloom
         self.weights = self._weights()
         AttentionInterface.register(NAME, attention)
 
@@ -388,11 +384,24 @@ class PackedBatching:
             for number, facts in zip(numbers, load_layer_facts(self.model, found), strict=True)
         ]
         with torch.no_grad():
-            manager = PackedManager(
-                plans, self.check, self.model, generation, config, workload_hints
-            )
+            manager = PackedManager(plans, self, self.model, generation, config, workload_hints)
         self.managers.append(manager)
         return manager
+
+    def switch(self, manager: PackedManager) -> None:
+        """Set kvloom's attention for a manager."""
+        if not self.using:
+            self.former = [(x, vars(x)[FIELD]) for x in attention_configs(self.model)]
+        self.using.add(manager)
+        for config, _ in self.former:
+            vars(config)[FIELD] = NAME
+
+    def switch_back(self, manager: PackedManager) -> None:
+        """Set the model's own attention when no manager uses kvloom's."""
+        if self.using == {manager}:
+            for config, former in self.former:
+                vars(config)[FIELD] = former
+        self.using.discard(manager)
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model is another than at the beginning of the block."""

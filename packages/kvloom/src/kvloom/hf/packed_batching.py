@@ -80,7 +80,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         page = _up(-(-max(self.begins[-1], self.tail_nbytes) // layers), _ALIGNED)
         self.tails_per_block = page * layers // self.tail_nbytes
         self.tail_blocks = -(-layers // self.tails_per_block)
-        self.tailed: set[str] = set()
+        self.untailed: set[str] = set()  # requests that have pages of a prefix alone
         self.rows: list[tuple[PagedRow, list[int]]] = []
         self.step: tuple[PagedStep, tuple[Tensor, ...]] | None = None
         self.layers: dict[int, PagedAttention] = {}
@@ -115,25 +115,22 @@ class PackedAllocator(FullAttentionCacheAllocator):
         new = self.needs_new_blocks(request_id, past_length, query_length)
         blocks = self.pool.get_free_blocks(self.index, new)
         table = self.block_table.setdefault(request_id, [])
-        end = len(table) - (self.tail_blocks if request_id in self.tailed else 0)
+        end = max(0, len(table) - self.tail_blocks)
+        if request_id in self.untailed:
+            self.untailed.discard(request_id)
+            end = len(table)
         table[end:end] = blocks
-        self.tailed.add(request_id)
+
+    def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
+        """Give a request the full pages of another; its tail follows with its first new tokens."""
+        super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
+        self.untailed.add(request_id)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Free a request's pages and tail, between steps: rows that wait are of a failed one."""
         self.rows.clear()
-        self.tailed.discard(request_id)
+        self.untailed.discard(request_id)
         super().free_blocks(request_id, no_cache)
-
-    def fork_blocks(
-        self, source_request_id: str, dest_request_id: str, past_length: int
-    ) -> tuple[list[int], list[int]]:
-        """Share full pages with a fork; its tail is a copy."""
-        self.tailed.add(dest_request_id)
-        blocks: tuple[list[int], list[int]] = super().fork_blocks(
-            source_request_id, dest_request_id, past_length
-        )
-        return blocks
 
     # --- one step
 

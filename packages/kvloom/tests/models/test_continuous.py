@@ -169,6 +169,15 @@ def test_tokens_of_the_reference_model(recipe, monkeypatch):
     assert found == [alone(model, recipe, prompt) for prompt in inputs]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    model, inputs = zoo.build("llama-gqa").to(dtype), prompts()
+    with kvloom.continuous(model, "kivi:bits=8,group=16"):
+        found = batch(model, inputs)
+    same = torch.tensor(found) == torch.tensor(batch(model, inputs))
+    assert same.float().mean() > 0.5
+
+
 def test_most_tokens_of_two_bit_pages_differ_from_exact_ones(llama):
     inputs = prompts()
     with kvloom.continuous(llama, "kivi:group=16"):

@@ -245,7 +245,6 @@ class PackedManager(ContinuousBatchingManager):
     ) -> None:
         self.plans, self.batching, self.hints = plans, batching, workload_hints
         self.batch_processor: Any = None
-        self.context = copy_context()
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
         except BaseException:

@@ -20,7 +20,7 @@ LEVELS = [
     {"kernels"},
     {"keep", "store", "recall"},
     {"recipe"},
-    {"cache"},
+    {"cache", "paged"},
     {"hf"},
     {"calibrate"},
 ]

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
-    "cache", "calibrate", "errors", "hf", "keep", "kernels", "positions", "progress", "recall",
-    "recipe", "registry", "store",
+    "cache", "calibrate", "errors", "hf", "keep", "kernels", "paged", "positions", "progress",
+    "recall", "recipe", "registry", "store",
 )  # fmt: skip
 EXAMPLES = ROOT / "packages" / "kvloom" / "tests" / "extend"
 FOLDERS = [

@@ -32,6 +32,7 @@ PASSED_ON = {
     ("papers/lab.py", "{}: {}"),
     ("hf/layer_facts.py", "{}"),
     ("cli/options.py", "{} {} is not a list of {}"),
+    ("paged/rule.py", "{}"),
     ("hf/save.py", "recipe {} has a part of your own: {}"),
     ("hf/save.py", "{} cannot be restored: {}"),
     ("planner/choice.py", "{}"),

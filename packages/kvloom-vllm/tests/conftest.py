@@ -11,12 +11,3 @@ os.environ |= {
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("KVLOOM_VLLM", None)
-
-
-def pytest_collection_modifyitems(items: list) -> None:
-    """Run tests without an engine last: these import llvmlite, beside which vLLM does not start.
-
-    vLLM looks at every attribute of every imported module when it starts, and fails at llvmlite's
-    library. A server imports kvloom's kernels only later.
-    """
-    items.sort(key=lambda item: item.path.name == "test_pages.py")

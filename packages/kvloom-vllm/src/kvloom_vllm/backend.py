@@ -12,11 +12,11 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from kvloom.paged import LayerPlan, PackedPages, PagedAttention, PagedStep, PageLayout
+
 from . import engine
-from .attention import PagedAttention
-from .page import LayerPlan, PageLayout, Pages
 from .refusal import refuse_layer
-from .step import Step, StepBuilder
+from .step import StepBuilder
 from .tail import LAYOUT, TailLayer
 
 
@@ -125,7 +125,7 @@ class KvloomImpl(AttentionImpl):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | None,
+        attn_metadata: PagedStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -133,23 +133,8 @@ class KvloomImpl(AttentionImpl):
         """Store keys and values [tokens, H, D] and attend queries [tokens, Hq, D] to `output`."""
         if attn_metadata is None:
             return output.fill_(0)
-        paged = self._paged(kv_cache)
-        step = attn_metadata
         tails: Tensor = get_forward_context().attn_metadata[self.tail.prefix]
-        rows = [(row, tails[row.at]) for row in step.many]
-        exact = [
-            paged.store(row, tail, key[row.begin : row.end], value[row.begin : row.end])
-            for row, tail in rows
-        ]
-        if (decode := step.decode) is not None:
-            at, table = decode.tokens, decode.table(tails)
-            attended = paged.decode(decode, table, query[at], key[at], value[at])
-            output[at] = (
-                attended if isinstance(at, slice) else attended.to(output.dtype)
-            )  # a slice casts
-        for (row, tail), (k, v) in zip(rows, exact, strict=True):
-            output[row.begin : row.end] = paged.attend(row, query[row.begin : row.end], k, v)
-            paged.keep(row, tail, k, v)
+        self._paged(kv_cache).run(attn_metadata, tails, query, key, value, output)
         return output
 
     def _paged(self, kv_cache: Tensor) -> PagedAttention:
@@ -159,5 +144,7 @@ class KvloomImpl(AttentionImpl):
             assert self.plan is not None
             page = self.tail.kv_cache.shape[2]
             layout = PageLayout(self.plan, page, self.num_kv_heads, self.head_size, self.dtype)
-            self.paged = PagedAttention(Pages(layout, kv_cache), self.tail.kv_cache, self.scale)
+            self.paged = PagedAttention(
+                PackedPages(layout, kv_cache), self.tail.kv_cache, self.scale
+            )
         return self.paged

@@ -14,11 +14,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from kvloom import Recipe
+from kvloom.paged import LayerPlan, PageLayout
 from kvloom.recipe import Geometry
 
 from . import report, request, rotary
 from .calibrated import Calibrated
-from .page import LayerPlan, PageLayout
 from .refusal import (
     refuse_attention_layers,
     refuse_engine,
@@ -103,13 +103,11 @@ class Engine:
     def _plan(self, number: int, geometry: Geometry) -> LayerPlan:
         recipe = self.recipe.for_layer(number, geometry.numbers)
         store = recipe.store
-        sinks = 0 if store.exact else recipe.protect.sinks
         calibrated: tuple[Any, Any] = None, None
         if store.calibrated:
             calibrated = self._calibrated(recipe).encodings(recipe, number)
         rope = rotary.rope(recipe) if store.pre_rope else None
-        packed = store.quantized
-        return LayerPlan(packed.get("keys"), packed.get("values"), sinks, calibrated, rope)
+        return LayerPlan.of_recipe(recipe, *calibrated, rope)
 
     def _calibrated(self, recipe: Recipe) -> Calibrated:
         """Return the calibration that a layer's plain recipe names, read once."""

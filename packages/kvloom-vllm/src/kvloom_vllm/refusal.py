@@ -11,15 +11,8 @@ from typing import Any
 
 from kvloom import Recipe
 from kvloom.errors import IncompatibleRecipe
-from kvloom.store import Packed
 
 from . import TESTED
-
-
-def refuse_recipe(recipe: Recipe) -> None:
-    """Raise `IncompatibleRecipe` for a recipe that pages of packed tokens cannot hold."""
-    if problems := recipe_problems(recipe):
-        raise IncompatibleRecipe(recipe.name, [f"in vLLM, {problem}" for problem in problems])
 
 
 def refuse_split_calibration(recipe: Recipe, processes: int) -> None:
@@ -32,62 +25,6 @@ def refuse_split_calibration(recipe: Recipe, processes: int) -> None:
                 "tensor parallelism, or use 'near-lossless'"
             ],
         )
-
-
-def refuse_sinks(recipe: Recipe, page: int) -> None:
-    """Raise `ValueError` for more exact first tokens than the first page has."""
-    protects = [recipe.protect, *(one.parts.get("protect") for one in recipe.layers)]
-    most = max(protect.sinks for protect in protects if protect is not None)
-    if most > page:
-        raise ValueError(
-            f"recipe {recipe.name!r} keeps {most} first tokens exact, and a page has {page}; use "
-            f"sinks={page} or fewer, or a larger --block-size"
-        )
-
-
-def recipe_problems(recipe: Recipe) -> list[str]:
-    """Return why vLLM's pages cannot hold this recipe, one sentence each; empty if they can."""
-    problems = []
-    keeps = [recipe.keep, *(one.parts.get("keep") for one in recipe.layers)]
-    if any(keep is not None for keep in keeps):
-        problems.append(
-            "pages hold every token of a request, and this recipe evicts some; use "
-            f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
-        )
-    recalls = [recipe.recall, *(one.parts.get("recall") for one in recipe.layers)]
-    if any(recall is not None for recall in recalls):
-        problems.append(
-            "a step reads every page, and this recipe recalls a choice of tokens; use "
-            f"{_nearest(recipe)!r}, which reads all of them in fewer bits"
-        )
-    if not problems and all(store.exact for store in recipe.stores):
-        problems.append("it packs nothing; leave kvloom out, or use 'near-lossless'")
-    if recipe.start:
-        problems.append(f"pages are packed as they fill; leave out start={recipe.start}")
-    protects = [recipe.protect, *(one.parts.get("protect") for one in recipe.layers)]
-    if any(protect is not None and protect.outliers is not None for protect in protects):
-        problems.append("exact tokens within a packed page have no place; leave out outliers")
-    for store in recipe.stores:
-        problems += [problem for side, fmt in store.sides.items() for problem in _format(side, fmt)]
-    return list(dict.fromkeys(problems))
-
-
-def _format(side: str, fmt: Any) -> list[str]:
-    if not isinstance(fmt, Packed):
-        return [f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"]
-    return []
-
-
-def _nearest(recipe: Recipe) -> str:
-    """Return the name of the nearest recipe that works."""
-    formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
-    if not formats or min(fmt.bits for fmt in formats) > 3:
-        return "near-lossless"
-    return (
-        "kivi"
-        if all(fmt.rotation == "none" and not fmt.regroups for fmt in formats)
-        else "balanced"
-    )
 
 
 def refuse_version(version: str) -> None:

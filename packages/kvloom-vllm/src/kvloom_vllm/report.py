@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvloom.paged import PageLayout
 from kvloom.recipe import listed
-
-from .page import PageLayout
 
 
 def lines(recipe: str, layouts: Mapping[int, PageLayout], blocks: int, block: int) -> list[str]:

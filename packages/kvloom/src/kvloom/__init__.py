@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .hf.adapters import register as register_adapter
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
+    from .hf.continuous import continuous
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, Role, register_recipe
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "hf.attach": ("Report", "attach", "detach"),
     "hf.cache": ("Cache",),
+    "hf.continuous": ("continuous",),
     "keep": ("Budget", "Keep", "Outliers", "register_score"),
     "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
     "recipe": ("LayerOverride", "Protect", "Recipe", "Role", "register_recipe"),
@@ -75,6 +77,7 @@ __all__ = [
     "TopK",
     "UnsupportedModel",
     "attach",
+    "continuous",
     "detach",
     "register_adapter",
     "register_format",

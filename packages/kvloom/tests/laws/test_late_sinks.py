@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import SCORERS, Budget, Keep
@@ -41,3 +42,22 @@ def test_the_first_tokens_of_every_row_stay(name, prompt, pads):
     for pad, row in zip(pads, cache.logical().tolist(), strict=True):
         for head in row:
             assert set(range(pad, pad + SINKS)) <= set(head)
+
+
+@pytest.mark.parametrize("prompt", [60, 1])
+@pytest.mark.parametrize("pads", [[0, 0], [2, 9], [0, 9]])
+def test_sinks_do_not_widen_the_ranges_of_packed_tokens(pads, prompt):
+    """In a padded batch, the segment stores them with the others."""
+    found = []
+    for factor in (1, 100):
+        cache = LayerCache(resolve("near-lossless:group=16,residual=16"))
+        q, k, v = draw(0, TOKENS, batch=2)
+        for row, pad in enumerate(pads):
+            k[row, :, pad : pad + SINKS] *= factor
+        visible = padded(pads, TOKENS) if any(pads) else None
+        feed(cache, q, k, v, [prompt, *[1] * (TOKENS - prompt)], visible)
+        packed = cache._state.segment.keys.packed.view()
+        groups = packed.hi // 16
+        found.append((packed.scale[:, :, :groups], packed.zero[:, :, :groups]))
+    assert groups
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

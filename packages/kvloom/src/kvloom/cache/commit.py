@@ -120,6 +120,7 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
     state.storage = evictor.next_storage(storage, queries.visible, state.recording)
     if state.storage is storage:
         once = evictor.phase is Phase.DONE
+        storage.find_start(queries.visible)
         storage.pack(queries.visible, prompt=once)
         if once:
             storage.trim()
@@ -146,6 +147,7 @@ def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     evictor = state.score_evictor
     if new is not None and not evictor.defers:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
+        segment.find_start(queries.visible)
         segment.extend(*kept, 0, queries.visible, prompt=True)
         state.storage = evictor.next_storage(segment, queries.visible, drafting=False)
         index_due(state)
@@ -215,15 +217,16 @@ def _store(
     to_mark = None
     if outliers is not None and not outliers.done:
         to_mark = exact_tokens(state) if new is None and len(segment) else new
-    if new is not None:
-        k, v = _without_sinks(state, queries, new)
-        if k.shape[2]:
-            drop = _surplus(state, segment, k.shape[2])
-            segment.extend(k, v, drop, queries.visible, prompt)
+    others = None if new is None else _without_sinks(state, queries, new)
+    segment.find_start(queries.visible)
+    visible = queries.visible if state.sinks is None else state.sinks.hide(queries.visible)
+    if others is not None:
+        if tokens := others[0].shape[2]:
+            segment.extend(*others, _surplus(state, segment, tokens), visible, prompt)
     else:
         if drop := _surplus(state, segment, 0):
             segment.drop_front(drop)
-        segment.pack(queries.visible, prompt)
+        segment.pack(visible, prompt)
         if prompt:
             segment.trim()
     if expired := _expired(state, segment):

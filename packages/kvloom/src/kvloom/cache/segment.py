@@ -124,10 +124,10 @@ class Segment(Stateful):
     ) -> None:
         """Add k, v, drop the `drop` oldest tokens, and pack what is due.
 
-        visible: bool [B, 1, seen tokens] by logical index, False for padding. prompt: as in `pack`.
+        visible: bool [B, 1, seen tokens] by logical index, False for padding and for sinks that are
+        exact elsewhere. prompt: as in `pack`. Call `find_start` before.
         """
         nonpadding = self.mask(visible, hi=len(self) + k.shape[2])
-        self._find_start(visible)
         self.keys.extend(k, drop, nonpadding, self.positions, prompt)
         self.values.extend(v, drop, nonpadding, prompt=prompt)
         self.first += drop
@@ -171,14 +171,12 @@ class Segment(Stateful):
     def pack(self, visible: Tensor | None = None, prompt: bool = False) -> None:
         """Pack the tokens that the schedules no longer keep exact.
 
-        visible: bool [B, 1, seen tokens] by logical index, False for padding. prompt: whether the
-        exact tokens are those of a prompt, which is packed at once.
+        visible: as in `extend`. prompt: whether the exact tokens are those of a prompt, which is
+        packed at once. Call `find_start` before.
         """
         if self.keys.packed is None and self.values.packed is None:
             return
         nonpadding = self.mask(visible)
-        if self.keys.needs_positions:
-            self._find_start(visible)
         self.keys.pack(nonpadding, prompt, self.positions)
         self.values.pack(nonpadding, prompt)
 
@@ -268,7 +266,7 @@ class Segment(Stateful):
         index = self.logical(lo, hi, device)
         return index if self.start is None else index - self.start[:, None, None]
 
-    def _find_start(self, visible: Tensor | None) -> None:
+    def find_start(self, visible: Tensor | None) -> None:
         """Find the logical index of each row's first token, once, if packing needs positions."""
         if self.start_final or not self.keys.needs_positions:
             return

@@ -68,7 +68,7 @@ def route(model: PreTrainedModel) -> None:
     forwards = [RoutedForward(model, module) for module in modules.values()]
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     attention.register()
-    model._kvloom = Routing(_configs(model), [], forwards)
+    model._kvloom = Routing(attention_configs(model), [], forwards)
     for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
             model._kvloom.changed.append((config, "use_cache", False))
@@ -120,7 +120,7 @@ def attachment_restored(model: PreTrainedModel) -> Iterator[None]:
             set_attachment(model, None)
 
 
-def _configs(model: PreTrainedModel) -> list[Any]:
+def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Return the configs of the decoder's modules and of the models around it, but no others.
 
     The towers of images or sound keep their own attention.

@@ -2,7 +2,7 @@
 
 A page holds the keys and values of `tokens` tokens in all key/value heads of a rank: per side the
 codes [H, rows, D], scales and zeros as kvloom's cache stores them, or exact tokens; then exact
-copies of the first tokens, if the recipe has sinks. vLLM knows only how many bytes it has.
+copies of the first tokens, if the recipe has sinks. An engine knows only how many bytes it has.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvloom.errors import NotFinite
-from kvloom.kernels import PackedTensors, RopeAngles, ops, rows_for
-from kvloom.positions import Rope
-from kvloom.store import LayerEncoding, Packed, PackedView
+from ..errors import NotFinite
+from ..kernels import PackedTensors, RopeAngles, ops, rows_for
+from ..positions import Rope
+from ..recipe import Recipe
+from ..store import LayerEncoding, Packed, PackedView
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,21 @@ class LayerPlan:
     sinks: int = 0
     calibrated: tuple[LayerEncoding | None, LayerEncoding | None] = (None, None)
     rope: Rope | None = None
+
+    @classmethod
+    def of_recipe(
+        cls,
+        recipe: Recipe,
+        keys: LayerEncoding | None = None,
+        values: LayerEncoding | None = None,
+        rope: Rope | None = None,
+    ) -> LayerPlan:
+        """Return the plan of a layer's plain recipe; keys, values: its calibrated encodings."""
+        packed, sinks = recipe.store.quantized, recipe.protect.sinks
+        return cls(
+            packed.get("keys"), packed.get("values"), sinks if packed else 0, (keys, values),
+            rope if recipe.store.pre_rope else None,
+        )  # fmt: skip
 
     @property
     def sides(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:
@@ -79,7 +95,7 @@ class PageLayout:
             self.pieces.append(pieces)
         self.sinks = Piece(end, (2, heads, plan.sinks, head_dim), dtype)
         self.nbytes = self.sinks.end
-        """Bytes that hold something; vLLM's page may have a few more."""
+        """Bytes that hold something; an engine's page may have a few more."""
 
     def _shapes(
         self, layer_encoding: LayerEncoding | None
@@ -96,19 +112,19 @@ class PageLayout:
 
     @cached_property
     def bytes_per_token_and_head(self) -> int:
-        """What vLLM counts: the bytes of a page over its tokens and heads, rounded up."""
+        """The bytes of a page over its tokens and heads, rounded up."""
         return -(-self.nbytes // (self.tokens * self.heads))
 
     @property
     def exact_nbytes(self) -> int:
-        """Bytes of an unmodified page."""
+        """Bytes of a page of exact tokens."""
         return 2 * self.tokens * self.heads * self.head_dim * self.dtype.itemsize
 
 
-class Pages:
-    """The pages of one layer in vLLM's memory.
+class PackedPages:
+    """The pages of one layer in an engine's memory.
 
-    memory: vLLM's view [blocks, H, N, C] of it; a block's bytes are contiguous.
+    memory: the engine's view of it, blocks first; the bytes of a page are contiguous.
     """
 
     def __init__(self, layout: PageLayout, memory: Tensor) -> None:

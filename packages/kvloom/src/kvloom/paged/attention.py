@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvloom.kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
-from kvloom.store import PackedView
-
-from .page import Pages
-from .step import Decode, Row
+from ..kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
+from ..store import PackedView
+from .page import PackedPages
+from .step import Decode, PagedRow, PagedStep
 
 UNPACKED = 1024
 """Tokens of the past that a prompt's chunk unpacks at a time."""
@@ -26,7 +25,7 @@ class PagedAttention:
     pages: its packed pages. tail: exact tokens by block, [blocks, H, N, 2 D].
     """
 
-    def __init__(self, pages: Pages, tail: Tensor, scale: float) -> None:
+    def __init__(self, pages: PackedPages, tail: Tensor, scale: float) -> None:
         self.pages, self.tail, self.scale = pages, tail, scale
         layout = pages.layout
         self.page, self.head_dim = layout.tokens, layout.head_dim
@@ -40,6 +39,25 @@ class PagedAttention:
             for side, (x, layer_encoding) in enumerate(zip(tails, layout.encodings, strict=True))
         )
         self.views = keys, values
+
+    def run(
+        self, step: PagedStep, tails: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """Store k, v [tokens, H, D] of all rows of a step, and attend q [tokens, Hq, D] to `out`.
+
+        tails: int64, the block of each row's tail, by `PagedRow.at`.
+        """
+        exact = [
+            self.store(row, tails[row.at], k[row.begin : row.end], v[row.begin : row.end])
+            for row in step.many
+        ]
+        if (decode := step.decode) is not None:
+            at = decode.tokens
+            attended = self.decode(decode, decode.table(tails), q[at], k[at], v[at])
+            out[at] = attended if isinstance(at, slice) else attended.to(out.dtype)  # a slice casts
+        for row, (seen_k, seen_v) in zip(step.many, exact, strict=True):
+            out[row.begin : row.end] = self.attend(row, q[row.begin : row.end], seen_k, seen_v)
+            self.keep(row, tails[row.at], seen_k, seen_v)
 
     # --- one token each
 
@@ -105,7 +123,7 @@ class PagedAttention:
 
     # --- many tokens of one request
 
-    def store(self, row: Row, block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def store(self, row: PagedRow, block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Pack the pages that a row's tokens k, v [T, H, D] fill; return what begins exact.
 
         block: of the row's tail. Returns keys and values [1, H, before + T, D]: the tail before
@@ -126,14 +144,14 @@ class PagedAttention:
             self.pages.write(row.blocks[numbers], whole_k, whole_v, numbers)
         return k, v
 
-    def keep(self, row: Row, block: Tensor, k: Tensor, v: Tensor) -> None:
+    def keep(self, row: PagedRow, block: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the exact tokens behind the last full page, of what `store` returned."""
         rest = row.stop % self.page
         if rest:
             begin = k.shape[2] - rest
             self.tail[block, :, :rest] = torch.cat([k[0, :, begin:], v[0, :, begin:]], dim=-1)
 
-    def attend(self, row: Row, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, row: PagedRow, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend a row's tokens q [T, Hq, D]: to its pages before them, and to k, v causally.
 
         k, v: what `store` returned. Returns [T, Hq, D].

@@ -1,0 +1,123 @@
+"""The rule by which an engine's pages are packed, as a recipe.
+
+An engine shares full pages between requests as soon as they are full, so a page is packed when its
+last token arrives, keys and values together, and the tokens of a page that is not full are exact. A
+recipe's own schedule (KIVI's queue of exact values, SKVQ's window) gives way to this one. Decides
+which recipes pages can hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..errors import IncompatibleRecipe
+from ..recipe import LayerOverride, Protect, Recipe, resolve
+from ..store import Packed, Store
+
+
+def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
+    """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
+
+    Formats and sinks are those of the recipe. A cache packs pages behind the sinks, and an engine
+    from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
+    has sinks have the engine's pages; but where a group has several tokens, such a cache counts the
+    sinks in the range of their group, and an engine does not.
+
+    Args:
+        recipe: Any recipe, or its name.
+        page: Tokens of a page.
+        engine: What errors call the engine.
+        option: How a user spells the size of a page, up to the number.
+
+    Raises:
+        IncompatibleRecipe: Pages cannot hold the recipe; with the nearest one that they can.
+        ValueError: The page does not fit the recipe.
+    """
+    named = resolve(recipe)
+    check_pages_hold(named, engine)
+    most = max(protect.sinks for protect in _parts(named, "protect"))
+    if most > page:
+        raise ValueError(
+            f"recipe {named.name!r} keeps {most} first tokens exact, and a page has {page}; use "
+            f"sinks={page} or fewer, or a larger {option.rstrip(' =')}"
+        )
+    for store in named.stores:
+        for fmt in store.quantized.values():
+            if page % fmt.whole:
+                raise ValueError(
+                    f"recipe {named.name!r} packs whole groups of {fmt.whole} tokens, and a page "
+                    f"has {page}; use {option}{-(-page // fmt.whole) * fmt.whole}"
+                )
+    return replace(
+        named,
+        store=_store(named.store, page),
+        protect=Protect(named.protect.sinks),
+        layers=tuple(_override(override, page) for override in named.layers),
+    )
+
+
+def check_pages_hold(recipe: Recipe, engine: str) -> None:
+    """Raise `IncompatibleRecipe` for a recipe that pages of any size cannot hold.
+
+    engine: what the error calls the engine.
+    """
+    if problems := _problems(recipe):
+        raise IncompatibleRecipe(recipe.name, [f"in {engine}, {problem}" for problem in problems])
+
+
+def _parts(recipe: Recipe, name: str) -> list[Any]:
+    """Return a part of the recipe, and that of each override that has one."""
+    parts = [getattr(recipe, name), *(one.parts.get(name) for one in recipe.layers)]
+    return [part for part in parts if part is not None]
+
+
+def _problems(recipe: Recipe) -> list[str]:
+    """Return why pages cannot hold this recipe, one sentence each; empty if they can."""
+    problems = []
+    if _parts(recipe, "keep"):
+        problems.append(
+            "pages hold every token of a request, and this recipe evicts some; use "
+            f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
+        )
+    if _parts(recipe, "recall"):
+        problems.append(
+            "a step reads every page, and this recipe recalls a choice of tokens; use "
+            f"{_nearest(recipe)!r}, which reads all of them in fewer bits"
+        )
+    if recipe.start:
+        problems.append(f"pages are packed as they fill; leave out start={recipe.start}")
+    if any(protect.outliers is not None for protect in _parts(recipe, "protect")):
+        problems.append("exact tokens within a packed page have no place; leave out outliers")
+    problems += [
+        f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"
+        for store in recipe.stores
+        for side, fmt in store.sides.items()
+        if not isinstance(fmt, Packed)
+    ]
+    return list(dict.fromkeys(problems))
+
+
+def _nearest(recipe: Recipe) -> str:
+    """Return the name of the nearest recipe that works."""
+    formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
+    if not formats or min(fmt.bits for fmt in formats) > 3:
+        return "near-lossless"
+    plain = all(fmt.rotation == "none" and not fmt.regroups for fmt in formats)
+    return "kivi" if plain else "balanced"
+
+
+def _override(override: LayerOverride, page: int) -> LayerOverride:
+    parts = {name: x for name, x in override.parts.items() if name not in ("keep", "recall")}
+    if "store" in parts:
+        parts["store"] = _store(parts["store"], page)
+    if "protect" in parts:
+        parts["protect"] = Protect(parts["protect"].sinks)
+    return LayerOverride(override.where, **parts) if parts else override
+
+
+def _store(store: Store, page: int) -> Store:
+    formats: dict[str, Any] = {
+        side: replace(fmt, residual=page, unit=None) for side, fmt in store.quantized.items()
+    }
+    return replace(store, **formats)

@@ -1,0 +1,63 @@
+"""Which recipes pages of an engine hold, and how these are packed."""
+
+import pytest
+
+import kvloom
+from kvloom.errors import IncompatibleRecipe
+from kvloom.paged import LayerPlan, check_pages_hold
+from kvloom.paged import paged as by_page
+from kvloom.recipe import resolve
+
+
+def paged(recipe, page=128):
+    return by_page(recipe, page, "a test", "page=")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "nearest"),
+    [
+        ("h2o", "'near-lossless', which keeps"),
+        ("streaming", "'near-lossless', which keeps"),
+        ("minikv", "'kivi', which keeps"),
+        ("small", "'near-lossless', which keeps"),
+        ("quest", "'near-lossless', which reads"),
+        ("clusterkv-2bit", "'kivi', which reads"),
+        ("kivi@0=h2o", "'kivi', which keeps"),
+        ("kivi:start=100", "leave out start=100"),
+        ("skvq:outliers=8", "leave out outliers"),
+    ],
+)
+def test_recipes_that_no_page_holds(recipe, nearest):
+    for check in (paged, lambda recipe: check_pages_hold(resolve(recipe), "a test")):
+        with pytest.raises(IncompatibleRecipe, match=f"in a test, .*{nearest}"):
+            check(recipe)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "page", "use"),
+    [
+        ("kivi", 48, "page=64"),
+        ("balanced", 96, "page=128"),
+        ("full@0=kivi", 48, "page=64"),
+        ("kivi:sinks=129", 128, "sinks=128 or fewer, or a larger page"),
+        ("kivi@0=kivi-4:sinks=129", 128, "sinks=128 or fewer"),
+    ],
+)
+def test_pages_that_do_not_fit_a_recipe(recipe, page, use):
+    with pytest.raises(ValueError, match=use):
+        paged(recipe, page)
+
+
+def test_keys_and_values_are_packed_by_page_and_sinks_stay():
+    found = paged("near-lossless@0=kivi:sinks=2", 256)
+    for recipe in (found, found.for_layer(0, range(4))):
+        assert {fmt.residual for fmt in recipe.store.quantized.values()} == {256}
+        assert recipe.protect.exact_recents == (0, 0)
+    assert (found.protect.sinks, found.for_layer(0, range(4)).protect.sinks) == (4, 2)
+    assert kvloom.Recipe.from_toml(found.to_toml()) == found
+
+
+def test_an_exact_page_needs_no_sinks():
+    exact, packed = (LayerPlan.of_recipe(paged(name)) for name in ("full", "kivi:sinks=5"))
+    assert (exact.keys, exact.values, exact.sinks) == (None, None, 0)
+    assert packed.sinks == 5

@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from transformers import DynamicCache
@@ -20,6 +21,7 @@ from transformers import DynamicCache
 import kvloom
 import record
 from evidence import prose
+from kvloom.errors import CacheMisuse
 from kvloom_lab.models import load
 
 STOCK = "DynamicCache"
@@ -43,7 +45,8 @@ def main() -> None:
     @torch.inference_mode()
     def read(recipe: str, prompt: torch.Tensor) -> None:
         if recipe == STOCK:
-            kvloom.detach(model)
+            with suppress(CacheMisuse):  # nothing is attached before the first recipe
+                kvloom.detach(model)
             cache = DynamicCache(config=model.config)
         else:
             cache = kvloom.Cache(model, recipe)

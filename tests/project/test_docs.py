@@ -104,14 +104,7 @@ def found(figures):
     return {one["recipe"]: one for one in figures if one["task"] == "perplexity"}
 
 
-def over_full(found, name):
-    """Return the perplexity of a recipe as a multiple of that of `full`."""
-    return (
-        found[name]["scores"]["perplexity"]["mean"] / found["full"]["scores"]["perplexity"]["mean"]
-    )
-
-
-def test_the_table_of_recommended_recipes_is_that_of_the_results(figures, found):
+def test_the_table_of_recommended_recipes_is_that_of_the_results(tables, figures, found):
     needles = {one["recipe"]: one["scores"]["correct"] for one in figures if one["task"] == "niah"}
     table = rows(section(DOCS / "start" / "which-recipe.md", "## Recommended recipes"))
     start = table.index(["Name", "Bytes", "Perplexity", "KL", "Agreement", "Needles of 30"]) + 2
@@ -121,7 +114,7 @@ def test_the_table_of_recommended_recipes_is_that_of_the_results(figures, found)
         kl = scores["kl_mean"]["mean"]
         assert cells[1:] == [
             f"{found[name]['share']:.0%}",
-            f"{over_full(found, name):.2f}×",
+            f"{tables.over_full(found[name]):.2f}×",
             f"{kl:#.2g}" if kl else "0",
             f"{scores['agreement']['mean']:.0%}",
             f"{correct['mean'] * correct['samples']:.0f}",
@@ -174,10 +167,10 @@ def test_speeds_in_the_readme():
     ) in text
 
 
-def test_perplexities_in_the_readme(found):
+def test_perplexities_in_the_readme(tables, found):
     text = " ".join((ROOT / "README.md").read_text().split())
     kivi, balanced = (found[name]["share"] for name in ("kivi", "balanced"))
     assert (
-        f"`kivi` has {over_full(found, 'kivi'):.2f}× the perplexity of `full` at {kivi:.0%} of the "
-        f"bytes, and `balanced` {over_full(found, 'balanced'):.3f}× at {balanced:.0%}"
+        f"`kivi` has {tables.over_full(found['kivi']):.2f}× the perplexity of `full` at {kivi:.0%} of the "
+        f"bytes, and `balanced` {tables.over_full(found['balanced']):.3f}× at {balanced:.0%}"
     ) in text

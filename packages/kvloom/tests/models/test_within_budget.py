@@ -54,7 +54,9 @@ def test_nothing_is_lost_within_the_budget(plain, name, positions):
     alike = positions == "renumbered" or compat.geometry(model).alibi
     if recipe.keep.budget.heads is not None and alike:  # heads with other tokens are refused
         recipe = resolve(f"{name}:heads=1").with_budget(72)
-    recipe = replace(recipe, keep=replace(recipe.keep, positions=positions), store=Store())
+    fit = None if positions == "renumbered" else recipe.keep.fit  # together, they are refused
+    keep = replace(recipe.keep, positions=positions, fit=fit)
+    recipe = replace(recipe, keep=keep, store=Store())
     for beams, tokens in want.items():
         cache = kvloom.Cache(model, recipe)
         assert torch.equal(generated(model, inputs, beams, past_key_values=cache), tokens)

@@ -126,13 +126,10 @@ class Fit:
             if len(changing) > self.values:
                 sums = x.sum(dim=0).masked_fill(~changing, -1.0)
                 changing[sums.argsort(descending=True)[self.values :]] = False
-            weights, missing = x[:, changing], y - x @ values[stay]
-            ridge = self.ridge
-            if ridge is None:
-                place = torch.arange(len(rows), device=k.device) % max(1, end - begin)
-                ridge = _best_ridge(weights, missing, place * 4 // max(1, end - begin) % 2 == 0)
-            change = None if ridge is None else _change(weights, missing, ridge)
-            if change is not None and (missing - weights @ change).norm() < missing.norm():
+            place = torch.arange(len(rows), device=k.device) % max(1, end - begin)
+            fold = place * 4 // max(1, end - begin) % 2 == 0
+            change = _solve(x[:, changing], y - x @ values[stay], self.ridge, fold)
+            if change is not None:
                 values[stay[changing]] += change
         return values
 
@@ -147,46 +144,68 @@ class Fit:
         return logits.softmax(dim=-1)
 
 
-def _best_ridge(x: Tensor, missing: Tensor, fold: Tensor) -> float | None:
-    """Return a ridge by cross-validation; None if unchanged values have the smallest error.
+@dataclass(frozen=True)
+class _System:
+    """The normal equations of rows x [rows, N] that should give missing [rows, D].
 
-    x, missing: as for `_change`. fold: bool [rows], about half of the rows.
+    gram: x'x. cross: x' missing. squares: of missing, summed up.
     """
-    before, errors = missing.square().sum().item(), []
-    for ridge in RIDGES:
-        error = 0.0
-        for half in (fold, ~fold):
-            # the same penalty as of all rows
-            change = _change(x[half], missing[half], ridge, x.square().sum().item())
-            if change is None:
-                error = math.inf
-            else:
-                error += (missing[~half] - x[~half] @ change).square().sum().item()
-        errors.append(error)
-    best = min(errors)
+
+    gram: Tensor
+    cross: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, missing: Tensor) -> _System:
+        return cls(x.T @ x, x.T @ missing, missing.square().sum())
+
+    def __add__(self, other: _System) -> _System:
+        return _System(
+            self.gram + other.gram, self.cross + other.cross, self.squares + other.squares
+        )
+
+    def solve(self, penalty: Tensor) -> Tensor | None:
+        """Return the change of values [N, D] that this penalty allows; None if there is none."""
+        gram = self.gram.clone()
+        gram.diagonal().add_(penalty)
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        return None if failed else torch.cholesky_solve(self.cross, factor)
+
+    def error(self, change: Tensor | None) -> float:
+        """Return the squared error of these rows after a change of values."""
+        if change is None:
+            return math.inf
+        fitted = (change * (self.gram @ change - 2 * self.cross)).sum()
+        return float(self.squares + fitted)
+
+
+def _solve(x: Tensor, missing: Tensor, ridge: float | None, fold: Tensor) -> Tensor | None:
+    """Return the change of values fp32 [N, D] by ridge regression; None if it does not help.
+
+    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D]. ridge:
+    None if the rows decide, of which fold, bool [rows], are about half.
+    """
+    if not x.numel():
+        return None
+    halves = _System.of(x[fold], missing[fold]), _System.of(x[~fold], missing[~fold])
+    system = halves[0] + halves[1]
+    unit = system.gram.diagonal().mean()
+    if ridge is None:
+        ridge = _best_ridge(*halves, unit)
+    change = None if ridge is None else system.solve(ridge * unit)
+    if change is None or not (missing - x @ change).norm() < missing.norm():
+        return None
+    return change
+
+
+def _best_ridge(one: _System, other: _System, unit: Tensor) -> float | None:
+    """Return a ridge by two-fold cross-validation; None if unchanged values are the best."""
+    errors = [
+        one.error(other.solve(ridge * unit)) + other.error(one.solve(ridge * unit))
+        for ridge in RIDGES
+    ]
+    before, best = float(one.squares + other.squares), min(errors)
     if not best < before:
         return None
     enough = best + _MARGIN * (before - best)
     return max(r for r, error in zip(RIDGES, errors, strict=True) if error <= enough)
-
-
-def _change(
-    x: Tensor, missing: Tensor, ridge: float, squares: float | None = None
-) -> Tensor | None:
-    """Return the change of values fp32 [N, D] by ridge regression; None if it has no solution.
-
-    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D]. squares:
-    the sum of squares to which the ridge is relative (None: of x).
-    """
-    rows, values = x.shape
-    if not x.numel():
-        return missing.new_zeros(values, missing.shape[1]) if values else None
-    few = rows < values  # (X'X + r 1)^-1 X' = X' (XX' + r 1)^-1
-    gram = x @ x.T if few else x.T @ x
-    gram.diagonal().add_(ridge * (gram.trace() if squares is None else squares) / values)
-    factor, failed = torch.linalg.cholesky_ex(gram)
-    if failed:
-        return None
-    if few:
-        return x.T @ torch.cholesky_solve(missing, factor)
-    return torch.cholesky_solve(x.T @ missing, factor)

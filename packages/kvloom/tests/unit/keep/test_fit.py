@@ -10,7 +10,7 @@ from test_more_scores import HK, HQ, INV_FREQ, B, D, N, step
 import naive_recipes as rules
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Expected, Fit, Keep, Rotated
-from kvloom.keep.fit import RIDGES, _best_ridge
+from kvloom.keep.fit import RIDGES, _best_ridge, _System
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Recipe, resolve
 
@@ -88,8 +88,9 @@ def test_the_ridge_is_the_largest_that_is_nearly_the_best_on_rows_that_are_left_
             errors.append(error)
         before, best = np.square(y).sum(), min(errors)
         near = [r for r, e in zip(RIDGES, errors, strict=True) if e <= best + 0.3 * (before - best)]
-        tensors = (torch.from_numpy(a).float() for a in (x, y))
-        got = _best_ridge(*tensors, torch.from_numpy(fold))
+        x, y = (torch.from_numpy(a).float() for a in (x, y))
+        halves = (_System.of(x[rows], y[rows]) for rows in map(torch.from_numpy, (fold, ~fold)))
+        got = _best_ridge(*halves, x.square().sum() / values)
         assert got == (max(near) if best < before else None)
         found.add(got)
     assert found != {None}

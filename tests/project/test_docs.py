@@ -169,8 +169,9 @@ def test_speeds_in_the_readme():
 
 def test_perplexities_in_the_readme(tables, found):
     text = " ".join((ROOT / "README.md").read_text().split())
-    kivi, balanced = (found[name]["share"] for name in ("kivi", "balanced"))
+    rows = [found[name] for name in ("kivi", "balanced")]
+    (kivi, balanced), (most, least) = ([row["share"] for row in rows], map(tables.over_full, rows))
     assert (
-        f"`kivi` has {tables.over_full(found['kivi']):.2f}× the perplexity of `full` at {kivi:.0%} of the "
-        f"bytes, and `balanced` {tables.over_full(found['balanced']):.3f}× at {balanced:.0%}"
+        f"`kivi` has {most:.2f}× the perplexity of `full` at {kivi:.0%} of the "
+        f"bytes, and `balanced` {least:.3f}× at {balanced:.0%}"
     ) in text

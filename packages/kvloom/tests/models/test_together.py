@@ -53,6 +53,19 @@ def test_each_cache_steps_as_if_alone(name, tokens):
     assert [c.get_seq_length() for c in caches] == [70 + 4 * tokens] * len(caches)
 
 
+def test_scores_that_read_the_layers_input_step_alone():
+    model = zoo.build("llama-gqa")
+    spec = "rotated:fraction=0.5,block=32,recent=8,layers=joint,heads=0.2"
+    caches = [*filled(model), kvloom.Cache(model, spec)]
+    ids = prompt(70, 3)["input_ids"][-2:]
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=caches[-1])
+    assert can_step_together(model, caches[:-1])
+    assert not can_step_together(model, caches)
+    with pytest.raises(CacheMisuse, match="cannot step together"):
+        Together(model, caches)
+
+
 def test_a_failure_in_one_cache_leaves_all_as_they_were():
     model = zoo.build("llama-gqa")
     caches = filled(model, 1)
@@ -97,7 +110,8 @@ def test_measurements_give_what_each_gives_alone(name):
     """They make other numbers of steps, and steps of other sizes."""
     model = zoo.build(name)
     first = prompt(40, 1)["input_ids"]
-    forms = FORMS if name == "llama-gqa" else FORMS[:3]
+    block = "rotated:fraction=0.5,block=32,recent=8,layers=joint,heads=0.2"
+    forms = (*FORMS, block) if name == "llama-gqa" else FORMS[:3]
 
     def measure(i, form):
         cache = kvloom.Cache(model, form)

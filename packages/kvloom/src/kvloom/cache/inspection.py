@@ -122,4 +122,5 @@ def read_nbytes(layer: LayerCache) -> int:
     if retriever is None or not layer.seen:
         return layer.nbytes
     index = retriever.finder.nbytes
-    return index + round((layer.nbytes - index) * layer._state.read / layer.seen)
+    stored = layer.seen - layer.dropped
+    return index + round((layer.nbytes - index) * layer._state.read / stored)

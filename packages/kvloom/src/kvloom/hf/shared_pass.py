@@ -259,12 +259,15 @@ def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     """Return whether `Together` supports these caches.
 
     It supports no layers with a sliding window or states, no learned position embeddings, and no
-    models with an adapter. The caches must have seen equally many tokens.
+    models with an adapter. Nor does it support scores of later text that read token ids or the
+    layer's input. The caches must have seen equally many tokens.
     """
     first = caches[0]
+    layers = [layer.cache for cache in caches for layer in cache.routed]
     return (
         not compat.has_adapter(compat.unwrap(model))
         and not any(cache.learned_positions or cache.packs_windows for cache in caches)
+        and not any(layer.needs_ids or layer.uses_input_norms for layer in layers)
         and all(isinstance(layer, RoutedLayer) for layer in first.layers)
         and len({cache.get_seq_length() for cache in caches}) == 1
     )

@@ -253,6 +253,8 @@ class Keep:
             self._check_blocks()
         if self.budget.heads is not None:
             self._check_heads()
+        if self.by_age:
+            self._check_age()
         smallest = self.budget.tokens or 1
         if self.limit is not None and (type(self.limit) is not int or self.limit < smallest):
             raise RecipeError(
@@ -277,6 +279,18 @@ class Keep:
             raise RecipeError(
                 f"score {self.scorer.kind!r} repeats the first prompt, and no later block; use the "
                 'score rotated, or when="prompt"'
+            )
+
+    def _check_age(self) -> None:
+        """Check what eviction by age cannot do."""
+        if self.when == "prompt":
+            raise RecipeError(
+                "score 'recent' evicts at every step, and not once; use when=\"step\""
+            )
+        if self.budget.layers != "uniform":
+            raise RecipeError(
+                f"score 'recent' keeps the same tokens in all layers, which layers="
+                f'{self.budget.layers!r} does not; use "uniform"'
             )
 
     def _check_heads(self) -> None:
@@ -401,6 +415,11 @@ class Outliers:
             raise RecipeError(
                 f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
                 "function of a Step"
+            )
+        if isinstance(self.scorer, Recent):
+            raise RecipeError(
+                "score 'recent' has no outliers: protect.exact_recent keeps new tokens exact; "
+                "use another score for outliers"
             )
         if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.needs_rope):
             how = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"

@@ -98,10 +98,13 @@ def _named(spelled: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    texts = dict(_item(item) for item in rest.split(",") if item.strip())
-    for former, present in _FORMER_NAMES.items():
-        if former in texts and present in options(name):
-            texts.setdefault(present, texts.pop(former))
+    present = {former: new for former, new in _FORMER_NAMES.items() if new in options(name)}
+    texts: dict[str, str] = {}
+    for key, text in (_item(item) for item in rest.split(",") if item.strip()):
+        option = present.get(key, key)
+        if option in texts:
+            raise RecipeError(f"option {option!r} of recipe {name!r} is given twice; give it once")
+        texts[option] = text
     hints = _hints(name, RECIPES[name], texts)
     values = {key: _value(name, key, text, hints) for key, text in texts.items()}
     general = {key: values.pop(key) for key in _GENERAL if key in values}

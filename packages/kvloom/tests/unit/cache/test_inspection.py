@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -105,3 +107,15 @@ def test_operations_are_counted():
     new = operations_run() - before
     assert {backend for _, backend, _ in new} == {"ref"}
     assert compile_seconds() >= 0.0
+
+
+def test_a_step_reads_a_share_of_the_tokens_that_are_stored():
+    """Not of those that the sequence has seen."""
+    recall = resolve("quest:tokens=48,recent=0,full_layers=0")
+    layer = LayerCache(replace(recall, keep=resolve("knorm:tokens=150").keep))
+    q, k, v = prompt(600)
+    fill(layer, q, k, v)
+    layer.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scale=0.125)
+    assert layer.dropped == 450
+    token = k[0, :, 0].nbytes + v[0, :, 0].nbytes
+    assert read_nbytes(layer) >= token * layer.tokens_read

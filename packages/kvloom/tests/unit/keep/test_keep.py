@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvloom.errors import RecipeError
-from kvloom.keep import SCORERS, Budget, Keep, Mass, Scorer, Step, checked
+from kvloom.keep import SCORERS, Budget, Keep, Mass, Outliers, Recent, Scorer, Step, checked
 
 
 @pytest.mark.parametrize(
@@ -143,3 +143,16 @@ def test_a_score_receives_the_values():
     x = step()
     norms = checked(lambda step: step.v.norm(dim=-1), x)
     assert torch.equal(norms, x.v.norm(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Keep(Budget(20), Recent(), when="prompt"), "evicts at every step, and not once"),
+        (lambda: Keep(Budget(20, layers="pyramid"), Recent()), "the same tokens in all layers"),
+        (lambda: Outliers(4, Recent()), "score 'recent' has no outliers"),
+    ],
+)
+def test_what_age_cannot_decide_is_refused(build, message):
+    with pytest.raises(RecipeError, match=message):
+        build()

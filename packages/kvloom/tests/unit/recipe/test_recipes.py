@@ -214,3 +214,9 @@ def test_former_names_of_options_are_read():
     data = recipe.to_dict()
     data["keep"]["budget"]["apart"] = data["keep"]["budget"].pop("round_shares")
     assert Recipe.from_dict(data) == recipe
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=4,bits=2", "skvq:heavy=8,outliers=4"])
+def test_an_option_that_is_given_twice_is_refused(spec):
+    with pytest.raises(RecipeError, match="given twice; give it once"):
+        resolve(spec)

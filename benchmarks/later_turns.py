@@ -13,6 +13,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +39,35 @@ def region(recipe: str, k: torch.Tensor, v: torch.Tensor, own: int) -> Region:
     for x, fmt in ((k, chosen.store.keys), (v, chosen.store.values)):
         assert fmt is not None
         side = KVSide(fmt, own)
-        side.extend(x, 0)
+        side.extend(x, 0, prompt=True)
         sides.append(side.kv_view())
     return Region(*sides, own=own)
+
+
+def attentions(
+    heads: tuple[int, int, int], dtype: torch.dtype, past: int, t: int, recipes: list[str]
+) -> dict[str, Callable[[], object]]:
+    """Return a call for SDPA, for each recipe and for the reference, by name."""
+    hq, hk, d = heads
+    q = torch.randn(1, hq, t, d).to(dtype)
+    k, v = (torch.randn(1, hk, past + t, d).to(dtype) for _ in "kv")
+    mask = torch.ones(t, past + t, dtype=torch.bool).tril(past)
+    calls: dict[str, Callable[[], object]] = {
+        SDPA: partial(F.scaled_dot_product_attention, q, k, v, mask, enable_gqa=True)
+    }
+    for name in recipes:
+        stored = [region(name, k, v, t)]
+        assert ops.attend.choose(q, stored, d**-0.5).backend == "cpu"
+        calls[name] = partial(ops.attend, q, stored, d**-0.5)
+        if name == REFERENCE:
+            calls[f"{name}, by the reference"] = partial(by_reference, calls[name])
+    return calls
+
+
+def by_reference(call: Callable[[], object]) -> object:
+    """Run a call with the torch reference in place of kernels."""
+    with dispatch.use("ref"):
+        return call()
 
 
 def milliseconds(fn: Callable[[], object]) -> float:
@@ -57,46 +85,26 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rows = []
-    for shape, (hq, hk, d) in SHAPES.items():
-        for dtype in (getattr(torch, name) for name in options.dtypes):
-            for past in options.past:
-                for t in options.queries:
-                    q = torch.randn(1, hq, t, d).to(dtype)
-                    k, v = (torch.randn(1, hk, past + t, d).to(dtype) for _ in "kv")
-                    mask = torch.ones(t, past + t, dtype=torch.bool).tril(past)
-                    calls: dict[str, Callable[[], object]] = {
-                        SDPA: lambda q=q, k=k, v=v, mask=mask: F.scaled_dot_product_attention(
-                            q, k, v, mask, enable_gqa=True
-                        )
-                    }
-                    for name in options.recipes:
-                        stored = [region(name, k, v, t)]
-                        assert ops.attend.choose(q, stored, d**-0.5).backend == "cpu"
-                        calls[name] = lambda q=q, x=stored, d=d: ops.attend(q, x, d**-0.5)
-                        if name == REFERENCE:
-                            calls[f"{name}, by the reference"] = calls[name]
-                    times: dict[str, list[float]] = {name: [] for name in calls}
-                    for _ in range(options.rounds + 1):
-                        for name, call in calls.items():
-                            setting = "ref" if name.endswith("by the reference") else "auto"
-                            with dispatch.use(setting):
-                                times[name].append(milliseconds(call))
-                    for name, found in times.items():
-                        ratios = [a / b for a, b in zip(found[1:], times[SDPA][1:], strict=True)]
-                        rows.append(
-                            {"shape": shape, "dtype": str(dtype).removeprefix("torch."),
-                             "past": past, "queries": t, "what": name,
-                             "ms": statistics.median(found[1:]),
-                             "ratio": statistics.median(ratios), "low": min(ratios),
-                             "high": max(ratios)}
-                        )  # fmt: skip
-                        row = rows[-1]
-                        print(
-                            f"{shape:>13} {row['dtype']:>8} past {past:>5} queries {t:>4} "
-                            f"{name:>31} {row['ms']:8.2f} ms, {row['ratio']:.2f} times {SDPA} "
-                            f"[{row['low']:.2f}, {row['high']:.2f}]",
-                            flush=True,
-                        )
+    cases = product(SHAPES, options.dtypes, options.past, options.queries)
+    for shape, dtype, past, t in cases:
+        calls = attentions(SHAPES[shape], getattr(torch, dtype), past, t, options.recipes)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _, (name, call) in product(range(options.rounds + 1), calls.items()):
+            times[name].append(milliseconds(call))
+        for name, found in times.items():
+            ratios = [a / b for a, b in zip(found[1:], times[SDPA][1:], strict=True)]
+            row = {
+                "shape": shape, "dtype": dtype, "past": past, "queries": t, "what": name,
+                "ms": statistics.median(found[1:]), "ratio": statistics.median(ratios),
+                "low": min(ratios), "high": max(ratios),
+            }  # fmt: skip
+            rows.append(row)
+            print(
+                f"{shape:>13} {dtype:>8} past {past:>5} queries {t:>4} {name:>31} "
+                f"{row['ms']:8.2f} ms, {row['ratio']:.2f} times {SDPA} "
+                f"[{row['low']:.2f}, {row['high']:.2f}]",
+                flush=True,
+            )
     record.write("later_turns", {"environment": record.environment(), "rows": rows})
 
 

@@ -159,7 +159,9 @@ def test_exact_pages_give_the_tokens_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["kivi", "kivi-4", "near-lossless:sinks=0", "skvq"])
+@pytest.mark.parametrize(
+    "recipe", ["kivi", "kivi-4", "near-lossless", "near-lossless:sinks=0", "skvq"]
+)
 def test_tokens_of_the_reference_model(recipe, monkeypatch):
     monkeypatch.setattr("test_continuous.PAGE", 128)
     model = kvloom_lab.reference_model(torch.float32)

@@ -248,7 +248,7 @@ class ComparisonTask(Task[Tensor]):
 
     @property
     def ask(self) -> str:
-        """When questions are asked, a key of `ASK`."""
+        """Whether questions follow the context or are inside it, a key of `ASK`."""
         return self.source.ask
 
     @property

@@ -24,7 +24,7 @@ ASK = {
     "after": "after the context is compressed, so that no score depends on the question",
     "inside": "at the end of the prompt, so that the question is part of what is compressed",
 }
-"""When a question is asked."""
+"""Where a question stands in relation to the context."""
 
 
 def check_ask(ask: str) -> None:

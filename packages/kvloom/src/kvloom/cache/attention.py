@@ -80,7 +80,7 @@ def attend_to(
 
 
 def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
-    """Attend to a region whose last tokens the queries are, by a kernel; None if there is none."""
+    """Attend to a region whose last tokens the queries are; None if no kernel covers it."""
     k, v = region.keys.tail, region.values.tail
     if region.own != q.shape[2] or region.own <= _STEP:
         return None

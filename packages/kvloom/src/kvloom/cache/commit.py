@@ -18,7 +18,7 @@ from .joint import decide
 from .latents import query_keys
 from .layer_state import LayerState
 from .reading import exact_tokens
-from .score_evictor import Decision, ScoreEvictor, StepEvictor
+from .score_evictor import Decision, StepEvictor
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries, Uncommitted
@@ -75,6 +75,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     prompt, state.prompt_done = not state.prompt_done, True
     segment, evictor, retriever = state.storage, state.evictor, state.retriever
     assert isinstance(segment, Segment), "a layer with slots commits elsewhere"
+    segment.find_start(queries.visible)
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     if isinstance(evictor, BlockEvictor):
@@ -120,7 +121,6 @@ def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
     state.storage = evictor.next_storage(storage, queries.visible, state.recording)
     if state.storage is storage:
         once = evictor.phase is Phase.DONE
-        storage.find_start(queries.visible)
         storage.pack(queries.visible, prompt=once)
         if once:
             storage.trim()
@@ -133,10 +133,7 @@ def index_due(state: LayerState) -> None:
     if retriever is None:
         return
     assert state.like is not None
-    visible = retriever.visible
-    if visible is not None and state.sinks is not None:
-        visible = state.sinks.hide(visible)
-    retriever.grow(state.segment, visible, state.like)
+    retriever.grow(state.segment, state.without_sinks(retriever.visible), state.like)
 
 
 def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
@@ -147,7 +144,6 @@ def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: K
     evictor = state.score_evictor
     if new is not None and not evictor.defers:  # store only the tokens that stay
         kept = evictor.keep_prompt(segment, queries, *new, state.trace)
-        segment.find_start(queries.visible)
         segment.extend(*kept, 0, queries.visible, prompt=True)
         state.storage = evictor.next_storage(segment, queries.visible, drafting=False)
         index_due(state)
@@ -158,7 +154,7 @@ def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: K
         evictor.wait(Phase.REPEATING, evictor.needed(queries))
         return
     scores = evictor.score_segment(segment, queries, state.seen)
-    _evict_or_wait(state, _needed(evictor, queries), scores)
+    _evict_or_wait(state, evictor.needed(queries), scores)
 
 
 def _commit_block(
@@ -176,14 +172,7 @@ def _commit_block(
         return
     queries = evictor.take_queries(queries, len(segment) - block.used)
     scores = evictor.score_block(segment, queries, block)
-    _evict_or_wait(state, _needed(evictor, queries), scores)
-
-
-def _needed(evictor: ScoreEvictor, queries: Queries) -> Queries:
-    """Return what of queries that have scored an eviction needs, which may wait."""
-    if evictor.joint or evictor.repeats or evictor.keep.fit is not None:
-        return evictor.needed(queries)
-    return queries
+    _evict_or_wait(state, evictor.needed(queries), scores)
 
 
 def _evict_or_wait(state: LayerState, queries: Queries, scores: Tensor) -> None:
@@ -218,8 +207,7 @@ def _store(
     if outliers is not None and not outliers.done:
         to_mark = exact_tokens(state) if new is None and len(segment) else new
     others = None if new is None else _without_sinks(state, queries, new)
-    segment.find_start(queries.visible)
-    visible = queries.visible if state.sinks is None else state.sinks.hide(queries.visible)
+    visible = state.without_sinks(queries.visible)
     if others is not None:
         if tokens := others[0].shape[2]:
             segment.extend(*others, _surplus(state, segment, tokens), visible, prompt)

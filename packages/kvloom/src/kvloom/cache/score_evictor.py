@@ -205,10 +205,14 @@ class ScoreEvictor(Evictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def needed(self, queries: Queries) -> Queries:
-        """Return what of the queries of a step or a block an eviction needs, once they scored."""
+        """Return what of the queries of a step or a block an eviction needs, once they scored.
+
+        Those that no fit needs are dropped where the eviction may wait.
+        """
         fit = self.keep.fit
         if fit is None:
-            return queries.without_queries()
+            waits = self.joint or self.repeats
+            return queries.without_queries() if waits else queries
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)
 

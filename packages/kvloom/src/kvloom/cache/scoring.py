@@ -97,7 +97,7 @@ class RunningScores(Buffer):
     def add(self, scores: Tensor, sinks: Tensor | None) -> None:
         """Add a step's scores [B, Hk, N] to those of the tokens stored before it.
 
-        sinks: bool [B or 1, Hk or 1, N]; None: there are none, or no new ones.
+        sinks: which tokens are sinks, bool [B or 1, Hk or 1, N]; None: no sink is new.
         """
         if before := len(self):
             new = torch.zeros_like(scores[..., before:])

@@ -125,7 +125,7 @@ class Segment(Stateful):
         """Add k, v, drop the `drop` oldest tokens, and pack what is due.
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding and for sinks that are
-        exact elsewhere. prompt: as in `pack`. Call `find_start` before.
+        exact elsewhere. prompt: as in `pack`.
         """
         nonpadding = self.mask(visible, hi=len(self) + k.shape[2])
         self.keys.extend(k, drop, nonpadding, self.positions, prompt)
@@ -172,7 +172,7 @@ class Segment(Stateful):
         """Pack the tokens that the schedules no longer keep exact.
 
         visible: as in `extend`. prompt: whether the exact tokens are those of a prompt, which is
-        packed at once. Call `find_start` before.
+        packed at once.
         """
         if self.keys.packed is None and self.values.packed is None:
             return

@@ -165,7 +165,7 @@ class _System:
         )
 
     def solve(self, penalty: Tensor) -> Tensor | None:
-        """Return the change of values [N, D] that this penalty allows; None if there is none."""
+        """Return the change of values [N, D] for a penalty; None if the system is singular."""
         gram = self.gram.clone()
         gram.diagonal().add_(penalty)
         factor, failed = torch.linalg.cholesky_ex(gram)

@@ -21,8 +21,7 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
 
     Formats and sinks are those of the recipe. A cache packs pages behind the sinks, and an engine
     from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
-    has sinks have the engine's pages; but where a group has several tokens, such a cache counts the
-    sinks in the range of their group, and an engine does not.
+    has sinks have the engine's pages.
 
     Args:
         recipe: Any recipe, or its name.

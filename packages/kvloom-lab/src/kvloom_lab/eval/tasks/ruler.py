@@ -8,9 +8,9 @@ official ones. The two question-answering tasks need data sets and are left out.
 What differs from the official generator: the essays are not shipped, so that the haystack is the
 evaluation's text, from a word drawn at random; its sentences end at a full stop, question or
 exclamation mark, or after `SENTENCE` words. Instead of the lists of the package wonderwords, keys
-are two words of `eval.facts.WORDS`, and cwe counts words of the text. The question is asked
-after the context is compressed, or, with ask="inside", as the official code asks it. A context has
-at most the tokens of --context, and one more unit of its haystack would not fit. The worked
+are two words of `eval.facts.WORDS`, and cwe counts words of the text. The model reads the question
+after the context is compressed, or, with ask="inside", as in the official code. A context has at
+most the tokens of --context, and one more unit of its haystack would not fit. The worked
 examples of vt and cwe are in the same user message as the question.
 """
 

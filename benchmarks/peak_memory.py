@@ -3,9 +3,9 @@
 Each layer is packed as soon as it has run, so the exact cache of all layers never exists: the peaks
 should differ by the memory that the cache saves. Each recipe runs in its own process; the peak is
 the operating system's figure (maximum resident set), minus the memory that was resident before the
-prompt. By default, glibc does not return freed blocks of up to 32 MiB to the operating system; this
-hides a part of the saving. So each recipe is measured with that default, and with
-MALLOC_MMAP_THRESHOLD_ set, under which glibc returns them.
+prompt. During the prompt, glibc keeps freed blocks of up to 32 MiB by default; this hides a part of
+the saving. So each recipe is measured with that default, and with MALLOC_MMAP_THRESHOLD_ set, under
+which glibc returns them. `resident` is what the process still has after the prompt.
 
     python benchmarks/peak_memory.py
 """
@@ -32,11 +32,15 @@ def one(recipe: str, tokens: int) -> dict[str, float]:
     model = kvloom_lab.reference_model(torch.float32)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens))
     with torch.inference_mode():
-        model(input_ids=ids[:, :64], past_key_values=kvloom.Cache(model, recipe))
-        before = record.peak_bytes()
+        model(input_ids=ids[:, :512], past_key_values=kvloom.Cache(model, recipe))
+        before, resident = record.peak_bytes(), record.resident_bytes()
         cache = kvloom.Cache(model, recipe)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-    return {"held": cache.nbytes, "peak": record.peak_bytes() - before}
+    return {
+        "held": cache.nbytes,
+        "peak": record.peak_bytes() - before,
+        "resident": record.resident_bytes() - resident,
+    }
 
 
 def main() -> None:
@@ -53,7 +57,8 @@ def main() -> None:
             measured[recipe] = json.loads(out.splitlines()[-1])
             print(
                 f"{allocator:>9} {recipe}: cache {measured[recipe]['held'] / 2**20:6.1f} MiB, "
-                f"the prompt's peak is {measured[recipe]['peak'] / 2**20:6.1f} MiB"
+                f"the prompt's peak is {measured[recipe]['peak'] / 2**20:6.1f} MiB, "
+                f"after it the process has {measured[recipe]['resident'] / 2**20:6.1f} MiB more"
             )
         saved, below = (measured["full"][x] - measured["kivi"][x] for x in ("held", "peak"))
         print(

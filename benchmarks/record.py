@@ -44,6 +44,12 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process has now, as the operating system counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
 def machine(cpu: str, gpu: str | None = None) -> str:
     """Return the folder name of a machine: "Intel(R) Xeon(R) Processor" is intel-xeon."""
     parts = []

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from . import attention, compat, repetition
+from .freed import return_freed
 from .routed import RoutedCache, RoutedLayer, compressed_part
 
 
@@ -66,12 +67,14 @@ class RoutedForward:
         # with no layer of kvloom, the model's own attention runs as it is
         routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
         reading = nullcontext() if repeated is None else repeated.reading()
+        seen = cache.get_seq_length()
         with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), routed:
             with reading:
                 out = self._run(args, kwargs)
             if repeated is not None:
                 repeated.run()
-            return out
+        return_freed(cache.get_seq_length() - seen)
+        return out
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the module with a kvloom cache."""

@@ -73,7 +73,7 @@ def tasks(figures: list[dict]) -> str:
     }
     shares = {f["recipe"]: f["share"] for f in figures if f["task"] == "perplexity"}
     cells = {
-        (f["recipe"], f["task"], score): _interval(interval)
+        (f["recipe"], f["task"], score): format(interval["mean"], ".3g")
         for f in figures
         for score, interval in f["scores"].items()
     }

@@ -1,20 +1,16 @@
-"""Write the tables of docs/reference that follow from the code.
+"""Write the tables of the documentation that follow from the code.
 
     python docs/generate.py
 
-A table stands between `<!-- options COMMAND -->`, `<!-- fields CLASS -->` or `<!-- coverage kernels
--->` and `<!-- end -->`. Its words are the help texts of the command line, the docstring of the
-class, or what the backends of an operation declare to cover.
+A table stands between `<!-- options COMMAND -->` or `<!-- coverage kernels -->` and `<!-- end -->`.
+Its words are the help texts of the command line, or what the backends of an operation declare to
+cover.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-import pkgutil
 import re
 from collections import Counter
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +22,14 @@ from kvloom_lab.cli.eval import EvalCommand
 from kvloom_lab.cli.options import RECIPE_HELP, RECIPES_HELP
 
 DOCS = Path(__file__).parent
-REFERENCE = DOCS / "reference"
-PAGES = REFERENCE / "command-line.md", REFERENCE / "recipe.md", DOCS / "internals" / "kernels.md"
+PAGES = DOCS / "reference" / "command-line.md", DOCS / "internals" / "kernels.md"
 MARKED = re.compile(r"(<!-- (\w+) ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
-ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n {8}.*)*)", re.MULTILINE)
 Options = dict[str, tuple[str, str]]  # name: default and meaning
 
 
 def filled(text: str) -> str:
     """Return the text of a page with its tables as the code has them."""
-    kinds = {"options": options, "fields": fields, "coverage": coverage}
+    kinds = {"options": options, "coverage": coverage}
     return MARKED.sub(lambda mark: f"{mark[1]}{kinds[mark[2]](mark[3])}\n\n{mark[4]}", text)
 
 
@@ -93,25 +87,6 @@ def _options(command: Any) -> Options:
         value = f" {one.metavar}" if one.metavar and name != one.metavar else ""
         found[f"`{name}{value}`"] = (default, meaning)
     return found
-
-
-def fields(name: str) -> str:
-    """Return the fields of a dataclass."""
-    found = pkgutil.resolve_name(name)
-    docs = (inspect.cleandoc(base.__doc__ or "") for base in reversed(found.__mro__))
-    meanings = {name: text for doc in docs for name, text in ATTRIBUTE.findall(doc)}
-    rows = []
-    for field in dataclasses.fields(found):
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = f"{type(field.default_factory()).__name__}()"
-        elif isinstance(default, str):
-            default = f'"{default}"'
-        elif isinstance(default, Enum):
-            default = default.name.lower()
-        cell = "required" if default is dataclasses.MISSING else f"`{default}`"
-        rows.append((f"`{field.name}`", cell, meanings[field.name].rstrip(".")))
-    return _table(("Field", "Default", "Meaning"), rows)
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

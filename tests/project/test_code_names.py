@@ -1,10 +1,11 @@
-"""Code names in backticks exist: in the pages of the documentation, and in docstrings."""
+"""Code names exist: in backticks of pages and docstrings, and in the examples of pages."""
 
 import ast
 import builtins
 import pkgutil
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import kvloom
@@ -14,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"(?<!`)`([\w/-]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*?\))?`(?!`)")
 NO_CODE = re.compile(r"kvloom\.plugins|.*\.(css|csv|html|js|json|jsonl|kvcal|toml|yaml)")
 FILES = [*ROOT.glob("[!.]*/**/*.py")]
+PAGES = ROOT / "README.md", *ROOT.glob("docs/**/*.md")
 NODES = {p: [*ast.walk(ast.parse(p.read_text()))] for p in FILES if "tests" not in p.parts}
 CLASSES = [n for nodes in NODES.values() for n in nodes if isinstance(n, ast.ClassDef)]
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef
@@ -54,8 +56,7 @@ def exists(name, call):
 
 
 def test_code_names_in_pages_and_docstrings_exist():
-    pages = ROOT / "README.md", *ROOT.glob("docs/**/*.md")
-    texts = [(page.name, re.sub("(?s)```.*?```", "", page.read_text())) for page in pages]
+    texts = [(page.name, re.sub("(?s)```.*?```", "", page.read_text())) for page in PAGES]
     for path, nodes in NODES.items():
         own = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
         texts += [(path.name, text) for text in own if text]
@@ -63,3 +64,23 @@ def test_code_names_in_pages_and_docstrings_exist():
     assert len(codes) > 1000
     wrong = [code for code in sorted(codes) if not exists(*code[1:])]
     assert [code for code in wrong if not NO_CODE.fullmatch(code[1])] == []
+
+
+def used(code):
+    """Yield the names of kvloom and kvloom_lab that an example imports or reads."""
+    for node in ast.walk(ast.parse(textwrap.dedent(code))):
+        if isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Attribute):
+            yield ast.unparse(node)
+
+
+def test_names_in_the_examples_of_pages_exist():
+    codes = [
+        code for page in PAGES for code in re.findall("(?s)```python\n(.*?)```", page.read_text())
+    ]
+    names = {name for code in codes if "--8<--" not in code for name in used(code)}
+    names = [name for name in sorted(names) if re.match(r"kvloom(_lab)?\.[\w.]+$", name)]
+    assert len(names) > 20
+    for name in names:
+        pkgutil.resolve_name(name)

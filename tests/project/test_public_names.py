@@ -21,7 +21,7 @@ FOLDERS = [
     ROOT / "examples" / "kvloom-formats" / "src",
     EXAMPLES,
 ]
-PAGES = ROOT / "docs" / "reference" / "api"
+PAGES = ROOT / "docs" / "reference"
 
 
 def imported_names(folder: Path) -> set[tuple[str, str]]:
@@ -55,7 +55,7 @@ def test_other_distributions_import_public_names_only(folder):
 
 
 def test_public_names_in_use_have_a_docstring_and_are_in_the_reference():
-    pages = "\n".join(page.read_text() for page in PAGES.glob("*.md"))
+    pages = "\n".join(page.read_text() for page in PAGES.rglob("*.md"))
     root = set(import_module("kvloom").__all__)
     names = {x for folder in FOLDERS for x in imported_names(folder) if all(x) and is_public(*x)}
     missing = []

@@ -42,7 +42,7 @@ class UnsupportedModel(KvloomError, ValueError):
 
 
 class CacheMisuse(KvloomError, RuntimeError):
-    """A cache used with the wrong model, shape, dtype or order of calls."""
+    """A cache used with the wrong model, shape, dtype, thread or order of calls."""
 
 
 class TierError(KvloomError, RuntimeError):
@@ -54,7 +54,7 @@ class NoKernel(KvloomError, ValueError):
 
 
 class NotFinite(KvloomError, ValueError):
-    """NaN or infinity in keys or values."""
+    """NaN or infinity in keys or values, or numbers that are too large for the format."""
 
 
 class CalibrationError(KvloomError, ValueError):

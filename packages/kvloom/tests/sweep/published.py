@@ -65,7 +65,8 @@ def text(results: dict[str, dict[tuple[str, str], Records]]) -> str:
         for record in others
         if record["outcome"] != default["outcome"]
     ]
-    lines += ["", "## Forms with another outcome", "", *_grouped(forms, "{form}: {outcome} ")]
+    if forms:
+        lines += ["", "## Forms with another outcome", "", *_grouped(forms, "{form}: {outcome} ")]
     for version, models in list(results.items())[:-1]:
         changed = [
             (pair[0], records[0])
@@ -124,6 +125,8 @@ def _detail(record: dict[str, Any]) -> str:
     kept = sorted({f"`{kind}`" for kind in record["layers"]} - {"`full_attention`"})
     if record["compressed"] == len(record["layers"]):
         return "all layers"
+    if not kept:
+        return "some layers"
     return f"{'all layers but' if record['compressed'] else 'none of'} {', '.join(kept)}"
 
 

@@ -142,7 +142,8 @@ def plan_command(
         ),
     ],
     recipes: Annotated[
-        str | None, typer.Option(help=f"{RECIPES_HELP}; default: fourteen (see the guide).")
+        str | None,
+        typer.Option(help=f"{RECIPES_HELP}; default: full, the recommended ones and nine others."),
     ] = None,
     context: Annotated[
         str | None,

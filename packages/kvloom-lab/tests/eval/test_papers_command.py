@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import kvloom_lab.papers as papers
 import tiny
 from kvloom.errors import InputError
+from kvloom_lab.bench import ModelShape
 from kvloom_lab.cli.app import app
 from kvloom_lab.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
 from kvloom_lab.papers.claim import (
@@ -25,7 +26,8 @@ from kvloom_lab.papers.claim import (
     monotone,
     ordered,
 )
-from kvloom_lab.papers.lab import Lab, Quality, Size, named
+from kvloom_lab.papers.lab import Lab, Quality, Size, TimedStep, named
+from kvloom_lab.papers.speed import LLAMA_2_7B, throughput
 
 OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
 RNG = np.random.default_rng(1)
@@ -50,14 +52,17 @@ class FakeLab:
     is_reference = True
     long_context = 8192
 
-    def __init__(self, found=None, rates=None):
-        self.found, self.rates = found, rates
+    def __init__(self, found=None, rates=None, ms=None):
+        self.found, self.rates, self.ms = found, rates, ms
 
     def quality(self, recipes, context=None, samples=None):
         return self.found
 
     def recall(self):
         return self.rates
+
+    def steps(self, shape, recipes, context):
+        return {name: TimedStep(self.ms(name, context), 100) for name in (*recipes, "DynamicCache")}
 
 
 # verdicts
@@ -203,6 +208,44 @@ def test_the_rules_of_recall_rates(name, changed, status):
     assert check(by_name("clusterkv", name), lab).status == status
 
 
+def at_length(recipe, short, long):
+    """A step takes 100 ms, of some recipes at 4k tokens or less `short`, later `long` ms."""
+    return lambda name, context: 100 if recipe not in name else short if context <= 4096 else long
+
+
+@pytest.mark.parametrize(
+    ("paper", "name", "ms", "status"),
+    [
+        ("keyformer", "throughput", at_length("keyformer", 80, 50), REPRODUCED),
+        ("keyformer", "throughput", at_length("keyformer", 80, 51), NOT_REPRODUCED),
+        ("keyformer", "throughput", at_length("keyformer", 40, 50), NOT_REPRODUCED),
+        ("minikv", "speed", at_length("minikv", 110, 99), REPRODUCED),
+        ("minikv", "speed", at_length("minikv", 90, 101), NOT_REPRODUCED),
+        ("clusterkv", "speed", at_length("full", 100, 201), REPRODUCED),
+        ("clusterkv", "speed", at_length("full", 201, 199), NOT_REPRODUCED),
+        ("clusterkv", "InfiniGen", at_length("infinigen", 230, 0), REPRODUCED),
+        ("clusterkv", "InfiniGen", at_length("infinigen", 229, 0), NOT_REPRODUCED),
+    ],
+)
+def test_the_rules_of_speed(paper, name, ms, status):
+    assert check(by_name(paper, name), FakeLab(ms=ms)).status == status
+
+
+def test_throughput_is_that_of_the_rows_that_fit():
+    found = throughput(FakeLab(ms=lambda *_: 100), LLAMA_2_7B, "kivi", tokens=4096, rows=2)
+    rows, ms, speed = found.ours.rows["kivi"]
+    assert (rows, ms, speed) == (9, 100, 90)  # 4.9 times smaller
+    assert found.ours.rows["full"] == (2, 100, 20)
+    assert found.holds
+
+
+def test_a_cause_that_no_model_changes_is_stated_for_all():
+    lab = FakeLab(ms=lambda *_: 100)
+    lab.is_reference = False
+    cause = check(by_name("keyformer", "throughput"), lab).explanation
+    assert cause.startswith("a step reads 404 MB")
+
+
 # what claims contain
 
 
@@ -341,3 +384,12 @@ def test_errors_of_formats_are_means_over_layers(lab):
     found = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")])
     eight, two = found["8bit (K - T, V - T)"], found["2bit (K - T, V - T)"]
     assert 0 < eight.keys < two.keys < 1
+
+
+def test_steps_are_timed_and_read_the_weights_and_the_cache(lab):
+    shape = ModelShape(2, 2, 32, layers=1, hidden=64, intermediate=64, vocabulary=64)
+    steps = lab.steps(shape, ["full", "h2o:tokens=32"], 128)
+    assert all(step.ms > 0 for step in steps.values())
+    read = {name: step.read_bytes for name, step in steps.items()}
+    saved = 2 * 2 * 32 * 2 * (128 - 32)  # keys and values in two heads, bf16
+    assert saved <= read["full"] - read["h2o:tokens=32"] < read["full"]

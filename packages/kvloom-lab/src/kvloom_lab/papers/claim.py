@@ -60,8 +60,9 @@ class Claim:
 
     name: short and unique in the paper. text: the claim in one sentence. where: table, figure or
     section. rule: when we call it reproduced. test: None for a claim that is not testable here.
-    why_not_reproduced: on the reference model, where the rule does not hold there. paper: the
-    paper's figures; None where its text prints none.
+    why_not_reproduced: on the reference model, where the rule does not hold there. any_model: the
+    test does not use the lab's model, so the cause holds for all. paper: the paper's figures; None
+    where its text prints none.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Claim:
     rule: str = ""
     test: Callable[[Lab], Finding] | None = None
     why_not_reproduced: str = ""
+    any_model: bool = False
     why_not_testable: str = ""
     paper: ClaimTable | None = None
 
@@ -133,7 +135,7 @@ def _why_not_reproduced(claim: Claim, lab: Lab) -> str:
     cause = claim.why_not_reproduced
     if not cause:
         return "the cause was not investigated"
-    if lab.is_reference:
+    if lab.is_reference or claim.any_model:
         return cause
     return f"the cause was not investigated on this model; on the reference model: {cause}"
 

@@ -18,6 +18,7 @@ from .claim import (
 )
 from .lab import Lab, named
 from .recalling import PAPER_OPTIONS, shared_budgets
+from .speed import EXACT, LLAMA_3_8B, OPT_6_7B, speedup, stated
 
 COSINE, QUEST = "cosine, L/80", "Quest, pages of 16"
 POINT = 0.01
@@ -116,4 +117,30 @@ def _hits(lab: Lab) -> Finding:
         ClaimTable(("hit rate",), rows),
         close and rates[2] > rates[1],
         f"R = 1: {rates[1]:.0%}, R = 2: {rates[2]:.0%} (budget {tokens})",
+    )
+
+
+def _speed(lab: Lab) -> Finding:
+    names = [EXACT, "clusterkv", "quest"]
+    rows, steps = {}, {}
+    for tokens in (8192, 16_384, 32_768):
+        steps = lab.steps(LLAMA_3_8B, names, tokens)
+        rows[f"{tokens:,}"] = [speedup(steps, name) for name in names]
+    return Finding(
+        ClaimTable(("full", "ClusterKV", "Quest"), rows),
+        speedup(steps, "clusterkv") >= 2 and speedup(steps, "clusterkv", "quest") >= 0.95,
+        f"at 32k, {stated(steps, 'clusterkv')}; {stated(steps, 'clusterkv', 'quest')}",
+    )
+
+
+def _infinigen(lab: Lab) -> Finding:
+    names = [EXACT, "clusterkv:tokens=256", "infinigen:tokens=256"]
+    steps = lab.steps(OPT_6_7B, names, 2048)
+    _, clusters, partial = names
+    return Finding(
+        ClaimTable(
+            ("full", "ClusterKV", "InfiniGen"), {"2,048": [speedup(steps, x) for x in names]}
+        ),
+        speedup(steps, clusters, partial) >= 2.3,
+        stated(steps, clusters, partial),
     )

@@ -15,6 +15,7 @@ from .claim import (
     quality_figures,
 )
 from .lab import Lab, Quality, named
+from .speed import EXACT, MPT_7B, speedup, stated
 
 BUDGETS = (0.2, 0.5, 0.7, 0.9)
 NOISES = ("gumbel", "gaussian", "constant", "none")
@@ -105,4 +106,19 @@ def _key_tokens(lab: Lab) -> Finding:
         ClaimTable(("tokens with 90% of the attention",), rows),
         most <= 0.4,
         f"mean over layers: {most:.0%} of the tokens",
+    )
+
+
+def _throughput(lab: Lab) -> Finding:
+    rows, evidence = {}, []
+    for prompt in (1024, 2048, 4096):
+        h2o, keyformer = f"h2o:tokens={int(0.9 * prompt)}", f"keyformer:tokens={prompt // 2}"
+        steps = lab.steps(MPT_7B, [EXACT, h2o, keyformer], prompt + prompt // 2)
+        rows[f"{prompt} + {prompt}"] = 1.0, speedup(steps, h2o), speedup(steps, keyformer)
+        evidence.append(stated(steps, keyformer))
+    faster = [x[-1] for x in rows.values()]
+    return Finding(
+        ClaimTable(("full", "H2O 90%", "Keyformer 50%"), rows),
+        faster[-1] >= 2.0 and faster[-1] > rows["4096 + 4096"][1] and faster == sorted(faster),
+        "; ".join(evidence),
     )

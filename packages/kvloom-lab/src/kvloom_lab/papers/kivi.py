@@ -20,6 +20,7 @@ from .claim import (
     shares,
 )
 from .lab import Lab, named
+from .speed import LLAMA_2_7B, throughput
 
 GROUP = 32
 
@@ -147,3 +148,7 @@ def _passkey(lab: Lab) -> Finding:
     return Finding(
         shares(answers), min(ours.values()) >= least, f"{variant}: {evidence} (least {least:.0%})"
     )
+
+
+def _throughput(lab: Lab) -> Finding:
+    return throughput(lab, LLAMA_2_7B, "kivi:residual=32", tokens=161 + 338, rows=16)

@@ -6,12 +6,13 @@ Quality is measured by the tasks of `kvloom eval`: every recipe reads the same c
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -23,13 +24,16 @@ from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..analyse import attention, error
+from ..bench import ModelShape
+from ..bench.candidates import generate_candidates
+from ..bench.timing import time_candidates
 from ..eval.comparison import positions_after
 from ..eval.evaluate import evaluate, with_full
 from ..eval.results import ResultFolder
 from ..eval.sample import Source, Task
 from ..eval.tasks.needles import Niah
 from ..eval.tasks.text import Perplexity
-from ..models import max_positions
+from ..models import max_positions, random_llama
 from ..workload.text import cut_rows
 from .recalling import hit_rate, recall_rates
 
@@ -44,7 +48,7 @@ class Size:
 
     context: tokens of a context. samples: texts of a perplexity. new_tokens: predicted after each.
     needles: samples of each needle task. long_context: tokens of a context that a step recalls
-    from. steps: decode steps of a recall rate.
+    from. steps: decode steps of a recall rate, and timed steps of a speed.
     """
 
     context: int
@@ -83,6 +87,13 @@ class Quality:
     def perplexity(self) -> float:
         """Perplexity of all samples together."""
         return math.exp(float(self.nll.mean()))
+
+
+class TimedStep(NamedTuple):
+    """A decode step: its median time, and the bytes of weights, keys and values that it reads."""
+
+    ms: float
+    read_bytes: int
 
 
 class Lab:
@@ -191,6 +202,29 @@ class Lab:
         """Return the share of recalled tokens that earlier steps left on the device."""
         ids = self.texts(1, self.long_context + self.size.new_tokens)
         return hit_rate(self.model, recipe, ids, self.long_context)
+
+    def steps(
+        self, shape: ModelShape, recipes: Sequence[str], context: int
+    ) -> dict[str, TimedStep]:
+        """Return decode steps after a context, by recipe, and with transformers' DynamicCache.
+
+        The model has random weights, and caches are filled with random keys and values. Raises
+        `InputError` for a recipe that has no time.
+        """
+        candidates = generate_candidates(
+            random_llama(shape, context), shape, recipes, context, peers=("dynamic",)
+        )
+        what = f"timing steps of {shape} after {context:,} tokens"
+        times = time_candidates(
+            candidates, self.size.steps, lambda name, _: self.progress(f"{what}: {name}", 0)
+        )
+        for candidate in candidates:
+            if candidate.problem is not None:
+                raise InputError(f"{candidate.name}: {candidate.problem}")
+        return {
+            x.name: TimedStep(statistics.median(times[x.name].ms), x.read_bytes() or 0)
+            for x in candidates
+        }
 
     @property
     def context(self) -> int:

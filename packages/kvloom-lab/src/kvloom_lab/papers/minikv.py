@@ -23,6 +23,7 @@ from .claim import (
     quality_figures,
 )
 from .lab import Lab, Quality, named
+from .speed import LLAMA_2_7B, speedup, stated
 
 LLAMA_7B = Geometry(32, 32, 32, 128, torch.float16)
 POLICIES = {
@@ -139,4 +140,21 @@ def _bytes(lab: Lab) -> Finding:
         ClaimTable(("GB",), rows),
         packed <= 0.15 * exact,
         f"MiniKV is {1 - packed / exact:.1%} smaller",
+    )
+
+
+def _speed(lab: Lab) -> Finding:
+    by_length = {
+        tokens: lab.steps(LLAMA_2_7B, ["full", "kivi", "minikv"], tokens)
+        for tokens in (4096, 22_016, 32_768)
+    }
+    rows = {
+        f"{tokens:,}": [speedup(steps, name, "kivi") for name in ("full", "kivi", "minikv")]
+        for tokens, steps in by_length.items()
+    }
+    later = list(by_length.values())[1:]
+    return Finding(
+        ClaimTable(("full", "KIVI", "MiniKV"), rows),
+        min(speedup(steps, "minikv", "kivi") for steps in later) > 1,
+        "; ".join(stated(steps, "minikv", "kivi") for steps in later),
     )

@@ -148,3 +148,18 @@ def _million(lab: Lab) -> Finding:
         total <= 80 * 2**30,
         f"weights and cache: {total / 1e9:.1f} GB, {total / 2**30:.1f} GiB of 80 GiB",
     )
+
+
+def _roofline(lab: Lab) -> Finding:
+    batch, tokens, bandwidth = 128, 200_000, 2039e9
+    specs = {"FP16": "full", "KV4": "skvq:bits=4,value_bits=4", "KV2": "skvq"}
+    ms = {
+        name: 1e3 * (WEIGHTS_7B + batch * resolve(spec).nbytes(tokens, LLAMA_7B)) / bandwidth
+        for name, spec in specs.items()
+    }
+    ratio = ms["FP16"] / ms["KV2"]
+    return Finding(
+        ClaimTable(tuple(specs), {"inference time (ms)": tuple(ms.values())}),
+        ratio >= 7,
+        f"FP16 over KV2: {ratio:.2f}; the paper's times read half of the cache",
+    )

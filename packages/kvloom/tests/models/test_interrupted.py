@@ -152,7 +152,7 @@ def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
 def test_layers_of_other_models_are_undone_too(name):
     model = zoo.build(name)
     implementation = model.config._attn_implementation
-    cache = kvloom.Cache(model, "h2o:tokens=24,fraction=0")
+    cache = kvloom.Cache(model, "h2o:tokens=24")
     routed = model.config._attn_implementation
     step(model, cache, 0, 61)
     want = go_on(model, copy.deepcopy(cache), 61)

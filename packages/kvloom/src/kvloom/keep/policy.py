@@ -15,6 +15,7 @@ from ..errors import RecipeError
 from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
 from .fit import Fit
+from .reconstruction import Reconstruction
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -227,6 +228,8 @@ class Keep:
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
                 "it as the rule of protect.outliers, or another score"
             )
+        if self.scorer.repeats:
+            self._check_repeats(self.scorer)
         if self.scorer.of_prompt and not self.scores_once:
             raise RecipeError(
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
@@ -275,10 +278,18 @@ class Keep:
                 f'when="block" keeps the same fraction in all layers; use layers="uniform" or '
                 f'"joint", not {budget.layers!r}'
             )
-        if self.scorer.repeats:
+
+    def _check_repeats(self, scorer: Scorer) -> None:
+        """Check a score for which the model repeats the prompt."""
+        if not isinstance(scorer, Reconstruction):
             raise RecipeError(
-                f"score {self.scorer.kind!r} repeats the first prompt, and no later block; use the "
-                'score rotated, or when="prompt"'
+                f"score {scorer.kind!r} has repeats=True and does not say what the model repeats; "
+                "derive it from Reconstruction"
+            )
+        if self.when != "prompt":
+            raise RecipeError(
+                f"score {scorer.kind!r} repeats the first prompt, and no later text "
+                f'(when={self.when!r}); use when="prompt", or another score, such as rotated'
             )
 
     def _check_age(self) -> None:

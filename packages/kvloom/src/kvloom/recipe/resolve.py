@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import RecipeError
-from ..registry.fields import alternatives
+from ..registry.fields import alternatives, check_finite
 from .named import PARTS, RECIPES, Build
 from .spec import LayerOverride, Recipe
 from .text import is_file
@@ -107,6 +107,11 @@ def _named(spelled: str) -> Recipe:
         texts[option] = text
     hints = _hints(name, RECIPES[name], texts)
     values = {key: _value(name, key, text, hints) for key, text in texts.items()}
+    if values.get("tokens") and values.get("fraction"):
+        raise RecipeError(
+            f"recipe {name!r}: tokens={texts['tokens']} and fraction={texts['fraction']} are two "
+            "sizes of one budget; give one of them"
+        )
     general = {key: values.pop(key) for key in _GENERAL if key in values}
     return replace(RECIPES[name](**values), **general)
 
@@ -175,9 +180,11 @@ def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
     for number in (int, float):
         if number in kinds:
             try:
-                return number(text)
+                value = number(text)
             except ValueError:
                 continue
+            check_finite(key, value)
+            return value
     if str in kinds:
         return text
     if bool in kinds and text.lower() in _TRUTH:

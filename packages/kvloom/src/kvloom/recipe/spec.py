@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
+from ..keep.policy import FLOOR_TOKENS
 from ..recall import Recall
 from ..registry.fields import check_choice, check_fields, check_whole
 from ..store import Format, Packed, Store
@@ -289,8 +290,13 @@ class Recipe:
             )
         if keep.fit is not None and self.store.pre_rope:
             raise RecipeError("fit reads keys as they are stored after RoPE: leave out pre_rope")
-        tokens = keep.budget.tokens
-        protected = self.protect.tokens if keep.by_age else self.protect.sinks
+        tokens, sinks = keep.budget.tokens, self.protect.sinks
+        protected = self.protect.tokens if keep.by_age else sinks
+        if tokens is None and not keep.by_age and sinks >= FLOOR_TOKENS:
+            raise RecipeError(
+                f"a fraction of a short prompt is {FLOOR_TOKENS} tokens, which leaves nothing "
+                f"beside sinks={sinks}; use fewer sinks, or a budget in tokens"
+            )
         if tokens is not None and tokens <= protected:
             raise RecipeError(
                 f"a budget of {tokens} tokens leaves nothing beside {protected} protected tokens; "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
+from kvloom.keep import Budget, Fit, Keep, Mass, Noisy, Observation, Scorer
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
@@ -87,7 +87,8 @@ def test_channels_that_cannot_be_regrouped_are_refused(fields, says):
         (lambda: Keep(Budget(5), shared="no"), "shared='no' must be True or False"),
         (lambda: Mass("a"), "damping='a' must be a number"),
         (lambda: Observation(2.5), "window=2.5 must be a whole number"),
-        (lambda: Noisy(tau_end=float("nan")), "tau_begin=1.0 and tau_end=nan must be numbers"),
+        (lambda: Noisy(tau_end=float("nan")), "tau_end=nan must be a finite number"),
+        (lambda: Fit(ridge=float("inf")), "ridge=inf must be a finite number"),
         (lambda: Noisy(steps=0.5), "steps=0.5 must be a whole number"),
         (lambda: Keep(Budget(5), when=["step"]), "when=['step'] must be a string"),
         (lambda: Keep(Budget(5), group={}), "group={} must be a string"),
@@ -106,6 +107,15 @@ def test_a_part_of_a_wrong_type_is_refused(build, says):
     with pytest.raises(RecipeError) as refused:
         build()
     assert says in str(refused.value)
+
+
+def test_a_score_that_repeats_the_prompt_says_what_is_repeated():
+    class Repeated(Scorer):
+        kind = "repeated"
+        repeats = True
+
+    with pytest.raises(RecipeError, match=r"'repeated' .* derive it from Reconstruction"):
+        Keep(Budget(5), Repeated(), when="prompt")
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def evict(
 ) -> Recipe:
     """Any score: a budget of tokens by score=NAME, then that score's options.
 
-    tokens: the budget where it is given, else the fraction of the prompt. limit, block: tokens
-    that when=limit and when=block need.
+    tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two. limit,
+    block: tokens that when=limit and when=block need.
     """
     heads = 1.0 if block else None  # later blocks are of heads that do not compete
     budget = Budget(tokens or None, None if tokens else fraction, recent, heads=heads)

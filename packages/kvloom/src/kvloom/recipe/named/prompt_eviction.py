@@ -2,7 +2,7 @@
 
 Options they share:
 
-tokens, fraction: the budget, in tokens, or as a fraction of the prompt where it is given.
+tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 sinks, recent: the first and the newest tokens that stay, within the budget.
 layers: how the rest is divided over layers. heads: the share of the rest of which every key/value
 head is certain (AdaKV, arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or
@@ -89,10 +89,7 @@ def knorm(
 def random(
     fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
 ) -> Recipe:
-    """Random tokens beside the recent ones: the baseline that every score must beat.
-
-    The budget is `tokens` where it is given, else the fraction.
-    """
+    """Random tokens beside the recent ones: the baseline that every score must beat."""
     budget = Budget(tokens or None, None if tokens else fraction, recent)
     return Recipe(keep=Keep(budget, Random(), when="prompt"), protect=Protect(sinks))
 

@@ -307,7 +307,7 @@ def test_inspect_names_the_format(model):
     data = trace_recipe(
         model, tiny.tokenizer(), "store:format=int8", tiny.TEXT, context=60, new_tokens=2
     )
-    assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits a value)")
+    assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits per value)")
 
 
 def test_a_format_without_a_kernel_is_counted_with_the_reason(model):

@@ -79,15 +79,15 @@ class StepScorer(Stateful):
 class RunningScores(Buffer):
     """Scores fp32 [B, Hk, N, 1], oldest token first; sinks have plus infinity.
 
-    scorer: joins the scores of a step to those before. sinks: whether there are any. protects_ids:
-    whether tokens may have the score `PROTECTED`.
+    scorer: joins the scores of a step to those before. sinks: whether there are any.
+    protects_tokens: whether tokens may have the score `PROTECTED`.
     """
 
-    def __init__(self, scorer: Scorer, sinks: bool, protects_ids: bool = False) -> None:
+    def __init__(self, scorer: Scorer, sinks: bool, protects_tokens: bool = False) -> None:
         super().__init__()
         self.scorer = scorer
-        self.fixed_from = PROTECTED if protects_ids else torch.inf
-        self.fixes = sinks or protects_ids
+        self.fixed_from = PROTECTED if protects_tokens else torch.inf
+        self.fixes = sinks or protects_tokens
 
     @property
     def scores(self) -> Tensor:

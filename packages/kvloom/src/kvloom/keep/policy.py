@@ -340,6 +340,25 @@ class Keep:
         )
         return certain + window, contested
 
+    def first_block(
+        self, prompt_tokens: int, sinks: int, stored: int, heads: int, unit: int
+    ) -> tuple[int, int]:
+        """Return the tokens of the first block, and those that all heads keep of it together.
+
+        The block is the prompt without its recent tokens; the budget includes all that stay exact.
+
+        Args:
+            prompt_tokens: Tokens of the first prompt.
+            sinks: First tokens, which are in no block.
+            stored: The tokens behind them, so far.
+            heads: Key/value heads of the layer.
+            unit: Tokens that are packed together.
+        """
+        count = max(0, stored - self.budget.window(prompt_tokens)) // unit * unit
+        exact = sinks + stored - count
+        wanted = heads * (self.budget.resolve(prompt_tokens) - exact)
+        return count, head_budgets.granted(wanted, heads, count, unit)
+
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.
 
@@ -433,9 +452,9 @@ class Outliers:
                 "use another score for outliers"
             )
         if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.needs_rope):
-            how = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
+            does = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
             raise RecipeError(
-                f"score {self.scorer.kind!r} {how}, which outliers do not wait for; "
+                f"score {self.scorer.kind!r} {does}, which outliers do not wait for; "
                 "use another score for outliers"
             )
         check_choice("group", self.group, HEAD_GROUPS)

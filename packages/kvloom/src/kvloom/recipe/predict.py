@@ -62,13 +62,11 @@ def _predict_blocks(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
     keep, sinks, unit = recipe.keep, recipe.protect.sinks, recipe.store.block_tokens
     assert keep is not None
     stored = max(0, tokens - sinks)
-    count = max(0, stored - keep.budget.window(tokens)) // unit * unit
+    count, granted = keep.first_block(tokens, sinks, stored, g.kv_heads, unit)
     total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
     if not count:  # the queries wait for a block
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         return total + queries + (4 * tokens if recipe.uses_input_norms else 0)
-    wanted = g.kv_heads * (keep.budget.resolve(tokens) - sinks - stored + count)
-    granted = max(0, min(g.kv_heads * count, wanted // unit * unit))
     return total + _predict_ragged(recipe, granted, g)
 
 

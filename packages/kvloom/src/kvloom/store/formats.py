@@ -115,10 +115,10 @@ class Format:
         """
         return max(0, tokens - recent) // self.unit * self.unit
 
-    def bits_a_value(self, head_dim: int = 0) -> float:
+    def bits_per_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value, metadata included."""
         if not head_dim:
-            raise RecipeError(f"give bits_a_value of format {self.kind!r} its head_dim")
+            raise RecipeError(f"give bits_per_value of format {self.kind!r} its head_dim")
         return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
 
     @property

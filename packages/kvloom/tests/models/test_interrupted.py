@@ -25,7 +25,7 @@ undone_forms = pytest.mark.parametrize(
     "form",
     slow_except(
         FORMS,
-        "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
+        "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,query_heads=each",
         "h2o:shared=true,layers=variance",
         "h2o:tokens=40,limit=120,positions=renumbered",
         "kivi:group=16,residual=32,rotate=true",

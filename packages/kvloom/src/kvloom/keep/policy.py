@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole
+from ..registry.fields import check_choice, check_fields, check_whole, renamed
 from . import budgets, head_budgets
 from .fit import Fit
 from .reconstruction import Reconstruction
@@ -25,7 +25,7 @@ WHEN = {
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
     "block": "after the first prompt, and from each later block of `block` tokens, once",
 }
-HEAD_GROUPS = ("sum", "mean", "max")
+REDUCTIONS = ("sum", "mean", "max")
 FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
 POSITIONS = {
     "original": "a token keeps its position in the sequence",
@@ -101,7 +101,7 @@ class Budget:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that may have the former name of `round_shares`."""
-        return {"round_shares" if name == "apart" else name: x for name, x in table.items()}
+        return renamed(table, "apart", "round_shares")
 
     @property
     def recent_tokens(self) -> int | None:
@@ -193,7 +193,7 @@ class Keep:
             the recent ones. A token is scored and stored once.
         limit: Tokens that a layer may have before it evicts, for when="limit".
         block: Tokens of a block, for when="block".
-        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+        query_heads: How those of a key/value head share a score: "sum", "mean" or "max" of theirs.
         shared: All layers use one score, the sum of theirs, and so keep the same tokens.
         positions: "original", or "renumbered": as if the evicted tokens had never been there.
         seed: Of noise and of random scores; its lowest 32 bits count.
@@ -207,7 +207,7 @@ class Keep:
     scorer: Scorer = field(default_factory=Recent)
     when: str = "step"
     limit: int | None = None
-    group: str = "sum"
+    query_heads: str = "sum"
     shared: bool = False
     positions: str = "original"
     seed: int = 0
@@ -215,13 +215,13 @@ class Keep:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "budget", "when", "group", "shared", "positions", "seed", "fit")
+        check_fields(self, "budget", "when", "query_heads", "shared", "positions", "seed", "fit")
         if self.block is not None:
             check_whole("block", self.block, 1, " of tokens")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         check_choice("when", self.when, WHEN)
-        check_choice("group", self.group, HEAD_GROUPS)
+        check_choice("query_heads", self.query_heads, REDUCTIONS)
         check_choice("positions", self.positions, POSITIONS)
         if self.scorer.reads_ids:
             raise RecipeError(
@@ -264,6 +264,11 @@ class Keep:
                 f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
                 f"use {smallest} or more"
             )
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `query_heads`."""
+        return renamed(table, "group", "query_heads")
 
     def _check_blocks(self) -> None:
         """Check what eviction from blocks cannot do."""
@@ -429,12 +434,12 @@ class Outliers:
     Attributes:
         tokens: How many, of each key/value head.
         scorer: The rule: a score, or a function of a `Step`.
-        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+        query_heads: How those of a key/value head share a score: "sum", "mean" or "max" of theirs.
     """
 
     tokens: int
     scorer: Scorer | Rule = field(default_factory=Mass)
-    group: str = "sum"
+    query_heads: str = "sum"
 
     def __post_init__(self) -> None:
         if type(self.tokens) is not int or self.tokens < 1:
@@ -457,7 +462,12 @@ class Outliers:
                 f"score {self.scorer.kind!r} {does}, which outliers do not wait for; "
                 "use another score for outliers"
             )
-        check_choice("group", self.group, HEAD_GROUPS)
+        check_choice("query_heads", self.query_heads, REDUCTIONS)
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `query_heads`."""
+        return renamed(table, "group", "query_heads")
 
     @property
     def reads_ids(self) -> bool:

@@ -23,7 +23,9 @@ from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
-_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score"}  # of options
+_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score", "group": "query_heads"}
+"""Former names of options, for recipes that have the new name and not the former one."""
+
 _GENERAL = {"start": int, "sliding": str}
 """Options that every recipe has: fields of `Recipe`, and their types."""
 
@@ -98,7 +100,8 @@ def _named(spelled: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    present = {former: new for former, new in _FORMER_NAMES.items() if new in options(name)}
+    has = options(name)
+    present = {a: b for a, b in _FORMER_NAMES.items() if b in has and a not in has}
     texts: dict[str, str] = {}
     for key, text in (_item(item) for item in rest.split(",") if item.strip()):
         option = present.get(key, key)

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
-from ..registry.fields import check_choice, check_fields, check_whole
+from ..registry.fields import check_choice, check_fields, check_whole, renamed
 from ..store import Format, Store
 from . import text
 from .combinations import check_parts
@@ -84,9 +84,7 @@ class Protect:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that may have the former name of `exact_recent`."""
-        if "exact_recent" in table:
-            return table
-        return {"exact_recent" if name == "recent" else name: x for name, x in table.items()}
+        return renamed(table, "recent", "exact_recent")
 
     @property
     def exact_recents(self) -> tuple[int, int]:

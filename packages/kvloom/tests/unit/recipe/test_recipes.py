@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep, Mass
+from kvloom.keep import Budget, Keep, Mass, Outliers
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -220,6 +220,18 @@ def test_former_names_of_options_are_read():
     data = recipe.to_dict()
     data["keep"]["budget"]["apart"] = data["keep"]["budget"].pop("round_shares")
     assert Recipe.from_dict(data) == recipe
+    outliers = Protect(outliers=Outliers(3))
+    for recipe, part in (
+        (resolve("expected"), ["keep"]),
+        (resolve("quest:query_heads=max"), ["recall"]),
+        (Recipe(store=resolve("kivi").store, protect=outliers), ["protect", "outliers"]),
+    ):
+        data = table = recipe.to_dict()
+        for name in part:
+            table = table[name]
+        table["group"] = table.pop("query_heads")
+        assert Recipe.from_dict(data) == recipe
+    assert resolve("quest:group=max").recall == resolve("quest:query_heads=max").recall
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4,bits=2", "skvq:heavy=8,outliers=4"])

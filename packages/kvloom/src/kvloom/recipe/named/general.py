@@ -55,15 +55,15 @@ def recall(
     tokens: int = 1024,
     sinks: int = 16,
     recent: int = 64,
-    group: str = "mean",
+    query_heads: str = "mean",
     full_layers: int = 2,
     **options: Any,
 ) -> Recipe:
     """Any index: everything stays, a step reads what index=NAME finds, then that index's options.
 
-    group: how query heads choose together. full_layers: first layers that read everything.
+    query_heads: how they choose together. full_layers: first layers that read everything.
     """
-    recalled = Recall(_part("index", index, options), tokens, group, full_layers)
+    recalled = Recall(_part("index", index, options), tokens, query_heads, full_layers)
     return Recipe(recall=recalled, protect=Protect(sinks, recent))
 
 

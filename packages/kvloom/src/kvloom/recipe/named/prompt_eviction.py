@@ -118,7 +118,7 @@ def expected(
     scorer = Expected(future, epsilon)
     return _once(
         scorer, tokens, fraction, sinks, recent,
-        group="mean", layers=layers, positions=positions, store=store,
+        query_heads="mean", layers=layers, positions=positions, store=store,
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def kvzip(
     scorer = Reconstruction(chunk, instruction)
     return _once(
         scorer, tokens, fraction, sinks, recent,
-        group="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
         fit=Fit(chunk) if fit else None,
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def rotated(
     """
     return _once(
         Rotated(chunk, contribution), tokens, fraction, sinks, recent,
-        group="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
         fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip
 
@@ -275,7 +275,7 @@ def _once(
     sinks: int,
     recent: int | float,
     *,
-    group: str = "sum",
+    query_heads: str = "sum",
     layers: str = "uniform",
     heads: float = 1.0,
     positions: str = "original",
@@ -288,8 +288,8 @@ def _once(
         heads=None if heads == 1 and not block else heads,
     )  # fmt: skip
     keep = Keep(
-        budget, scorer, when="block" if block else "prompt", group=group, positions=positions,
-        fit=fit, block=block or None,
+        budget, scorer, when="block" if block else "prompt", query_heads=query_heads,
+        positions=positions, fit=fit, block=block or None,
     )  # fmt: skip
     return _stored_as(store, Recipe(keep=keep, protect=Protect(sinks)))
 

@@ -193,7 +193,7 @@ class Keep:
             the recent ones. A token is scored and stored once.
         limit: Tokens that a layer may have before it evicts, for when="limit".
         block: Tokens of a block, for when="block".
-        query_heads: How those of a key/value head share a score: "sum", "mean" or "max" of theirs.
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
         shared: All layers use one score, the sum of theirs, and so keep the same tokens.
         positions: "original", or "renumbered": as if the evicted tokens had never been there.
         seed: Of noise and of random scores; its lowest 32 bits count.
@@ -434,7 +434,7 @@ class Outliers:
     Attributes:
         tokens: How many, of each key/value head.
         scorer: The rule: a score, or a function of a `Step`.
-        query_heads: How those of a key/value head share a score: "sum", "mean" or "max" of theirs.
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
     """
 
     tokens: int

@@ -30,7 +30,7 @@ class Step:
         seen: The length of the sequence so far.
         number: Counts decode steps; 0 for the prompt.
         seed: Differs from layer to layer.
-        query_heads: How those of a key/value head are combined: by their "sum", "mean" or "max".
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
         sinks: How many first tokens of each row are sinks (`Protect.sinks`), without padding.
         softcap: Cap of the logits; None: they are not capped.
         visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.

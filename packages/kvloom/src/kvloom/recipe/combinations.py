@@ -48,7 +48,7 @@ def _check_sliding(recipe: Recipe) -> None:
             f'start={recipe.start} keeps tokens exact that sliding="packed" packs; leave out one '
             "of the two"
         )
-    formats = recipe.store.sides
+    formats = recipe.store.formats
     if not formats or formats.keys() != recipe.store.quantized.keys():
         raise RecipeError(
             'sliding="packed" packs windows in kvloom\'s own format, which this store has not; '
@@ -107,7 +107,7 @@ def _check_heads(recipe: Recipe, heads: str) -> None:
             f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
             "numbers; leave one of the two out"
         )
-    for side, fmt in recipe.store.sides.items():
+    for side, fmt in recipe.store.formats.items():
         if not isinstance(fmt, Packed):
             raise RecipeError(
                 f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; "
@@ -149,7 +149,7 @@ def _check_recall(recipe: Recipe, recall: Recall) -> None:
 
 def _check_tier(recipe: Recipe, recall: Recall) -> None:
     """Check which formats and indexes a tier takes."""
-    for side, fmt in recipe.store.sides.items():
+    for side, fmt in recipe.store.formats.items():
         if not isinstance(fmt, Packed):
             raise RecipeError(
                 f"{side}: a tier takes packed tokens of kvloom's own format, not of "

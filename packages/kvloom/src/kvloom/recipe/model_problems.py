@@ -52,7 +52,8 @@ def _sliding_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     """Return why windows cannot be packed, one sentence each."""
     layers_of: dict[str, list[int]] = {}
     exact = max(
-        recent + (1 if fmt is None else getattr(fmt, "residual", 1)) for fmt, recent in recipe.sides
+        recent + (1 if fmt is None else getattr(fmt, "residual", 1))
+        for fmt, recent in recipe.formats_and_recents
     )
     for layer in geometry.sliding:
         problems = _plain_problems(recipe.in_windows, layer.geometry, 1)

@@ -76,7 +76,7 @@ def predicted_token_nbytes(recipe: PlainRecipe, tokens: int, g: Geometry, expire
     expired: the oldest of these, packed ones, that are dropped again.
     """
     total, packed_in_both = 0, tokens
-    for (fmt, recent), d in zip(recipe.sides, g.dims, strict=True):
+    for (fmt, recent), d in zip(recipe.formats_and_recents, g.dims, strict=True):
         packed = 0 if fmt is None else fmt.to_pack(tokens, recent) - expired
         total += (tokens - expired - packed) * g.kv_heads * d * g.dtype.itemsize
         if fmt is not None:
@@ -94,7 +94,7 @@ def _predict_ragged(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
         return 0
     total = sum(
         tokens * d * g.dtype.itemsize if fmt is None else fmt.nbytes(tokens, d)
-        for (fmt, _), d in zip(recipe.sides, g.dims, strict=True)
+        for (fmt, _), d in zip(recipe.formats_and_recents, g.dims, strict=True)
     )
     return total + g.kv_heads * _SPAN
 
@@ -104,7 +104,7 @@ def _predict_index(recipe: PlainRecipe, tokens: int, prefix: int, g: Geometry) -
     if recipe.recall is None:
         return 0
     ready = tokens - max(recipe.protect.exact_recents)
-    for fmt, recent in recipe.sides:
+    for fmt, recent in recipe.formats_and_recents:
         ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
     if recipe.recall.tier is not None:
         ready = ready // recipe.store.block_tokens * recipe.store.block_tokens

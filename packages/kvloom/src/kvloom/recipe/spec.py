@@ -259,7 +259,7 @@ class Recipe:
         return self.keep is not None and self.keep.scorer.uses_input_norms
 
     @property
-    def sides(self) -> tuple[tuple[Format | None, int], ...]:
+    def formats_and_recents(self) -> tuple[tuple[Format | None, int], ...]:
         """The format and the number of exact newest tokens of keys and of values."""
         formats = self.store.keys, self.store.values
         return tuple(zip(formats, self.protect.exact_recents, strict=True))

@@ -119,7 +119,7 @@ def test_a_recipe_resolves_to_itself():
         ("streaming:sinks=-1", ["sinks=-1", "0 or more"]),
         ("quest:tokens=90", ["leaves nothing to find beside 80 protected tokens; use 96 or more"]),
         ("clusterkv:distance=l3", ["distance='l3' is not one of cosine, l2, inner"]),
-        ("clusterkv:group=all", ["group='all' is not one of mean, max, turns, each"]),
+        ("clusterkv:query_heads=all", ["query_heads='all' is not one of mean, max, turns, each"]),
         ("clusterkv:tier=x", ["tier='x' is not one of device, host, file; tier=device keeps"]),
         *(
             (f"{name}:steps=2", ["steps=2 says what", "add tier=host or tier=file, or leave steps"])

@@ -39,7 +39,7 @@ def recipes(tokens: int) -> list[str]:
     return [
         "near-lossless", "small", "small:block=256", "small:block=128", UNFITTED,
         "small:fraction=0.25,block=256", "small:fraction=0.15,block=256",
-        f"streaming:tokens={tokens}", f"h2o:tokens={tokens},fraction=0",
+        f"streaming:tokens={tokens}", f"h2o:tokens={tokens}",
     ]  # fmt: skip
 
 

@@ -251,9 +251,9 @@ def choices(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
     names = [
         f"clusterkv:tokens={budget},{options}"
         for budget in (1024, 512)
-        for options in (f"{PAPER_OPTIONS},group=each", PAPER_OPTIONS, "size=40", "size=20")
+        for options in (f"{PAPER_OPTIONS},query_heads=each", PAPER_OPTIONS, "size=40", "size=20")
     ]
-    names += ["clusterkv:size=40,group=mean", "quest:tokens=1024", "quest:tokens=512"]
+    names += ["clusterkv:size=40,query_heads=mean", "quest:tokens=1024", "quest:tokens=512"]
     ids = np.asarray(tokenizer.encode(library_text()[:3_000_000], add_special_tokens=False))
     first = leading_ids(tokenizer)
     rows: list[dict[str, Any]] = [{"recipe": name, "right": 0, "questions": 0} for name in names]

@@ -142,7 +142,7 @@ def parts_of(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Callable[[T
     computed: dict[str, Tensor] = {}
 
     def rate(q: Tensor) -> None:
-        computed["scores"] = finder.scores(q[:, :, 0], retriever.recall.group)
+        computed["scores"] = finder.scores(q[:, :, 0], retriever.recall.query_heads)
 
     def choose(q: Tensor) -> None:
         computed["slots"] = finder.choose(computed["scores"], count)

@@ -316,8 +316,8 @@ def _views(recipe: Recipe) -> list[str]:
 def _format_text(fmt: Format | None, dtype: torch.dtype, head_dim: int) -> str:
     if fmt is None:
         return f"exact, {str(dtype).removeprefix('torch.')}"
-    bits = fmt.bits_a_value(head_dim)
+    bits = fmt.bits_per_value(head_dim)
     if not isinstance(fmt, Packed):
-        return f"{fmt.kind} ({bits:g} bits a value)"
+        return f"{fmt.kind} ({bits:g} bits per value)"
     group = fmt.group or head_dim
-    return f"{fmt.bits} bit per {fmt.axis}, groups of {group} ({bits:g} bits a value)"
+    return f"{fmt.bits} bit per {fmt.axis}, groups of {group} ({bits:g} bits per value)"

@@ -255,7 +255,7 @@ def test_views_are_those_with_something_to_see(model, tokenizer, name, views):
 
 def test_a_group_of_a_whole_head_is_told_by_its_channels(model, tokenizer):
     formats = seen_by(model, tokenizer, "turbo:window=8")["formats"]
-    assert formats["keys"] == "3 bit per token, groups of 16 (4 bits a value)"
+    assert formats["keys"] == "3 bit per token, groups of 16 (4 bits per value)"
 
 
 def test_generation_ends_where_the_model_ends(model, tokenizer):

@@ -56,7 +56,7 @@ def auto(model, **bound):
 @pytest.mark.parametrize("bound", [1.0, *(one.recipe for one in EVIDENCE[1:]), 0.25])
 def test_no_recipe_that_fits_has_better_published_figures(model, bound):
     bound = share(model, bound) if isinstance(bound, str) else bound
-    found = auto(model, bytes=bound)
+    found = auto(model, share=bound)
     fitting = [one for one in EVIDENCE if share(model, one.recipe) <= bound]
     assert found.recipe.name == min(fitting, key=lambda one: one.kl).recipe
     assert found.nbytes == resolve(found.recipe).nbytes(CONTEXT, compat.geometry(model))
@@ -66,12 +66,12 @@ def test_no_recipe_that_fits_has_better_published_figures(model, bound):
 
 
 def test_what_was_chosen_is_said(model):
-    said = str(auto(model, bytes=share(model, "near-lossless")))
+    said = str(auto(model, share=share(model, "near-lossless")))
     assert said.startswith("near-lossless: ")
     assert "after 2,048 tokens, batch 1" in said
     assert f"{EVIDENCE[1].kl:.2g} nats" in said
-    assert str(auto(model, bytes=1.0)).endswith("The exact cache fits.")
-    rotates, repeats = (str(auto(model, bytes=share(model, name))) for name in ("small", "tiny"))
+    assert str(auto(model, share=1.0)).endswith("The exact cache fits.")
+    rotates, repeats = (str(auto(model, share=share(model, name))) for name in ("small", "tiny"))
     assert "It evicts tokens" in rotates
     assert "several times" not in rotates
     assert "A prompt takes several times as long" in repeats
@@ -97,8 +97,8 @@ def test_if_no_prompt_fits_at_once_it_says_so(model):
 
 
 def test_the_dtype_of_the_weights_counts(model):
-    exact = auto(model, bytes=1.0).nbytes
-    assert auto(model.to(torch.bfloat16), bytes=1.0).nbytes * 2 == exact
+    exact = auto(model, share=1.0).nbytes
+    assert auto(model.to(torch.bfloat16), share=1.0).nbytes * 2 == exact
 
 
 def test_a_tuned_recipe_of_about_the_same_bytes_is_taken(model):
@@ -106,45 +106,45 @@ def test_a_tuned_recipe_of_about_the_same_bytes_is_taken(model):
     store(model, "turbo:bits=4", kl=0.05, bound="bytes=0.19")
     store(model, "kivi:bits=2", kl=0.001, bound="bytes=0.1")  # of too few bytes
     bound = share(model, "near-lossless")
-    found = auto(model, bytes=bound)
+    found = auto(model, share=bound)
     assert found.recipe.name == str(path)
     assert "tuned for this model at 2,048 tokens (bytes=0.2)" in found.why
     assert "evicts" not in found.why
-    assert auto(model, bytes=1.0).recipe.name == "full"
+    assert auto(model, share=1.0).recipe.name == "full"
 
 
 def test_a_tuned_recipe_that_evicts_says_so(model):
     store(model, "snapkv:fraction=0.2")
-    found = auto(model, bytes=share(model, "snapkv:fraction=0.2"))
+    found = auto(model, share=share(model, "snapkv:fraction=0.2"))
     assert found.why.endswith("It evicts tokens: facts in them are lost.")
 
 
 def test_another_models_tuned_recipe_is_not_taken(model):
     store(model, "kivi-4")
     bound = share(model, "near-lossless")
-    assert auto(model, bytes=bound).recipe.name != "near-lossless"
+    assert auto(model, share=bound).recipe.name != "near-lossless"
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
-    assert auto(model, bytes=bound).recipe.name == "near-lossless"
+    assert auto(model, share=bound).recipe.name == "near-lossless"
 
 
 def test_a_damaged_stored_recipe_is_named(model):
     path = store(model, "kivi-4")
     path.write_text("nonsense")
     with pytest.raises(InputError, match=r"is damaged: .*; remove it"):
-        auto(model, bytes=0.5)
+        auto(model, share=0.5)
 
 
 @pytest.mark.parametrize(
     ("bound", "said"),
     [
-        ({}, "give either memory, in bytes, or bytes"),
-        ({"memory": 1 << 30, "bytes": 0.5}, "give either memory, in bytes, or bytes"),
-        ({"bytes": 0.0}, "bytes=0 must be above 0"),
-        ({"bytes": 1.5}, "bytes=1.5 must be above 0 and at most 1"),
+        ({}, "give either memory, in bytes, or a share"),
+        ({"memory": 1 << 30, "share": 0.5}, "give either memory, in bytes, or a share"),
+        ({"share": 0.0}, "share=0 must be above 0"),
+        ({"share": 1.5}, "share=1.5 must be above 0 and at most 1"),
         (
-            {"bytes": 0.01},
-            "no recipe fits into bytes=0.01 at 2,048 tokens and batch 1",
+            {"share": 0.01},
+            "no recipe fits into share=0.01 at 2,048 tokens and batch 1",
         ),
         ({"memory": 10}, "the weights of .* take"),
     ],

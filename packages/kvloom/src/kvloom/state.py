@@ -32,7 +32,13 @@ class Stateful:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, spare room included."""
-        return sum(x.nbytes for x in self._held((*self.tensors, *self.children)))
+        return sum(x.nbytes for x in self.held())
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors that `nbytes` counts, those of all parts included."""
+        yield from self._named(self.tensors)
+        for child in self._named(self.children):
+            yield from child.held()
 
     def walk(self) -> list[Stateful]:
         """Return the objects that a step changes: this part and all parts in it."""
@@ -52,7 +58,7 @@ class Stateful:
             x = getattr(self, name, None)
             if x is not None:
                 setattr(self, name, [fn(y) for y in x] if isinstance(x, list) else fn(x))
-        for child in self._held(self.children):
+        for child in self._named(self.children):
             child.map(fn)
 
     def state(self) -> Any:
@@ -83,7 +89,7 @@ class Stateful:
             elif child is not None:
                 child.load_state(state[name], like)
 
-    def _held(self, names: Iterable[str]) -> Iterator[Any]:
+    def _named(self, names: Iterable[str]) -> Iterator[Any]:
         """Yield the tensors or parts of these names that exist."""
         for name in names:
             x = getattr(self, name, None)
@@ -115,11 +121,19 @@ class Undo:
     """
 
     def __init__(self, mutable: Mutable) -> None:
-        self.attributes = mutable.attributes
+        self.parts, self.attributes = mutable.parts, mutable.attributes
         self.before = list(map(dict.copy, mutable.attributes))
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: a copy of a cache has no step to undo."""
+
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensors that the objects had, as `Stateful.held` does; some more than once."""
+        for part, before in zip(self.parts, self.before, strict=False):  # none once forgotten
+            if isinstance(part, Stateful):
+                former = object.__new__(type(part))
+                vars(former).update(before)
+                yield from former.held()
 
     def restore(self) -> None:
         """Give every object the attributes it had."""

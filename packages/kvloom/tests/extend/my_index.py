@@ -15,8 +15,8 @@ class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys
         self.means = grown(self.means, pages)
         self.tokens += keys.shape[2]
 
-    def find(self, q, tokens, group, keys):  # q [B, Hq, D] -> slots [B, Hk, tokens]
-        scores = together(dots(q, self.means), self.means.shape[1], group)
+    def find(self, q, tokens, query_heads, keys):  # q [B, Hq, D] -> slots [B, Hk, tokens]
+        scores = together(dots(q, self.means), self.means.shape[1], query_heads)
         return select_pages(scores, tokens // self.unit, self.unit)
 
 

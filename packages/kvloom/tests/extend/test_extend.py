@@ -151,7 +151,7 @@ def test_the_format_returns_what_it_packed(dtype):
     error = (again - x).abs().amax() / x.abs().amax()
     assert 0 < error <= (0.5 / 127 if dtype == torch.float32 else 0.01)
     assert [fmt.to_pack(n, 5) for n in (4, 8, 9, 14)] == [0, 0, 4, 8]
-    assert fmt.bits_a_value(16) == 8 + 32 / 64
+    assert fmt.bits_per_value(16) == 8 + 32 / 64
 
 
 def test_the_index_finds_the_pages_with_the_largest_mean():

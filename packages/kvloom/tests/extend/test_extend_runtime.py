@@ -18,7 +18,8 @@ from beams import assert_rows_follow_beams
 from kvloom.errors import RecipeError
 from kvloom.hf import geometry, layer_ropes
 from kvloom.keep import SCORERS, Budget, Keep, Scorer
-from kvloom.kernels import dispatch, ops
+from kvloom.kernels import dispatch, operations_run, ops
+from kvloom.kernels.plan import OpPlan
 from kvloom.kernels.select import reference
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Protect, Recipe, resolve
@@ -306,7 +307,7 @@ def test_inspect_names_the_format(model):
     data = trace_recipe(
         model, tiny.tokenizer(), "store:format=int8", tiny.TEXT, context=60, new_tokens=2
     )
-    assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits a value)")
+    assert data["formats"] == dict.fromkeys(("keys", "values"), "int8 (8.25 bits per value)")
 
 
 def test_a_format_without_a_kernel_is_counted_with_the_reason(model):
@@ -347,6 +348,25 @@ def test_the_backend_computes_what_the_reference_does(backend):
                 assert torch.equal(a, b)
         bound = ops.page_bounds.choose(x.half(), 8, None)
         assert (bound.backend, bound.why) == ("ref", "keys are torch.float16, not torch.float32")
+
+
+def test_the_reference_runs_what_a_selected_backend_lacks(backend):
+    scores, index = torch.randn(1, 2, 16), torch.arange(16, dtype=torch.int32).expand(1, 2, -1)
+    before = operations_run()
+    with dispatch.use("one-pass"):
+        ops.lowest(scores, index, 8)
+    (ran,) = (operations_run() - before).keys()
+    assert ran == ("lowest", "ref", "there is no one-pass kernel for it")
+
+
+def test_a_plan_chooses_again_once_a_backend_is_registered(backend):
+    x, plan = torch.randn(2, 3, 32, 16), OpPlan(ops.page_bounds)
+    with dispatch.use("auto"):
+        assert plan.choose(x, 8, None).backend == "one-pass"
+        better = ops.page_bounds.backends["one-pass"]
+        dispatch._registered.clear()  # then `auto` tries the new one alone
+        ops.page_bounds.register("better", better)
+        assert plan.choose(x, 8, None).backend == "better"
 
 
 def test_the_backend_runs_in_a_cache(model, backend):

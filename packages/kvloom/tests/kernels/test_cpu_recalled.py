@@ -21,10 +21,10 @@ PROMPT, STEPS = 330, 12
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
 RECIPES = (
     "clusterkv:tokens=60,size=10,sinks=4",
-    "clusterkv:tokens=60,size=10,sinks=4,group=each",
+    "clusterkv:tokens=60,size=10,sinks=4,query_heads=each",
     "clusterkv-2bit:tokens=200,size=10,sinks=4",
     "quest:tokens=60,page=8,sinks=4,recent=5",
-    "quest:tokens=60,page=8,sinks=0,recent=5,group=max",
+    "quest:tokens=60,page=8,sinks=0,recent=5,query_heads=max",
 )
 SKVQ = Store(
     mapped(2, 16, "fp8", pre_rope=True, span="layer", reorder=True, clip="group"),

@@ -9,6 +9,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference
 from kvloom.kernels.attend.cpu import many_queries
 from kvloom.kernels.attend.regions import KVView, Region, Spans
+from kvloom.kernels.dispatch import Backend
 from kvloom.recipe import resolve
 from kvloom.store.kv_side import KVSide
 
@@ -84,6 +85,18 @@ def test_a_past_without_tokens():
     empty = [KVView(None, q.new_empty(B, HK, 0, 32))] * 2
     own = Region.exact(*(drawn(B, HK, T, 32, seed=i) for i in (5, 6)), own=T)
     agree(q, [Region(*empty), own])
+
+
+def test_a_kernel_of_prompts_that_fails_to_load_leaves_the_parts_to_torch(monkeypatch):
+    def fails(*args, **options):
+        raise OSError("no compiler")
+
+    covers = Backend(None, lambda *_, **__: [], fails)
+    monkeypatch.setattr(ops.attend_prompt, "backends", {"cpu": covers})
+    monkeypatch.setattr(ops.attend_prompt, "bindings", {})
+    views = stored("near-lossless", 300, 32, torch.float32)
+    with pytest.warns(UserWarning, match="attend_prompt: its cpu kernel failed .* no compiler"):
+        agree(drawn(B, HQ, T, 32), [Region(*views, own=T)])
 
 
 def test_the_past_is_never_unpacked_as_a_whole(monkeypatch):

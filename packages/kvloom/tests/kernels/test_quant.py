@@ -224,7 +224,7 @@ def test_bytes_are_what_the_format_says(subtests, bits, axis):
                 held = (ref.pack_codes(codes, bits), scale, zero)
                 assert fmt.nbytes(tokens, dim) == sum(x.nbytes for x in held)
             # whole pack blocks: exactly the effective bits of a value
-            assert fmt.nbytes(160, dim) * 8 == pytest.approx(fmt.bits_a_value() * 160 * dim)
+            assert fmt.nbytes(160, dim) * 8 == pytest.approx(fmt.bits_per_value() * 160 * dim)
 
 
 # --- groups of any channels of any heads ---------------------------------------------------------

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NotFinite
+from kvloom.recipe import resolve
 from steps import SOME, SOME_TOKENS, assert_same_state, build, core_recipes, draw, feed, state
 
 seeds = st.integers(0, 999)
@@ -27,6 +28,26 @@ def drafted(
     cache.crop(rejected)
     probe.record(cache, False)
     return cache
+
+
+@pytest.mark.parametrize(
+    ("recipe", "copied"),
+    [("h2o:tokens=40", 41), ("kivi:group=16,residual=32", 0), ("snapkv:tokens=40,window=8", 0)],
+)
+def test_bytes_of_a_draft_include_what_it_holds_of_the_layer_before(recipe, copied):
+    """Slots are copied, with their scores and indices; other tokens are not overwritten."""
+    draft = 3
+    q, k, v = draw(0, 130 + draft)
+    d = q.shape[3]
+    cache = build(resolve(recipe), q[:, :, :130], k[:, :, :130], v[:, :, :130])
+    feed(cache, *(x[:, :, 126:130] for x in (q, k, v)), [1] * 4)
+    probe.record(cache, True)
+    feed(cache, *(x[:, :, 130:] for x in (q, k, v)), [draft])
+    inputs = 4 * draft * d * (q.shape[1] + 2 * k.shape[1])
+    slots = k.shape[1] * (copied * (2 * d * 4 + 4 + 4) + (8 if copied else 0))
+    held = cache.nbytes
+    cache.crop(0)
+    assert held - cache.nbytes == inputs + slots
 
 
 @core_recipes

@@ -140,7 +140,7 @@ def refusals(folder: Path, models: dict[str, Any], ids: list[int]) -> dict[str, 
     found = {
         "skvq": refusal(lambda: kvloom.attach(trained, skvq)),
         "variance": refusal(lambda: kvloom.attach(model, "snapkv:fraction=0.5,layers=variance")),
-        "auto": refusal(lambda: kvloom_lab.auto(model, bytes=0.5)),
+        "auto": refusal(lambda: kvloom_lab.auto(model, share=0.5)),
         "whole": refusal(lambda: kvloom.Cache.load(model, folder / "whole.kv")),
         "calibrate": refusal(
             lambda: calibrate(trained, torch.tensor([ids]), [], folder / "no.kvcal")

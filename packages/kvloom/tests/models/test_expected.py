@@ -140,7 +140,9 @@ class Turned(Scorer):
 
 
 def turned() -> Recipe:
-    return Recipe(Keep(Budget(24, recent=6), Turned(), when="prompt", group="max"), name="turned")
+    return Recipe(
+        Keep(Budget(24, recent=6), Turned(), when="prompt", query_heads="max"), name="turned"
+    )
 
 
 @by_reference

@@ -25,7 +25,7 @@ undone_forms = pytest.mark.parametrize(
     "form",
     slow_except(
         FORMS,
-        "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
+        "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,query_heads=each",
         "h2o:shared=true,layers=variance",
         "h2o:tokens=40,limit=120,positions=renumbered",
         "kivi:group=16,residual=32,rotate=true",
@@ -152,7 +152,7 @@ def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
 def test_layers_of_other_models_are_undone_too(name):
     model = zoo.build(name)
     implementation = model.config._attn_implementation
-    cache = kvloom.Cache(model, "h2o:tokens=24,fraction=0")
+    cache = kvloom.Cache(model, "h2o:tokens=24")
     routed = model.config._attn_implementation
     step(model, cache, 0, 61)
     want = go_on(model, copy.deepcopy(cache), 61)

@@ -68,7 +68,7 @@ SMALL = {
     "store": "group=16,bits=3",
 }
 SPECIAL = [
-    "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,group=each",
+    "clusterkv:tokens=40,size=8,sinks=4,full_layers=1,tier=host,steps=2,query_heads=each",
     "clusterkv-2bit:tokens=140,size=8,sinks=4,full_layers=1,tier=file",
     "h2o:shared=true,layers=variance",
     "h2o:tokens=40,limit=120,positions=renumbered",

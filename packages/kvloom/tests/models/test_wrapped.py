@@ -17,7 +17,7 @@ from backends import by_reference
 
 pytestmark = by_reference  # none of this depends on kernels
 
-H2O = "h2o:tokens=24,fraction=0"
+H2O = "h2o:tokens=24"
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
 

@@ -184,8 +184,8 @@ def test_bytes_held_are_the_formula(prompt, dtype, name):
 
 def test_two_bits_cost_three():
     # 2 + 2 * 16 / 32 = 3 bits a value; 4096 tokens and a residual: 3/16 of bf16 plus the window
-    assert kivi().store.keys.bits_a_value() == kivi().store.values.bits_a_value() == 3
-    assert kivi_4().store.keys.bits_a_value() == 5
+    assert kivi().store.keys.bits_per_value() == kivi().store.values.bits_per_value() == 3
+    assert kivi_4().store.keys.bits_per_value() == 5
     n, geometry = 4096, Geometry(1, 2, 1, 128, torch.bfloat16)
     window = 128 * 128 * (2 - 3 / 8)  # R exact values of 16 bits and not of 3; no exact keys
     assert kivi().nbytes(n, geometry) == 3 / 16 * geometry.token_nbytes() * n + window

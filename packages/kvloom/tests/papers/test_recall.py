@@ -162,9 +162,9 @@ def test_the_recipes_read_as_the_papers():
     assert (cluster.index.size, cluster.index.block, cluster.index.block_clusters) == (80, 320, 4)
     assert (cluster.index.distance, cluster.index.iterations) == ("cosine", 20)
     assert resolve("clusterkv").protect.sinks == 16
-    assert (cluster.group, quest.group) == ("turns", "mean")
-    assert resolve("clusterkv-2bit").recall.group == "turns"
+    assert (cluster.query_heads, quest.query_heads) == ("turns", "mean")
+    assert resolve("clusterkv-2bit").recall.query_heads == "turns"
     assert quest.index.page == 16
     infinigen = resolve("infinigen").recall
-    assert (infinigen.index.share, infinigen.group, infinigen.full_layers) == (0.3, "mean", 2)
+    assert (infinigen.index.share, infinigen.query_heads, infinigen.full_layers) == (0.3, "mean", 2)
     assert (cluster.full_layers, quest.full_layers) == (2, 2)

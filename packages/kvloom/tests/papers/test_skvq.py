@@ -79,9 +79,9 @@ def test_fp8_metadata_by_hand():
 
 
 def test_true_bits():
-    assert skvq().store.keys.bits_a_value() == 2.125
-    assert skvq_k2v1_5().store.values.bits_a_value() == pytest.approx(1.6 + 16 / 128)
-    assert turbo(bits=4).store.keys.bits_a_value(head_dim=128) == 4.125
+    assert skvq().store.keys.bits_per_value() == 2.125
+    assert skvq_k2v1_5().store.values.bits_per_value() == pytest.approx(1.6 + 16 / 128)
+    assert turbo(bits=4).store.keys.bits_per_value(head_dim=128) == 4.125
     # K2V1.5, group 128, two heads of 64, 640 packed tokens: five tokens a byte, 2 bytes a token
     geometry = Geometry(1, 4, 2, 64, torch.bfloat16)
     n = 5 + 640 + 128

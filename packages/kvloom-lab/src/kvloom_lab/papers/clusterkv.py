@@ -75,9 +75,9 @@ def _count(lab: Lab) -> Finding:
 def _recipes(tokens: int) -> list[Recipe]:
     """Return the paper's three methods with a budget; every query head selects, as in the paper."""
     return [
-        named(f"clusterkv:tokens={tokens},{PAPER_OPTIONS},group=each", "ClusterKV"),
-        named(f"quest:tokens={tokens},recent=0,group=each", "Quest"),
-        named(f"infinigen:tokens={tokens},recent=0,group=each", "InfiniGen"),
+        named(f"clusterkv:tokens={tokens},{PAPER_OPTIONS},query_heads=each", "ClusterKV"),
+        named(f"quest:tokens={tokens},recent=0,query_heads=each", "Quest"),
+        named(f"infinigen:tokens={tokens},recent=0,query_heads=each", "InfiniGen"),
     ]
 
 

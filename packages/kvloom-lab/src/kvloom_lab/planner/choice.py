@@ -86,7 +86,7 @@ def auto(
     model: PreTrainedModel,
     *,
     memory: int | None = None,
-    bytes: float | None = None,
+    share: float | None = None,
     context: int | None = None,
     batch: int = 1,
 ) -> AutoChoice:
@@ -98,8 +98,8 @@ def auto(
 
     Args:
         model: The model, loaded.
-        memory: Bytes for weights, cache and the activations of a prompt. Give it or `bytes`.
-        bytes: A share of the exact cache's bytes, such as 0.2.
+        memory: Bytes for weights, cache and the activations of a prompt. Give it or `share`.
+        share: Of the exact cache's bytes, such as 0.2.
         context: Tokens (default: 32,768, or the model's positions if they are fewer).
         batch: Rows.
 
@@ -107,10 +107,10 @@ def auto(
         InputError: Nothing fits; the message names the nearest. Or the weights need more memory.
         UnsupportedModel: As `plan` does.
     """
-    if (memory is None) == (bytes is None):
-        raise InputError("give either memory, in bytes, or bytes, a share such as 0.2")
-    if bytes is not None and not 0 < bytes <= 1:
-        raise InputError(f"bytes={bytes:g} must be above 0 and at most 1: a share")
+    if (memory is None) == (share is None):
+        raise InputError("give either memory, in bytes, or a share of the exact cache, such as 0.2")
+    if share is not None and not 0 < share <= 1:
+        raise InputError(f"share={share:g} must be above 0 and at most 1")
     model = supported_model(model, needs_all_heads="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
@@ -120,8 +120,8 @@ def auto(
         _Candidate(*candidate) for candidate in zip(recipes, planned.rows, published, strict=True)
     ]
     exact = candidates[0].nbytes
-    if bytes is not None:
-        fitting = [candidate for candidate in candidates if candidate.nbytes <= bytes * exact]
+    if share is not None:
+        fitting = [candidate for candidate in candidates if candidate.nbytes <= share * exact]
     else:
         fitting = [candidate for candidate in candidates if candidate.row.fits]
     chunks = memory is not None and not fitting
@@ -132,15 +132,15 @@ def auto(
             if candidate.row.fits_in_chunks and not candidate.keeps
         ]
     if not fitting:
-        bound = f"bytes={bytes:g}" if memory is None else f"{show_bytes(memory)} of memory"
+        bound = f"share={share:g}" if memory is None else f"{show_bytes(memory)} of memory"
         raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
     best = _best(fitting)
     why = [best.figures]
     if chunks:
         why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
-    share = best.nbytes / exact
-    nbytes = int(best.nbytes)
-    return AutoChoice(best.recipe, planned.context, batch, nbytes, share, " ".join(why))
+    return AutoChoice(
+        best.recipe, planned.context, batch, int(best.nbytes), best.nbytes / exact, " ".join(why)
+    )
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _nothing(
     reason = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
     if by_share:
         share = nearest.nbytes / candidates[0].nbytes
-        return f"{reason}; the nearest is {nearest.recipe.name} with bytes={share:.3f}"
+        return f"{reason}; the nearest is {nearest.recipe.name} with share={share:.3f}"
     return (
         f"{reason}; the nearest is {nearest.recipe.name}, with which "
         f"{nearest.row.longest_in_chunks or 0:,} tokens fit"

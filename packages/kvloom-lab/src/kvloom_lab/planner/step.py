@@ -104,7 +104,7 @@ class CacheBytes:
 
         A block that waits is up to 16 times as large as a packed one.
         """
-        formats = [fmt for kind in self.kinds for fmt in kind.recipe.store.sides.values() if fmt]
+        formats = [fmt for kind in self.kinds for fmt in kind.recipe.store.formats.values() if fmt]
         return 16 * max((max(getattr(fmt, "residual", 1), fmt.unit or 1) for fmt in formats),
                         default=0)  # fmt: skip
 

@@ -52,7 +52,7 @@ class Kept(NamedTuple):
 
     share: float
     scorer: Scorer
-    group: str
+    query_heads: str
     heads: float | None = None
 
 
@@ -166,7 +166,7 @@ def parts(choice: Choice, shape: RecipeShape, share: float | None = None) -> dic
         recent = max(shape.recent, shape.window)
         layers = "uniform" if kept.heads is None else shape.layers
         budget = Budget(fraction=share, recent=recent, layers=layers, heads=kept.heads)
-        keep = Keep(budget, kept.scorer, when="prompt", group=kept.group)
+        keep = Keep(budget, kept.scorer, when="prompt", query_heads=kept.query_heads)
     keys = FORMATS["keys"][choice.keys]
     if isinstance(keys, Packed) and keys.rotation != "none":
         keys = replace(keys, group=shape.group, residual=shape.group)

@@ -16,10 +16,9 @@ from torch import Tensor
 from ..kernels import dispatch, ops
 from ..kernels.attend import reference
 from ..kernels.attend.regions import Region
+from ..kernels.limits import MAX_STEP
 from ..kernels.plan import OpPlan
 from ..store.formats import Format, FormatView
-
-_STEP = 8  # queries, for which torch's fused attention is as fast
 
 
 def attend_to(
@@ -82,7 +81,7 @@ def attend_to(
 def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
     """Attend to a region whose last tokens the queries are; None if no kernel covers it."""
     k, v = region.keys.tail, region.values.tail
-    if region.own != q.shape[2] or region.own <= _STEP:
+    if region.own != q.shape[2] or region.own <= MAX_STEP:
         return None
     bound = ops.attend_prompt.choose(q, k, v, scale)
     if bound.kernel is None:

@@ -76,22 +76,19 @@ class BlockEvictor(ScoreEvictor):
         whose budget includes the tokens that stay exact. What rounding to whole units leaves of a
         block's budget is granted to the next block.
         """
-        keep, unit = self.keep, self.ragged.unit
-        step = keep.block if self.offered else unit
-        assert step is not None
-        assert keep.budget.fraction is not None
-        count = max(0, len(segment) - self.recent) // step * step
-        if not count:
+        keep, unit, stored = self.keep, self.ragged.unit, len(segment)
+        if stored <= self.recent:
             return None
         heads = segment.exact_keys().shape[1]
-        used = len(segment)
-        if self.offered:
-            used = count + self.recent
-            wanted = heads * keep.budget.fraction * (self.offered + count) - self.granted
-        else:
-            exact = self.sinks + len(segment) - count
-            wanted = heads * (keep.budget.resolve(self.prompt_tokens) - exact)
-        return DueBlock(count, max(0, min(heads * count, int(wanted) // unit * unit)), used)
+        if not self.offered:
+            first = keep.first_block(self.prompt_tokens, self.sinks, stored, heads, unit)
+            return DueBlock(*first, stored) if first[0] else None
+        assert keep.block is not None
+        assert keep.budget.fraction is not None
+        count = (stored - self.recent) // keep.block * keep.block
+        wanted = heads * keep.budget.fraction * (self.offered + count) - self.granted
+        granted = head_budgets.granted(wanted, heads, count, unit)
+        return DueBlock(count, granted, count + self.recent) if count else None
 
     def hold(self, queries: Queries) -> None:
         """Hold the queries of a step: they score the block that its tokens belong to."""

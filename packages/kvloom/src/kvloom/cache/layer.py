@@ -85,8 +85,8 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self._state.nbytes + self._verification.nbytes
+        """Bytes of all tensors, those that only a running draft holds included."""
+        return self._state.nbytes + self._verification.nbytes(self._state)
 
     @property
     def like(self) -> Tensor | None:

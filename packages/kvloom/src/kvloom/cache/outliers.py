@@ -49,7 +49,7 @@ class OutlierTokens(Stateful):
         index = torch.arange(n, device=k.device).view(1, 1, -1)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
         rule = self.rule
-        scorer = StepScorer(rule.scorer, rule.group, self.sinks, self.layer, self.head)
+        scorer = StepScorer(rule.scorer, rule.query_heads, self.sinks, self.layer, self.head)
         step = scorer.step(queries, k, v, queries.visible, index, n, bias)
         scores = scorer.score(step)[..., lo:hi]
         visible = queries.visible if sinks is None else sinks.hide(queries.visible)

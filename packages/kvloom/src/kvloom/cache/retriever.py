@@ -157,7 +157,7 @@ class Retriever(Stateful):
         """Return slots int64 [B, H, M] of a segment for queries q [B, Hq, 1, D]."""
         pinned = self.recipe.pinned_prefix
         keys = partial(self._keys, segment, pinned, pinned + self.finder.tokens)
-        slots = self.finder.find(q[:, :, 0], count, self.recall.group, keys)
+        slots = self.finder.find(q[:, :, 0], count, self.recall.query_heads, keys)
         if not pinned:
             return slots
         always = torch.arange(pinned, device=slots.device).expand(*slots.shape[:2], -1)

@@ -76,7 +76,7 @@ class ScoreEvictor(Evictor):
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
-        self.scorer = StepScorer(keep.scorer, keep.group, self.sinks, seed, head, rotation)
+        self.scorer = StepScorer(keep.scorer, keep.query_heads, self.sinks, seed, head, rotation)
         self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.marks)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0

@@ -24,7 +24,7 @@ from .step import Queries, StepInputs
 class StepScorer(Stateful):
     """A scorer, and the number of steps of this layer that it has scored.
 
-    group: how the query heads of a key/value head are joined. sinks: how many first tokens the
+    query_heads: how those of a key/value head are joined. sinks: how many first tokens the
     recipe protects. seed: of the noise, by layer. head: the model's number of the first key/value
     head, which seeds noise, too. rope: the model's rotary embedding, for scores that rotate keys.
     """
@@ -34,13 +34,13 @@ class StepScorer(Stateful):
     def __init__(
         self,
         scorer: Callable[[Step], Tensor],
-        group: str,
+        query_heads: str,
         sinks: int,
         seed: int,
         head: int,
         rope: Rope | None = None,
     ) -> None:
-        self.scorer, self.group, self.sinks = scorer, group, sinks
+        self.scorer, self.query_heads, self.sinks = scorer, query_heads, sinks
         self.seed, self.head, self.rope = seed, head, rope
         self.built_in = built_in(scorer)  # then its scores need no check
         self.steps = 0  # the prompt included
@@ -69,7 +69,7 @@ class StepScorer(Stateful):
         k = query_keys(queries.q, k, v)
         return Step(
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
-            seed=self.seed, group=self.group, sinks=self.sinks, softcap=queries.softcap,
+            seed=self.seed, query_heads=self.query_heads, sinks=self.sinks, softcap=queries.softcap,
             visible=visible, visible_queries=queries.visible_queries, bias=bias,
             products=queries.products, lse=queries.lse, rope=self.rope, head=self.head,
             **queries.by_query,
@@ -79,15 +79,15 @@ class StepScorer(Stateful):
 class RunningScores(Buffer):
     """Scores fp32 [B, Hk, N, 1], oldest token first; sinks have plus infinity.
 
-    scorer: joins the scores of a step to those before. sinks: whether there are any. protects_ids:
-    whether tokens may have the score `PROTECTED`.
+    scorer: joins the scores of a step to those before. sinks: whether there are any.
+    protects_tokens: whether tokens may have the score `PROTECTED`.
     """
 
-    def __init__(self, scorer: Scorer, sinks: bool, protects_ids: bool = False) -> None:
+    def __init__(self, scorer: Scorer, sinks: bool, protects_tokens: bool = False) -> None:
         super().__init__()
         self.scorer = scorer
-        self.fixed_from = PROTECTED if protects_ids else torch.inf
-        self.fixes = sinks or protects_ids
+        self.fixed_from = PROTECTED if protects_tokens else torch.inf
+        self.fixes = sinks or protects_tokens
 
     @property
     def scores(self) -> Tensor:

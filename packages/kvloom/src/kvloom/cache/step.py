@@ -184,11 +184,10 @@ class Uncommitted(Stateful):
         self.tokens = tokens
         self.queries = queries._replace(products=None, lse=None, sink_logits=None)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors but the padding mask."""
-        by_query = self.queries.by_query.values()
-        return self.queries.q.nbytes + sum(x.nbytes for x in by_query if x is not None)
+    def held(self) -> Iterator[Tensor]:
+        """Yield all tensors but the padding mask."""
+        yield self.queries.q
+        yield from (x for x in self.queries.by_query.values() if x is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

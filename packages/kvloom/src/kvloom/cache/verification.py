@@ -50,10 +50,14 @@ class Verification:
         """The tokens of the draft."""
         return sum(step.tokens for step in self.steps)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the inputs."""
-        return sum(x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
+    def nbytes(self, state: LayerState) -> int:
+        """Return the bytes of the draft's inputs and of what the layer held before and not now."""
+        if self.before is None:
+            return 0
+        now = {x.untyped_storage().data_ptr() for x in state.held()}
+        before = {x.untyped_storage().data_ptr(): x.nbytes for x in self.before.held()}
+        inputs = (x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
+        return sum(inputs) + sum(n for pointer, n in before.items() if pointer not in now)
 
     def applies(self, state: LayerState) -> bool:
         """Return whether a layer that records takes the tokens of its next step one by one."""

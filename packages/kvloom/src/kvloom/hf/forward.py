@@ -220,7 +220,7 @@ def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterat
 
     Raises `CacheMisuse` for a call by embeddings, before anything is changed.
     """
-    layers = [layer for layer in cache.routed if layer.cache.needs_ids]
+    layers = [layer for layer in cache.routed if layer.needs_ids]
     ids = kwargs.get("input_ids", args[0] if args else None)
     if layers and ids is None:
         raise CacheMisuse(

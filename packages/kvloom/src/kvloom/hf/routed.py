@@ -78,7 +78,7 @@ class RoutedLayer(CacheLayerMixin):
         self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
         self.awaits_attention = False  # between `update` and the attention that must follow it
         self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
-        self.ids: Tensor | None = None  # of the running call, where a rule reads them
+        self.ids: Tensor | None = None  # of the running call: see `needs_ids`
         self.norms: Tensor | None = None  # of this call: see `uses_input_norms`
         self.latents: tuple[Tensor, Tensor] | None = None
         """The step's positional parts and latents, until attention comes."""
@@ -121,6 +121,11 @@ class RoutedLayer(CacheLayerMixin):
         """Return keys and values of the past of a window, and k, v [B, Hk, T, D] behind them."""
         past_k, past_v = self.cache.past_window()
         return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
+
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the next step needs token ids."""
+        return self.cache.needs_ids
 
     @property
     def uses_input_norms(self) -> bool:
@@ -170,20 +175,24 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)
-        if self.ids is not None and self.repeated is None:
-            ids = self.ids.to(step.k.device)
-            if ids.shape[1] != step.tokens:
-                raise CacheMisuse(
-                    f"{self.cache.name}: the call gives {ids.shape[1]} token ids and the decoder "
-                    f"reads {step.tokens} tokens; leave out the rule that reads token ids"
-                )
-            step = step._replace(queries=step.queries._replace(ids=ids))
-        if self.norms is not None:
-            norms, self.norms = self.norms.to(step.k.device), None
-            step = step._replace(queries=step.queries._replace(norms=norms))
+        step = self.with_ids_and_norms(step)
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
         return run(step)
+
+    def with_ids_and_norms(self, step: StepInputs) -> StepInputs:
+        """Return a step with the token ids and the norms of this call, where the layer has them."""
+        queries, device = step.queries, step.k.device
+        if self.ids is not None and self.repeated is None:
+            if self.ids.shape[1] != step.tokens:
+                raise CacheMisuse(
+                    f"{self.cache.name}: the call gives {self.ids.shape[1]} token ids and the "
+                    f"decoder reads {step.tokens} tokens; leave out the rule that reads token ids"
+                )
+            queries = queries._replace(ids=self.ids.to(device))
+        if self.norms is not None:
+            queries, self.norms = queries._replace(norms=self.norms.to(device)), None
+        return step._replace(queries=queries)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         """Return (tokens seen + query tokens, 0): masks are by logical index, not by slot.

@@ -259,16 +259,12 @@ def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     """Return whether `Together` supports these caches.
 
     It supports no layers with a sliding window or states, no learned position embeddings, and no
-    models with an adapter. Nor does it support scores of later text that read token ids or the
-    layer's input. The caches must have seen equally many tokens.
+    models with an adapter. The caches must have seen equally many tokens.
     """
-    first = caches[0]
-    layers = [layer.cache for cache in caches for layer in cache.routed]
     return (
         not compat.has_adapter(compat.unwrap(model))
         and not any(cache.learned_positions or cache.packs_windows for cache in caches)
-        and not any(layer.needs_ids or layer.uses_input_norms for layer in layers)
-        and all(isinstance(layer, RoutedLayer) for layer in first.layers)
+        and all(isinstance(layer, RoutedLayer) for layer in caches[0].layers)
         and len({cache.get_seq_length() for cache in caches}) == 1
     )
 
@@ -317,6 +313,16 @@ class TogetherLayer(RoutedLayer):
         super().__init__(members[0])
         self.members, self.slices = members, slices
 
+    @property
+    def needs_ids(self) -> bool:
+        """Whether the next step of a cache needs token ids."""
+        return any(member.needs_ids for member in self.members)
+
+    @property
+    def uses_input_norms(self) -> bool:
+        """Whether the next step of a cache needs the norms of the layer's input."""
+        return any(member.uses_input_norms for member in self.members)
+
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in each cache with its rows of the batch."""
         self.arrived()
@@ -324,11 +330,23 @@ class TogetherLayer(RoutedLayer):
             raise CacheMisuse(
                 f"{self.cache.name}: rows with padding cannot step together; step each cache alone"
             )
+        step = self.with_ids_and_norms(step)
         parts = [
-            outside_inference_mode(member.run)(step.map(itemgetter(rows)))
+            outside_inference_mode(member.run)(_step_of(member, step).map(itemgetter(rows)))
             for member, rows in zip(self.members, self.slices, strict=True)
         ]
         return torch.cat(parts)
+
+
+def _step_of(member: LayerCache, step: StepInputs) -> StepInputs:
+    """Return a step without the ids and norms that this cache does not read."""
+    queries = step.queries
+    return step._replace(
+        queries=queries._replace(
+            ids=queries.ids if member.needs_ids else None,
+            norms=queries.norms if member.uses_input_norms else None,
+        )
+    )
 
 
 def _rows(cache: Cache) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields
 from .scorer import Scorer, Step
 
@@ -50,8 +51,7 @@ class Expected(Scorer):
         logits = step.scale * (mean @ k.transpose(-1, -2))  # [B, Hk, R, N]
         keys = k[:, :, None]
         logits += step.scale**2 / 2 * ((keys @ covariance) * keys).sum(dim=-1)
-        if step.softcap is not None:
-            logits = torch.tanh(logits / step.softcap) * step.softcap
+        logits = softcapped(logits, step.softcap)
         if step.bias is not None:
             logits += step.bias.view(-1, hk, logits.shape[2], n)
         hidden = first if step.visible is None else first | ~step.visible

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
+from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
 from .scorer import Step
 
@@ -139,9 +140,7 @@ class Fit:
             by = torch.tensor(back, device=k.device)[None, None, None]
             k = step.rope.rotate(k[None, None], by)[0, 0]
         logits = q.float() @ k.float().T * step.scale
-        if step.softcap is not None:
-            logits = step.softcap * torch.tanh(logits / step.softcap)
-        return logits.softmax(dim=-1)
+        return softcapped(logits, step.softcap).softmax(dim=-1)
 
 
 @dataclass(frozen=True)

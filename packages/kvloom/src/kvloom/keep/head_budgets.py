@@ -36,6 +36,14 @@ def whole_shares(granted: int, safeguard: float, heads: int, unit: int) -> tuple
     return certain, granted - heads * certain
 
 
+def granted(wanted: float, heads: int, tokens: int, unit: int) -> int:
+    """Return the tokens of a block that all heads keep together: whole units, of those wanted.
+
+    tokens: of the block, in each of the heads.
+    """
+    return max(0, min(heads * tokens, int(wanted) // unit * unit))
+
+
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
     """Return the tokens of each head, int64 [B, H]: multiples of `unit` that sum to B * `tokens`.
 

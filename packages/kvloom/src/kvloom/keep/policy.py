@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole
+from ..registry.fields import check_choice, check_fields, check_whole, renamed
 from . import budgets, head_budgets
 from .fit import Fit
+from .reconstruction import Reconstruction
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -24,7 +25,7 @@ WHEN = {
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
     "block": "after the first prompt, and from each later block of `block` tokens, once",
 }
-HEAD_GROUPS = ("sum", "mean", "max")
+REDUCTIONS = ("sum", "mean", "max")
 FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
 POSITIONS = {
     "original": "a token keeps its position in the sequence",
@@ -100,7 +101,7 @@ class Budget:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that may have the former name of `round_shares`."""
-        return {"round_shares" if name == "apart" else name: x for name, x in table.items()}
+        return renamed(table, "apart", "round_shares")
 
     @property
     def recent_tokens(self) -> int | None:
@@ -192,7 +193,7 @@ class Keep:
             the recent ones. A token is scored and stored once.
         limit: Tokens that a layer may have before it evicts, for when="limit".
         block: Tokens of a block, for when="block".
-        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
         shared: All layers use one score, the sum of theirs, and so keep the same tokens.
         positions: "original", or "renumbered": as if the evicted tokens had never been there.
         seed: Of noise and of random scores; its lowest 32 bits count.
@@ -206,7 +207,7 @@ class Keep:
     scorer: Scorer = field(default_factory=Recent)
     when: str = "step"
     limit: int | None = None
-    group: str = "sum"
+    query_heads: str = "sum"
     shared: bool = False
     positions: str = "original"
     seed: int = 0
@@ -214,19 +215,21 @@ class Keep:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "budget", "when", "group", "shared", "positions", "seed", "fit")
+        check_fields(self, "budget", "when", "query_heads", "shared", "positions", "seed", "fit")
         if self.block is not None:
             check_whole("block", self.block, 1, " of tokens")
         if not isinstance(self.scorer, Scorer):
             raise RecipeError(f"scorer={self.scorer!r} is not one of {', '.join(SCORERS)}")
         check_choice("when", self.when, WHEN)
-        check_choice("group", self.group, HEAD_GROUPS)
+        check_choice("query_heads", self.query_heads, REDUCTIONS)
         check_choice("positions", self.positions, POSITIONS)
         if self.scorer.reads_ids:
             raise RecipeError(
                 f"score {self.scorer.kind!r} reads token ids, which later steps do not keep; use "
                 "it as the rule of protect.outliers, or another score"
             )
+        if self.scorer.repeats:
+            self._check_repeats(self.scorer)
         if self.scorer.of_prompt and not self.scores_once:
             raise RecipeError(
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
@@ -262,6 +265,11 @@ class Keep:
                 f"use {smallest} or more"
             )
 
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `query_heads`."""
+        return renamed(table, "group", "query_heads")
+
     def _check_blocks(self) -> None:
         """Check what eviction from blocks cannot do."""
         budget = self.budget
@@ -275,10 +283,18 @@ class Keep:
                 f'when="block" keeps the same fraction in all layers; use layers="uniform" or '
                 f'"joint", not {budget.layers!r}'
             )
-        if self.scorer.repeats:
+
+    def _check_repeats(self, scorer: Scorer) -> None:
+        """Check a score for which the model repeats the prompt."""
+        if not isinstance(scorer, Reconstruction):
             raise RecipeError(
-                f"score {self.scorer.kind!r} repeats the first prompt, and no later block; use the "
-                'score rotated, or when="prompt"'
+                f"score {scorer.kind!r} has repeats=True and does not say what the model repeats; "
+                "derive it from Reconstruction"
+            )
+        if self.when != "prompt":
+            raise RecipeError(
+                f"score {scorer.kind!r} repeats the first prompt, and no later text "
+                f'(when={self.when!r}); use when="prompt", or another score, such as rotated'
             )
 
     def _check_age(self) -> None:
@@ -328,6 +344,25 @@ class Keep:
             room - window, prompt_tokens - room, self.budget.heads, heads, unit
         )
         return certain + window, contested
+
+    def first_block(
+        self, prompt_tokens: int, sinks: int, stored: int, heads: int, unit: int
+    ) -> tuple[int, int]:
+        """Return the tokens of the first block, and those that all heads keep of it together.
+
+        The block is the prompt without its recent tokens; the budget includes all that stay exact.
+
+        Args:
+            prompt_tokens: Tokens of the first prompt.
+            sinks: First tokens, which are in no block.
+            stored: The tokens behind them, so far.
+            heads: Key/value heads of the layer.
+            unit: Tokens that are packed together.
+        """
+        count = max(0, stored - self.budget.window(prompt_tokens)) // unit * unit
+        exact = sinks + stored - count
+        wanted = heads * (self.budget.resolve(prompt_tokens) - exact)
+        return count, head_budgets.granted(wanted, heads, count, unit)
 
     def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.
@@ -399,12 +434,12 @@ class Outliers:
     Attributes:
         tokens: How many, of each key/value head.
         scorer: The rule: a score, or a function of a `Step`.
-        group: How the scores of the query heads of a group become one: "sum", "mean" or "max".
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
     """
 
     tokens: int
     scorer: Scorer | Rule = field(default_factory=Mass)
-    group: str = "sum"
+    query_heads: str = "sum"
 
     def __post_init__(self) -> None:
         if type(self.tokens) is not int or self.tokens < 1:
@@ -422,12 +457,17 @@ class Outliers:
                 "use another score for outliers"
             )
         if isinstance(self.scorer, Scorer) and (self.scorer.repeats or self.scorer.needs_rope):
-            how = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
+            does = "repeats the prompt" if self.scorer.repeats else "rotates the prompt's queries"
             raise RecipeError(
-                f"score {self.scorer.kind!r} {how}, which outliers do not wait for; "
+                f"score {self.scorer.kind!r} {does}, which outliers do not wait for; "
                 "use another score for outliers"
             )
-        check_choice("group", self.group, HEAD_GROUPS)
+        check_choice("query_heads", self.query_heads, REDUCTIONS)
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `query_heads`."""
+        return renamed(table, "group", "query_heads")
 
     @property
     def reads_ids(self) -> bool:

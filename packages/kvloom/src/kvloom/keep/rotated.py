@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
@@ -73,14 +74,12 @@ class Rotated(Scorer):
 
     def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""
-        b, hk, _, d = step.k.shape
         keys, own_sinks = step.k[:, :, lo:hi], sinks[..., lo:hi]
         seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
         repeated, own_seen = keys, seen & ~own_sinks
         count = seen.sum(dim=-1, keepdim=True)  # without padding
         if lo and step.sinks:
-            slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]
-            first = step.k.gather(2, slots[..., None].expand(b, hk, -1, d))
+            slots, first = _sinks_of(step, sinks)
             repeated = torch.cat([first, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
         if step.rope is not None:  # turning keys back turns queries further
@@ -110,19 +109,27 @@ def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
     assert step.lse is not None
     if not step.sinks:
         return step.lse
-    b, hk, _, d = step.k.shape
-    slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]
-    first = step.k.gather(2, slots[..., None].expand(b, hk, -1, d)).float()
-    queries = step.q.float().unflatten(1, (hk, -1))
-    logits = queries @ first.transpose(-1, -2).unsqueeze(2) * step.scale  # [B, Hk, R, N, sinks]
-    if step.softcap is not None:
-        logits = step.softcap * torch.tanh(logits / step.softcap)
+    hk = step.k.shape[1]
+    slots, first = _sinks_of(step, sinks)
+    queries, keys = step.q.float().unflatten(1, (hk, -1)), first.float().unsqueeze(2)
+    logits = queries @ keys.transpose(-1, -2) * step.scale  # [B, Hk, R, N, sinks]
+    logits = softcapped(logits, step.softcap)
     hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
     share = (
         logits.masked_fill(hidden, -torch.inf) - step.lse.unflatten(1, (hk, -1))[..., None]
     ).exp()
     rest = step.lse.unflatten(1, (hk, -1)) + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
     return rest.masked_fill(sinks[:, :, None], -torch.inf).flatten(1, 2)
+
+
+def _sinks_of(step: Step, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots of the sinks, int64 [B or 1, 1 or Hk, sinks], and their keys, [B, Hk, …, D].
+
+    sinks: bool [B or 1, 1 or Hk, N]. A row with fewer sinks has other tokens behind them.
+    """
+    b, hk, _, d = step.k.shape
+    slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]
+    return slots, step.k.gather(2, slots[..., None].expand(b, hk, -1, d))
 
 
 def _contributions(step: Step) -> Tensor:

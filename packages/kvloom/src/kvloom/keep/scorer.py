@@ -30,7 +30,7 @@ class Step:
         seen: The length of the sequence so far.
         number: Counts decode steps; 0 for the prompt.
         seed: Differs from layer to layer.
-        group: How query heads of a group are combined.
+        query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".
         sinks: How many first tokens of each row are sinks (`Protect.sinks`), without padding.
         softcap: Cap of the logits; None: they are not capped.
         visible: bool [B, 1 or Hk, N], False for padding; None: there is no padding.
@@ -55,7 +55,7 @@ class Step:
     seen: int
     number: int = 0
     seed: int = 0
-    group: str = "sum"
+    query_heads: str = "sum"
     sinks: int = 0
     softcap: float | None = None
     visible: Tensor | None = None
@@ -120,10 +120,10 @@ class Step:
         return self.grouped(mass.view(b, hk, -1, n))
 
     def grouped(self, heads: Tensor) -> Tensor:
-        """Combine the query heads of each group, [B, Hk, R, N], as `group` states: [B, Hk, N]."""
-        if self.group == "max":
+        """Combine those of each group, [B, Hk, R, N], as `query_heads` states: [B, Hk, N]."""
+        if self.query_heads == "max":
             return heads.amax(dim=2)
-        return heads.sum(dim=2) if self.group == "sum" else heads.mean(dim=2)
+        return heads.sum(dim=2) if self.query_heads == "sum" else heads.mean(dim=2)
 
     def noise(self, kind: str, fixed: bool) -> Noise:
         """Noise for these queries and keys; fixed: one number a key, whatever the query."""

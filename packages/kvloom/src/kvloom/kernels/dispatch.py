@@ -6,8 +6,9 @@ backend once per case (shapes, dtypes, device, format, setting) and keeps the ch
 
 KVLOOM_KERNELS=ref in the environment, or `use("ref")` around some calls, selects the reference for
 everything; `gpu` sends CPU tensors to the Triton kernels too, in Triton's interpreter. The name of
-a backend that another distribution registered (`Op.register`) selects that one; `auto` tries it
-before kvloom's own. Imports neither Numba nor Triton.
+a backend that another distribution registered (`Op.register`) selects that one alone: the reference
+runs the operations and cases that it lacks. `auto` tries it before kvloom's own. `operations_run`
+counts what ran, with the reason. Imports neither Numba nor Triton.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ def compile_seconds() -> float:
 def operations_run() -> Counter[tuple[str, str, str]]:
     """Return how often this process ran (operation, backend, why no kernel), up to now.
 
-    The backend of the reference in torch is "ref"; subtract two results to see one step.
+    The backend of the reference in torch is "ref", whichever setting is selected. The reason says
+    what a selected backend lacks. Subtract two results to see one step.
     """
     return ran.copy()
 

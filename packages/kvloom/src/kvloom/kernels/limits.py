@@ -13,6 +13,10 @@ import torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of exact tokens that kernels read."""
 
+MAX_STEP = 8
+"""Queries, and new tokens, of a step that decoding kernels take: with more, reading keys no longer
+dominates, and torch's fused attention and its threads are as fast."""
+
 Limit = tuple[str, Callable[..., str | None]]
 """What is covered, in words; and a function that returns why a case is not, or None."""
 

@@ -18,10 +18,11 @@ from .append import reference as append_reference
 from .append.cpu import append as append_cpu
 from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
-from .attend.cpu import prompt as prompt_cpu
+from .attend.prompt import attend_prompt
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
 from .dispatch import Backend, Op, differentiated
+from .limits import MAX_STEP
 from .quantize import reference as quantize_reference
 from .quantize.cpu import pack as pack_cpu
 from .quantize.encoding import LayerEncoding
@@ -35,7 +36,6 @@ from .select.cpu import select as select_cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MANY = 9  # queries or tokens of a step; all larger numbers are one case: no kernel covers them
 
 
 # --- operations of one kind ---------------------------------------------------------------------
@@ -89,7 +89,7 @@ def _rows_op(
 def _append_case(new: tuple[Tensor, ...], *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     x, v = new
     _b, _h, tokens, d = x.shape
-    return x, (x.dtype, tokens if tokens < _MANY else _MANY, d, v.shape[3])
+    return x, (x.dtype, min(tokens, MAX_STEP + 1), d, v.shape[3])  # no kernel covers more
 
 
 append = Op(
@@ -118,7 +118,7 @@ def _attend_case(
 ) -> tuple[Tensor, Hashable]:
     like = regions[0].keys.exact
     _b, heads, tokens, d = q.shape
-    few = tokens if tokens < _MANY else _MANY
+    few = tokens if tokens <= MAX_STEP else MAX_STEP + 1  # all larger numbers are one case
     gradient = q.requires_grad and torch.is_grad_enabled()
     step = heads, few, d, q.dtype, gradient, softcap is None, sink_logits is None
     if len(regions) == 1:
@@ -182,21 +182,6 @@ attend = Op(
         coverage=attend_triton.COVERAGE,
     ),
 )
-
-
-attend_prompt = Op(
-    "attend_prompt",
-    attend_reference.attend_prompt,
-    lambda q, k, v, *_, **__: (
-        q, (q.shape[3], k.shape[3], v.shape[3], q.dtype, k.dtype, v.dtype, differentiated(q))
-    ),
-    cpu=Backend(
-        run=prompt_cpu.attend,
-        problems=lambda q, k, v, *_, **__: prompt_cpu.COVERAGE.problems(q, k, v),
-        load=lambda *_, **__: prompt_cpu.compiled(),
-        coverage=str(prompt_cpu.COVERAGE),
-    ),
-)  # fmt: skip
 
 
 # --- quantize -------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 An `OpPlan` belongs to one layer. It chooses the backend as `dispatch` does, and keeps what the
 chosen kernel keeps between the layer's steps (`Backend.plan`): constant arguments and workspaces. A
-case is what the operation declares in `ops`, with the device and the backend setting. Decides
-nothing about what a kernel keeps.
+case is what the operation declares in `ops`, with the device, the backend setting and the number of
+backends, which `Op.register` changes. Decides nothing about what a kernel keeps.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class OpPlan(Generic[P, R]):
         If a kernel raises while it is bound, warns once and returns the reference and the reason.
         """
         like, rest = self.op.case(*args, **options)
-        case = forced.get() or environment(), like.device, rest  # `setting()` without its call
+        setting = forced.get() or environment()  # `setting()` without its call
+        case = setting, len(self.op.backends), like.device, rest
         if self.bound is None or case != self._case:
             self.bound, self._case = self._bound(*args, **options), case
         return self.bound

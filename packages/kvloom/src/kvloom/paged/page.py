@@ -51,8 +51,8 @@ class LayerPlan:
         )  # fmt: skip
 
     @property
-    def sides(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:
-        """Format and calibrated encoding of keys and of values."""
+    def formats_and_encodings(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:
+        """The format and the calibrated encoding of keys, and those of values."""
         return tuple(zip((self.keys, self.values), self.calibrated, strict=True))
 
 
@@ -82,7 +82,7 @@ class PageLayout:
         self.dtype = dtype
         self.encodings: list[LayerEncoding | None] = [
             None if fmt is None else calibrated or fmt.encoding.bind(heads, head_dim)
-            for fmt, calibrated in plan.sides
+            for fmt, calibrated in plan.formats_and_encodings
         ]
         self.pieces: list[list[Piece]] = []
         end = 0
@@ -141,8 +141,8 @@ class PackedPages:
                 else part.new_empty(blocks, *piece.shape)
             )
 
-        self.sides = [[tensor(piece) for piece in pieces] for pieces in layout.pieces]
-        """Per side: exact tokens [blocks, H, N, D], or codes, scales and zeros by block."""
+        self.tensors = [[tensor(piece) for piece in pieces] for pieces in layout.pieces]
+        """Of keys and of values: exact tokens [blocks, H, N, D], or codes, scales and zeros."""
         self.sinks = tensor(layout.sinks)  # [blocks, 2, H, S, D]
 
     def write(self, blocks: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> None:
@@ -153,7 +153,7 @@ class PackedPages:
         """
         layout, count = self.layout, self.layout.plan.sinks
         for x, layer_encoding, tensors, (fmt, _) in zip(
-            (k, v), layout.encodings, self.sides, layout.plan.sides, strict=True
+            (k, v), layout.encodings, self.tensors, layout.plan.formats_and_encodings, strict=True
         ):
             if layer_encoding is None or fmt is None:
                 tensors[0][blocks] = x
@@ -181,14 +181,14 @@ class PackedPages:
         """Return keys (0) or values (1) of all blocks as packed; None: they are exact."""
         if self.layout.encodings[side] is None:
             return None
-        return self._view(side, self.sides[side], torch.zeros(1, 1, 1, dtype=torch.long))
+        return self._view(side, self.tensors[side], torch.zeros(1, 1, 1, dtype=torch.long))
 
     def gathered(self, side: int, blocks: Tensor, numbers: Tensor) -> Tensor | PackedView:
         """Return keys (0) or values (1) of blocks int64 [n], exact [n, H, N, D] or packed.
 
         numbers: as in `write`.
         """
-        tensors = [t[blocks] for t in self.sides[side]]
+        tensors = [t[blocks] for t in self.tensors[side]]
         if self.layout.encodings[side] is None:
             return tensors[0]
         return self._view(side, tensors, (numbers * self.layout.tokens)[:, None, None])

@@ -91,7 +91,7 @@ def _problems(recipe: Recipe) -> list[str]:
     problems += [
         f"{side}: format {fmt.kind!r} has no kernels; use one of kvloom's own formats"
         for store in recipe.stores
-        for side, fmt in store.sides.items()
+        for side, fmt in store.formats.items()
         if not isinstance(fmt, Packed)
     ]
     return list(dict.fromkeys(problems))

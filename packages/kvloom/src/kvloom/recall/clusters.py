@@ -126,9 +126,9 @@ class ClusterFinder(Finder):
             setattr(self, name, grown(getattr(self, name) if self.tokens else None, new))
         self.tokens += t
 
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+    def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens of the best clusters; of the last one, the oldest that fit."""
-        return self.choose(self.scores(q, group), tokens)
+        return self.choose(self.scores(q, query_heads), tokens)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
         """Return slots int64 [B, Hk or Hq, tokens] of the best clusters, by scores of `scores`."""
@@ -141,6 +141,6 @@ class ClusterFinder(Finder):
         cluster = torch.searchsorted(end, rank.expand_as(self.order).contiguous(), right=True)
         return torch.empty_like(cluster).scatter_(2, self.order.long(), cluster)
 
-    def scores(self, q: Tensor, group: str) -> Tensor:
+    def scores(self, q: Tensor, query_heads: str) -> Tensor:
         """Return the scores of the clusters for queries [B, Hq, D], see `select.reference`."""
-        return ops.cluster_scores(q, self.centroids, self.alive, group)
+        return ops.cluster_scores(q, self.centroids, self.alive, query_heads)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole
+from ..registry.fields import check_choice, check_fields, check_whole, renamed
 from ..state import Stateful
 from .tiers import Tier
 
@@ -101,17 +101,17 @@ class Finder(Stateful):
         """
         raise NotImplementedError
 
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+    def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the slots to read.
 
         Args:
             q: [B, Hq, D].
             tokens: How many; at most the number of indexed keys.
-            group: One of `HEAD_CHOICES`.
+            query_heads: One of `HEAD_CHOICES`.
             keys: Returns the keys [B, Hk, N, D], for an index that stores none.
 
         Returns:
-            int64 [B, Hk, tokens], distinct, padding last; [B, Hq, tokens] for group="each".
+            int64 [B, Hk, tokens], distinct, padding last; [B, Hq, tokens] for query_heads="each".
         """
         raise NotImplementedError
 
@@ -142,8 +142,8 @@ class Recall:
         index: `Clusters`, `Pages`, `PartialKeys`, `TopK` or a registered one.
         tokens: Read by a step, protected ones included; generated tokens that are not in the index
             yet are read in addition.
-        group: How the query heads of a group choose: by the "mean" or "max" of their scores, in
-            "turns", or "each" alone.
+        query_heads: How those of a key/value head choose: by the "mean" or "max" of their scores,
+            in "turns", or "each" alone.
         full_layers: How many first layers read everything.
         tier: Where the indexed tokens are stored; None: on the device.
 
@@ -153,7 +153,7 @@ class Recall:
 
     index: Index
     tokens: int = 1024
-    group: str = "mean"
+    query_heads: str = "mean"
     full_layers: int = 2
     tier: Tier | None = None
 
@@ -162,15 +162,20 @@ class Recall:
             raise RecipeError(
                 f"index={self.index!r} is not an index; use Clusters, Pages, PartialKeys or TopK"
             )
-        check_fields(self, "group", "tier")
+        check_fields(self, "query_heads", "tier")
         check_whole("budget tokens", self.tokens, 1)
         check_whole("full_layers", self.full_layers, 0)
-        check_choice("group", self.group, HEAD_CHOICES)
+        check_choice("query_heads", self.query_heads, HEAD_CHOICES)
         if self.tier is not None and self.index.reads_keys:
             raise RecipeError(
                 f"index={self.index.kind!r} reads every key to find some, and would copy them all "
                 "from the tier at every step; use clusters or pages"
             )
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `query_heads`."""
+        return renamed(table, "group", "query_heads")
 
 
 def grown_mask(old: Tensor | None, nonpadding: Tensor, tokens: int) -> Tensor | None:

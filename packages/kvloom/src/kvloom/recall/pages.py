@@ -71,13 +71,13 @@ class PageFinder(Finder):
         page = torch.arange(self.tokens, device=self.low.device) // self.page
         return page.expand(*self.low.shape[:2], -1)
 
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+    def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens of the pages with the largest bounds."""
-        return self.choose(self.scores(q, group), tokens)
+        return self.choose(self.scores(q, query_heads), tokens)
 
-    def scores(self, q: Tensor, group: str) -> Tensor:
+    def scores(self, q: Tensor, query_heads: str) -> Tensor:
         """Return upper bounds of q . k in the pages, q [B, Hq, D], see `select.reference`."""
-        return ops.page_scores(q, self.low, self.high, group)
+        return ops.page_scores(q, self.low, self.high, query_heads)
 
     def choose(self, scores: Tensor, tokens: int) -> Tensor:
         """Return slots int64 [B, Hk or Hq, tokens] of the best pages, by scores of `scores`."""

@@ -62,10 +62,10 @@ class TopKFinder(Finder):
         self.real = grown_mask(self.real, nonpadding, self.tokens)
         self.tokens += keys.shape[2]
 
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+    def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens with the largest q . k."""
         k = keys()
-        scores = ref.together(ref.dots(q, k), k.shape[1], group)
+        scores = ref.together(ref.dots(q, k), k.shape[1], query_heads)
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
         return scores.topk(tokens, dim=-1).indices
@@ -170,14 +170,14 @@ class PartialKeyFinder(TopKFinder):
         self.partial = grown(self.partial, (keys.float() @ self.rotation).to(keys.dtype))
         super().extend(keys, nonpadding)
 
-    def find(self, q: Tensor, tokens: int, group: str, keys: Callable[[], Tensor]) -> Tensor:
+    def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens with the largest inner product in the stored channels."""
         assert self.rotation is not None
         partial = self.partial
         assert partial is not None
         b, hk, d, p = self.rotation.shape
         rows = (q.float().view(b, hk, -1, d) @ self.rotation).view(b, -1, p)
-        return super().find(rows, tokens, group, lambda: partial)
+        return super().find(rows, tokens, query_heads, lambda: partial)
 
 
 def _doubles(x: Tensor) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,10 +87,10 @@ class Rows(Stateful):
             copied.append(self.view())
         return copied
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved."""
-        return 0 if self.data is None else self.data.nbytes
+    def held(self) -> Iterator[Tensor]:
+        """Yield the reserved rows."""
+        if self.data is not None:
+            yield self.data
 
     def fresh(self) -> Rows:
         """Return empty rows of the same kind."""

@@ -62,13 +62,11 @@ def _predict_blocks(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
     keep, sinks, unit = recipe.keep, recipe.protect.sinks, recipe.store.block_tokens
     assert keep is not None
     stored = max(0, tokens - sinks)
-    count = max(0, stored - keep.budget.window(tokens)) // unit * unit
+    count, granted = keep.first_block(tokens, sinks, stored, g.kv_heads, unit)
     total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
     if not count:  # the queries wait for a block
         queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
         return total + queries + (4 * tokens if recipe.uses_input_norms else 0)
-    wanted = g.kv_heads * (keep.budget.resolve(tokens) - sinks - stored + count)
-    granted = max(0, min(g.kv_heads * count, wanted // unit * unit))
     return total + _predict_ragged(recipe, granted, g)
 
 
@@ -78,7 +76,7 @@ def predicted_token_nbytes(recipe: PlainRecipe, tokens: int, g: Geometry, expire
     expired: the oldest of these, packed ones, that are dropped again.
     """
     total, packed_in_both = 0, tokens
-    for (fmt, recent), d in zip(recipe.sides, g.dims, strict=True):
+    for (fmt, recent), d in zip(recipe.formats_and_recents, g.dims, strict=True):
         packed = 0 if fmt is None else fmt.to_pack(tokens, recent) - expired
         total += (tokens - expired - packed) * g.kv_heads * d * g.dtype.itemsize
         if fmt is not None:
@@ -96,7 +94,7 @@ def _predict_ragged(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
         return 0
     total = sum(
         tokens * d * g.dtype.itemsize if fmt is None else fmt.nbytes(tokens, d)
-        for (fmt, _), d in zip(recipe.sides, g.dims, strict=True)
+        for (fmt, _), d in zip(recipe.formats_and_recents, g.dims, strict=True)
     )
     return total + g.kv_heads * _SPAN
 
@@ -106,7 +104,7 @@ def _predict_index(recipe: PlainRecipe, tokens: int, prefix: int, g: Geometry) -
     if recipe.recall is None:
         return 0
     ready = tokens - max(recipe.protect.exact_recents)
-    for fmt, recent in recipe.sides:
+    for fmt, recent in recipe.formats_and_recents:
         ready = ready if fmt is None else min(ready, fmt.to_pack(tokens, recent))
     if recipe.recall.tier is not None:
         ready = ready // recipe.store.block_tokens * recipe.store.block_tokens

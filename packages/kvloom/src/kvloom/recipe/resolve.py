@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..errors import RecipeError
-from ..registry.fields import alternatives
+from ..registry.fields import alternatives, check_finite
 from .named import PARTS, RECIPES, Build
 from .spec import LayerOverride, Recipe
 from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
-_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score"}  # of options
+_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score", "group": "query_heads"}
+"""Former names of options, for recipes that have the new name and not the former one."""
+
 _GENERAL = {"start": int, "sliding": str}
 """Options that every recipe has: fields of `Recipe`, and their types."""
 
@@ -98,7 +100,8 @@ def _named(spelled: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    present = {former: new for former, new in _FORMER_NAMES.items() if new in options(name)}
+    has = options(name)
+    present = {a: b for a, b in _FORMER_NAMES.items() if b in has and a not in has}
     texts: dict[str, str] = {}
     for key, text in (_item(item) for item in rest.split(",") if item.strip()):
         option = present.get(key, key)
@@ -107,6 +110,11 @@ def _named(spelled: str) -> Recipe:
         texts[option] = text
     hints = _hints(name, RECIPES[name], texts)
     values = {key: _value(name, key, text, hints) for key, text in texts.items()}
+    if values.get("tokens") and values.get("fraction"):
+        raise RecipeError(
+            f"recipe {name!r}: tokens={texts['tokens']} and fraction={texts['fraction']} are two "
+            "sizes of one budget; give one of them"
+        )
     general = {key: values.pop(key) for key in _GENERAL if key in values}
     return replace(RECIPES[name](**values), **general)
 
@@ -175,9 +183,11 @@ def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
     for number in (int, float):
         if number in kinds:
             try:
-                return number(text)
+                value = number(text)
             except ValueError:
                 continue
+            check_finite(key, value)
+            return value
     if str in kinds:
         return text
     if bool in kinds and text.lower() in _TRUTH:

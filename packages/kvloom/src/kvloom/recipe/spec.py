@@ -1,7 +1,8 @@
 """A recipe: which tokens stay, in what format, which of them a step reads, what is protected.
 
-Recipes are frozen plain data, validated when they are made. `predict` computes their bytes, and
-`text` reads and writes them.
+Recipes are frozen plain data, validated when they are made: `combinations` says which parts do not
+combine, `model_problems` what does not fit a model. `predict` computes their bytes, `text` reads
+and writes them, and `upgrade` reads what former versions wrote.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep, Outliers
 from ..recall import Recall
-from ..registry.fields import check_choice, check_fields, check_whole
-from ..store import Format, Packed, Store
+from ..registry.fields import check_choice, check_fields, check_whole, renamed
+from ..store import Format, Store
 from . import text
+from .combinations import check_parts
 from .geometry import Geometry, SlidingLayer
-from .layers import UNCHANGED, Unchanged, listed, select, spelled
+from .layers import UNCHANGED, Unchanged, select, spelled
+from .model_problems import EXPIRED, model_problems
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
 from .role import Role
 from .upgrade import without_sinks
-
-_EXPIRED = 32  # tokens, at least, that a packed window drops at a time
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,7 @@ class Protect:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that may have the former name of `exact_recent`."""
-        if "exact_recent" in table:
-            return table
-        return {"exact_recent" if name == "recent" else name: x for name, x in table.items()}
+        return renamed(table, "recent", "exact_recent")
 
     @property
     def exact_recents(self) -> tuple[int, int]:
@@ -229,139 +228,7 @@ class Recipe:
         check_fields(self, "keep", "store", "recall", "protect", "name", "layers", "tuned")
         check_whole("start", self.start, 0, " of tokens")
         check_choice("sliding", self.sliding, ("exact", "packed"))
-        if self.packs_windows:
-            self._check_sliding()
-        if self.recall is not None:
-            self._check_recall(self.recall)
-        if self.protect.outliers is not None and (self.keep is not None or self.store.exact):
-            raise RecipeError(
-                "protect.outliers keeps tokens from being packed: combine it with a packed store "
-                "and no keep, which has a score of its own"
-            )
-        scored = self.keep is not None and not self.keep.by_age and self.keep.block is None
-        if self.protect.marks and not scored:
-            raise RecipeError(
-                "ids, ids_except, spans and role of protect keep tokens of a prompt that a score "
-                "would evict: combine them with a keep by score, and not with when=block"
-            )
-        if self.keep is not None:
-            self._check_keep(self.keep)
-        if self.repeats_prompt:
-            self._check_repeats()
-
-    def _check_sliding(self) -> None:
-        """Check what packed windows do not combine with."""
-        if self.start:
-            raise RecipeError(
-                f'start={self.start} keeps tokens exact that sliding="packed" packs; leave out one '
-                "of the two"
-            )
-        formats = self.store.sides
-        if not formats or formats.keys() != self.store.quantized.keys():
-            raise RecipeError(
-                'sliding="packed" packs windows in kvloom\'s own format, which this store has not; '
-                'leave it out, or use a recipe that packs, such as "near-lossless"'
-            )
-        if self.store.pre_rope or self.store.calibrated:
-            raise RecipeError(
-                'sliding="packed" takes formats without pre_rope and without calibration; leave it '
-                "out, or use rtn, kivi or turbo"
-            )
-
-    def _check_repeats(self) -> None:
-        """Check a recipe for which the model repeats the prompt."""
-        if self.start:
-            raise RecipeError(
-                f"start={self.start} keeps the prompt exact, and a score that repeats the prompt "
-                "needs it in one call; leave out start, or use another score"
-            )
-        if any(keep.when != "prompt" for keep in self._keeps_by_score):
-            raise RecipeError(
-                "a score that repeats the prompt in some layers does not allow other layers that "
-                'evict by score at every step; use when="prompt" in all of them'
-            )
-
-    def _check_keep(self, keep: Keep) -> None:
-        if not self.store.exact and (not keep.scores_once or keep.by_age):
-            raise RecipeError(
-                "keep drops single tokens at later steps, and packed tokens cannot leave their "
-                'group alone: combine keep with an exact store, or drop by score when="prompt"'
-            )
-        if keep.fit is not None and self.store.pre_rope:
-            raise RecipeError("fit reads keys as they are stored after RoPE: leave out pre_rope")
-        tokens = keep.budget.tokens
-        protected = self.protect.tokens if keep.by_age else self.protect.sinks
-        if tokens is not None and tokens <= protected:
-            raise RecipeError(
-                f"a budget of {tokens} tokens leaves nothing beside {protected} protected tokens; "
-                f"use {protected + 1} or more"
-            )
-        if keep.budget.heads is not None:
-            self._check_heads(f"heads={keep.budget.heads:g}")
-
-    def _check_heads(self, heads: str) -> None:
-        """Check what does not combine with heads of different lengths; heads: as errors say it."""
-        if self.recall is not None:
-            raise RecipeError(
-                f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
-                "numbers; leave one of the two out"
-            )
-        for side, fmt in self.store.sides.items():
-            if not isinstance(fmt, Packed):
-                raise RecipeError(
-                    f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; "
-                    "leave out heads, or use Packed"
-                )
-            if fmt.pre_rope or fmt.regroups:
-                raise RecipeError(
-                    f"{side}: {heads} takes tokens that are packed after RoPE, each head by "
-                    "itself; leave out pre_rope, span, reorder, clip, smooth and static, or leave "
-                    "out heads"
-                )
-
-    def _check_recall(self, recall: Recall) -> None:
-        keep = self.keep
-        if keep is not None and (keep.by_age or keep.when != "prompt"):
-            raise RecipeError(
-                "recall reads a few tokens of a step, and a keep at every step scores them all and "
-                'drops tokens of the index: use a keep by score with when="prompt", or leave one '
-                "of the two out"
-            )
-        if keep is not None and keep.positions != "original":
-            raise RecipeError(
-                f"recall reads tokens at their own positions, not positions={keep.positions!r}; "
-                'use "original"'
-            )
-        if self.protect.outliers is not None:
-            raise RecipeError("recall reads packed tokens as they are: leave out protect.outliers")
-        if recall.tier is not None:
-            self._check_tier(recall)
-        protected, unit = self.always_read, recall.index.unit
-        if recall.tokens < protected + unit:
-            raise RecipeError(
-                f"a budget of {recall.tokens} tokens leaves nothing to find beside {protected} "
-                f"protected tokens; use {protected + unit} or more"
-            )
-
-    def _check_tier(self, recall: Recall) -> None:
-        for side, fmt in self.store.sides.items():
-            if not isinstance(fmt, Packed):
-                raise RecipeError(
-                    f"{side}: a tier takes packed tokens of kvloom's own format, not of "
-                    f"{fmt.kind!r}; leave out the tier, or use Packed"
-                )
-            if not fmt.plain:
-                raise RecipeError(
-                    f"{side}: a tier takes tokens that are packed after RoPE, each head by "
-                    "itself, and not rotated; use kivi or rtn without rotate, or leave "
-                    "out the tier"
-                )
-        unit, step = self.store.block_tokens, recall.index.step
-        if max(unit, step) % min(unit, step):
-            raise RecipeError(
-                f"the index takes {step} tokens at a time and the tier {unit} packed ones: neither "
-                f"is a multiple of the other; let the index take {unit} or {2 * unit} at a time"
-            )
+        check_parts(self)
 
     @property
     def pinned_prefix(self) -> int:
@@ -392,7 +259,7 @@ class Recipe:
         return self.keep is not None and self.keep.scorer.uses_input_norms
 
     @property
-    def sides(self) -> tuple[tuple[Format | None, int], ...]:
+    def formats_and_recents(self) -> tuple[tuple[Format | None, int], ...]:
         """The format and the number of exact newest tokens of keys and of values."""
         formats = self.store.keys, self.store.values
         return tuple(zip(formats, self.protect.exact_recents, strict=True))
@@ -462,7 +329,7 @@ class Recipe:
         return [self, *map(self._overridden, self.layers)]
 
     @property
-    def _keeps_by_score(self) -> list[Keep]:
+    def keeps_by_score(self) -> list[Keep]:
         """All keeps of the layers that have scores."""
         return [x.keep for x in self._plain if x.keep is not None and not x.keep.by_age]
 
@@ -515,7 +382,7 @@ class Recipe:
         These are whole blocks that no later query sees. prompt: blocks before which a prompt need
         not be packed: where packing begins changes no block.
         """
-        unit = self.store.block_tokens * -(-_EXPIRED // self.store.block_tokens)
+        unit = self.store.block_tokens * -(-EXPIRED // self.store.block_tokens)
         if prompt:
             unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
         return max(0, tokens - (window - 1)) // unit * unit
@@ -564,78 +431,11 @@ class Recipe:
     @property
     def repeats_prompt(self) -> bool:
         """Whether the model repeats a prompt, to score it."""
-        return any(keep.scorer.repeats for keep in self._keeps_by_score)
+        return any(keep.scorer.repeats for keep in self.keeps_by_score)
 
     def problems(self, geometry: Geometry) -> list[str]:
         """Return everything in this recipe that does not fit the model, one sentence each."""
-        packs_windows = self.packs_windows and bool(geometry.sliding)
-        if packs_windows and (problems := self._sliding_problems(geometry)):
-            return problems
-        if not geometry.layers and not self.exact and not packs_windows:
-            return [
-                "it would compress nothing, as no layer of the model has plain full attention; use "
-                'transformers\' own cache, or recipe "full", whose report says what the layers have'
-            ]
-        if geometry.latent and (reason := _latent_problem(self.without_rotation)):
-            return [reason]
-        if (fitted := self.fitted(geometry)) != self:
-            return fitted.problems(geometry)
-        if not self.layers:
-            return self._problems(geometry, geometry.layers)
-        numbers = geometry.numbers
-        layers_of: dict[str, list[int]] = {}
-        try:
-            for number, (_, count) in zip(numbers, self.budget_ranks(numbers), strict=True):
-                for problem in self.for_layer(number, numbers)._problems(geometry, count):
-                    layers_of.setdefault(problem, []).append(number)
-        except RecipeError as error:
-            return [str(error)]
-        return [
-            f"layer{'s' if len(where) > 1 else ''} {listed(where)}: {problem}"
-            for problem, where in layers_of.items()
-        ]
-
-    def _sliding_problems(self, geometry: Geometry) -> list[str]:
-        """Return why windows cannot be packed, one sentence each."""
-        layers_of: dict[str, list[int]] = {}
-        exact = max(
-            recent + (1 if fmt is None else getattr(fmt, "residual", 1))
-            for fmt, recent in self.sides
-        )
-        for layer in geometry.sliding:
-            problems = self.in_windows._problems(layer.geometry, 1)
-            if layer.window < exact + _EXPIRED:
-                problems.append(
-                    f"its window of {layer.window} tokens is too short for the {exact} that may be "
-                    "exact"
-                )
-            for problem in [layer.problem] if layer.problem else problems:
-                layers_of.setdefault(problem, []).append(layer.number)
-        return [
-            f'layers {listed(where)}: sliding="packed" does not fit: {problem}; leave it out'
-            for problem, where in layers_of.items()
-        ]
-
-    def _problems(self, geometry: Geometry, count: int) -> list[str]:
-        """Return the problems of a plain recipe whose budget `count` layers share."""
-        problems = self.store.problems(geometry.head_dim, geometry.kv_heads, geometry.value_dim)
-        if self.recall is not None and self.recall.tier is not None and len({*geometry.dims}) > 1:
-            problems.append(
-                "a tier takes keys and values with equally many channels, and this model has "
-                f"{geometry.dims[0]} and {geometry.dims[1]}; leave out the tier"
-            )
-        problems += _head_budget_problems(self, geometry)
-        if self.keep is not None and geometry.alibi and not self.keep.scorer.supports_alibi:
-            problems.append(
-                f"score {self.keep.scorer.kind!r} moves queries to other positions, and the "
-                "model's attention adds a bias by position (ALiBi); use another score, such as mass"
-            )
-        if self.keep is not None and count and self.keep.budget.tokens is not None:
-            try:  # for a long prompt; the budget of a fraction is not known before the prompt is
-                self.keep.rooms(1 << 30, count)
-            except RecipeError as error:
-                problems.append(str(error))
-        return problems
+        return model_problems(self, geometry)
 
     def check(self, geometry: Geometry) -> None:
         """Raise `IncompatibleRecipe` with all problems, if there are any."""
@@ -729,21 +529,6 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _latent_problem(recipe: Recipe) -> str | None:
-    """Return what a recipe has that layers of latents lack; None if they have all of it."""
-    if any(store.calibrated for store in recipe.stores):
-        return (
-            "it needs a calibration of keys and values, and this model stores latents (MLA); use a "
-            "format without one, such as turbo"
-        )
-    if any(keep.needs_rope for keep in recipe._keeps_by_score):
-        return (
-            "its score rotates queries to later positions, and the queries of latents (MLA) have "
-            "parts without a position; use another score, such as observation"
-        )
-    return None
-
-
 def budget_key(plain: Recipe) -> Hashable:
     """Return what the layers that divide one budget have in common: `keep`.
 
@@ -766,26 +551,3 @@ def _exact(value: Any) -> Hashable:
     if is_dataclass(value):
         return type(value), *(_exact(getattr(value, field.name)) for field in fields(value))
     return tuple(map(_exact, value)) if isinstance(value, tuple) else (type(value), value)
-
-
-def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
-    """Return why a model cannot have budgets that depend on the scores of all heads."""
-    keep = recipe.keep
-    problems: list[str] = []
-    if keep is None or not keep.needs_all_heads:
-        return problems
-    option = f"layers={keep.budget.layers!r}"
-    if keep.budget.heads is not None:
-        option = f"heads={keep.budget.heads:g}"
-    if geometry.ranks > 1:
-        problems.append(
-            f"{option} divides a budget by the scores of all heads, and this process holds one of "
-            f"{geometry.ranks} parts of them (tensor parallelism); use "
-            'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
-        )
-    if keep.budget.heads is not None and geometry.alibi:
-        problems.append(
-            f"{option} leaves heads with different tokens, and the model's attention adds a bias "
-            "by their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
-        )
-    return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import types
 from collections.abc import Iterable
 from functools import cache
@@ -23,12 +24,20 @@ def check_fields(part: Any, *names: str) -> None:
     """Raise `RecipeError` for the first of these fields of a dataclass that has another type.
 
     An int is accepted where a float is expected; a bool is accepted only where a bool is expected.
+    Neither NaN nor infinity is accepted.
     """
     hints = field_types(part.__class__)
     for name in names:
         value = getattr(part, name)
+        check_finite(name, value)
         if not _fits(value, hints[name]):
             raise RecipeError(f"{name}={value!r} must be {_spelled(hints[name])}")
+
+
+def check_finite(name: str, value: Any) -> None:
+    """Raise `RecipeError` for NaN and for infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{name}={value!r} must be a finite number")
 
 
 def check_whole(name: str, value: Any, least: int, unit: str = "") -> None:
@@ -44,6 +53,13 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise `RecipeError` if a value is not one of the choices."""
     if value not in choices:
         raise RecipeError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def renamed(table: dict[str, Any], former: str, new: str) -> dict[str, Any]:
+    """Return the fields of a table that may have the former name of one."""
+    if new in table:
+        return table
+    return {new if name == former else name: x for name, x in table.items()}
 
 
 @cache

@@ -8,7 +8,7 @@ releases its memory once three quarters of it (and 64 tokens) are unused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,10 @@ class Buffer(Stateful):
     def __len__(self) -> int:
         return self.count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, spare room included."""
-        return 0 if self.allocation is None else self.allocation.data.nbytes
+    def held(self) -> Iterator[Tensor]:
+        """Yield the tensor, spare room included."""
+        if self.allocation is not None:
+            yield self.allocation.data
 
     def view(self, most: int | None = None) -> Tensor:
         """Return the live tokens [B, Hk, N, D], the `most` oldest or all of them; a view."""

@@ -115,10 +115,10 @@ class Format:
         """
         return max(0, tokens - recent) // self.unit * self.unit
 
-    def bits_a_value(self, head_dim: int = 0) -> float:
+    def bits_per_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value, metadata included."""
         if not head_dim:
-            raise RecipeError(f"give bits_a_value of format {self.kind!r} its head_dim")
+            raise RecipeError(f"give bits_per_value of format {self.kind!r} its head_dim")
         return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
 
     @property
@@ -281,20 +281,20 @@ class Store:
         return all(fmt is None or isinstance(fmt, Packed) for fmt in (self.keys, self.values))
 
     @property
-    def sides(self) -> dict[str, Format]:
-        """The formats of the sides that are packed, by "keys" and "values"."""
+    def formats(self) -> dict[str, Format]:
+        """The formats of what is packed, by "keys" and "values"."""
         formats = {"keys": self.keys, "values": self.values}
         return {side: fmt for side, fmt in formats.items() if fmt is not None}
 
     @property
     def quantized(self) -> dict[str, Packed]:
         """The formats of kvloom's own quantizer, by "keys" and "values"."""
-        return {side: fmt for side, fmt in self.sides.items() if isinstance(fmt, Packed)}
+        return {side: fmt for side, fmt in self.formats.items() if isinstance(fmt, Packed)}
 
     @property
     def block_tokens(self) -> int:
         """Tokens of the smallest block that shares no byte or scale with others, on both sides."""
-        return math.lcm(*(fmt.whole for fmt in self.sides.values()))
+        return math.lcm(*(fmt.whole for fmt in self.formats.values()))
 
     @property
     def pre_rope(self) -> bool:
@@ -304,7 +304,7 @@ class Store:
     @property
     def calibrated(self) -> bool:
         """Whether a calibration of the model is needed."""
-        return any(fmt.calibrated for fmt in self.sides.values())
+        return any(fmt.calibrated for fmt in self.formats.values())
 
     def problems(self, head_dim: int, heads: int = 1, value_dim: int | None = None) -> list[str]:
         """Return why these formats do not fit a layer, one sentence each.
@@ -314,7 +314,7 @@ class Store:
         dims = {"keys": head_dim, "values": value_dim or head_dim}
         return [
             f"{side}: {problem}"
-            for side, fmt in self.sides.items()
+            for side, fmt in self.formats.items()
             for problem in fmt.problems(dims[side], heads)
         ]
 

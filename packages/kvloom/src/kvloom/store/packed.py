@@ -56,10 +56,10 @@ class PackedTokens(Stateful):
     def __len__(self) -> int:
         return self.count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return 0 if self.allocation is None else sum(x.nbytes for x in self.allocation.tensors)
+    def held(self) -> Iterator[Tensor]:
+        """Yield codes, scales and zeros, spare room included."""
+        if self.allocation is not None:
+            yield from self.allocation.tensors
 
     def empty(self) -> PackedTokens:
         """Return a prefix of this format without tokens."""

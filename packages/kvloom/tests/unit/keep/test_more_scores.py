@@ -36,7 +36,7 @@ def step(t: int = N, **changes) -> Step:
     """A step of the last t of N tokens, the same numbers every time."""
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(B, h, n, D, generator=g) for h, n in ((HQ, t), (HK, N), (HK, N)))
-    one = Step(q + 1, k, v, 0.5, torch.arange(N)[None, None], N, group="mean", sinks=4)
+    one = Step(q + 1, k, v, 0.5, torch.arange(N)[None, None], N, query_heads="mean", sinks=4)
     return replace(one, **changes)
 
 

@@ -17,7 +17,7 @@ def step(t: int, number: int = 0, real=None, group: str = "sum") -> Step:
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn(B, h, n, D, generator=g) for h, n in ((HQ, t), (HK, N)))
     index = torch.arange(N)[None, None]
-    return Step(q, k, k, 0.5, index, N, number, group=group, visible_queries=real)
+    return Step(q, k, k, 0.5, index, N, number, query_heads=group, visible_queries=real)
 
 
 def mass(one: Step, rows: int, tau: float = 1.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.keep import Budget, Keep, Mass, Noisy, Observation
+from kvloom.keep import Budget, Fit, Keep, Mass, Noisy, Observation, Scorer
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
@@ -87,12 +87,13 @@ def test_channels_that_cannot_be_regrouped_are_refused(fields, says):
         (lambda: Keep(Budget(5), shared="no"), "shared='no' must be True or False"),
         (lambda: Mass("a"), "damping='a' must be a number"),
         (lambda: Observation(2.5), "window=2.5 must be a whole number"),
-        (lambda: Noisy(tau_end=float("nan")), "tau_begin=1.0 and tau_end=nan must be numbers"),
+        (lambda: Noisy(tau_end=float("nan")), "tau_end=nan must be a finite number"),
+        (lambda: Fit(ridge=float("inf")), "ridge=inf must be a finite number"),
         (lambda: Noisy(steps=0.5), "steps=0.5 must be a whole number"),
         (lambda: Keep(Budget(5), when=["step"]), "when=['step'] must be a string"),
-        (lambda: Keep(Budget(5), group={}), "group={} must be a string"),
+        (lambda: Keep(Budget(5), query_heads={}), "query_heads={} must be a string"),
         (lambda: Keep(Budget(5), positions=[]), "positions=[] must be a string"),
-        (lambda: Recall(Pages(), group=["mean"]), "group=['mean'] must be a string"),
+        (lambda: Recall(Pages(), query_heads=["mean"]), "query_heads=['mean'] must be a string"),
         (lambda: Tier(["host"]), "kind=['host'] must be a string"),
         (lambda: Recall(Pages(), tier="host"), "tier='host' must be a Tier or None"),
         (lambda: Tier("file", folder=3), "folder=3 must be a string or None"),
@@ -106,6 +107,15 @@ def test_a_part_of_a_wrong_type_is_refused(build, says):
     with pytest.raises(RecipeError) as refused:
         build()
     assert says in str(refused.value)
+
+
+def test_a_score_that_repeats_the_prompt_says_what_is_repeated():
+    class Repeated(Scorer):
+        kind = "repeated"
+        repeats = True
+
+    with pytest.raises(RecipeError, match=r"'repeated' .* derive it from Reconstruction"):
+        Keep(Budget(5), Repeated(), when="prompt")
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,10 @@ def test_bad_protection_is_refused(fields, wrong):
         (lambda: Recall(Pages(), tokens=0), "budget tokens=0 must be a whole number, 1 or"),
         (lambda: Recall(Pages(), tokens=0.5), "tokens=0.5 must be a whole number, 1 or more"),
         (lambda: Recall(Pages(), full_layers=-1), "full_layers=-1 must be a whole number, 0 or"),
-        (lambda: Recall(Pages(), group="sum"), "group='sum' is not one of mean, max, turns, each"),
+        (
+            lambda: Recall(Pages(), query_heads="sum"),
+            "query_heads='sum' is not one of mean, max",
+        ),
         (lambda: Tier("x"), "kind='x' is not one of host, file; leave the tier out to keep every"),
         (lambda: Pages(0), "page=0 must be a whole number, 1 or more"),
         (lambda: Clusters(size=0), "size=0 must be a whole number, 1 or more"),

@@ -45,7 +45,7 @@ recalls = st.builds(
     Recall,
     index=indexes | st.builds(TopK),
     tokens=st.integers(1500, 10**6),
-    group=st.sampled_from(["mean", "max", "turns", "each"]),
+    query_heads=st.sampled_from(["mean", "max", "turns", "each"]),
 )
 recipes = st.builds(
     Recipe, store=st.builds(Store, formats, formats), recall=recalls, protect=protects

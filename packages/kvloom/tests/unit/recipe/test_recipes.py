@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep, Mass
+from kvloom.keep import Budget, Keep, Mass, Outliers
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -105,6 +105,12 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:group=2.5", ["must be a whole number, not '2.5'"]),
         ("kivi:bits=5", ["bits=5 is not one of 1, 1.5, 2, 3, 4, 8"]),
         ("kivi:residual=-32", ["residual=-32"]),
+        ("snapkv:tokens=64,fraction=0.5", ["'snapkv': tokens=64 and fraction=0.5 are two sizes"]),
+        ("evict:fraction=0.5,tokens=64", ["'evict': tokens=64 and fraction=0.5 are two sizes"]),
+        ("evict:score=expected,epsilon=nan", ["epsilon=nan must be a finite number"]),
+        ("h2o:recent=-inf", ["recent=-inf must be a finite number"]),
+        ("vatp:sinks=128", ["a short prompt is 128 tokens", "beside sinks=128; use fewer sinks"]),
+        ("evict:score=reconstruction", ["'reconstruction' repeats the first prompt, and no later"]),
         ("window:tokens=0", ["tokens=0", "1 or more"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
         ("evict:when=limit", ["limit=None with when='limit'", "give a limit"]),
@@ -113,7 +119,7 @@ def test_a_recipe_resolves_to_itself():
         ("streaming:sinks=-1", ["sinks=-1", "0 or more"]),
         ("quest:tokens=90", ["leaves nothing to find beside 80 protected tokens; use 96 or more"]),
         ("clusterkv:distance=l3", ["distance='l3' is not one of cosine, l2, inner"]),
-        ("clusterkv:group=all", ["group='all' is not one of mean, max, turns, each"]),
+        ("clusterkv:query_heads=all", ["query_heads='all' is not one of mean, max, turns, each"]),
         ("clusterkv:tier=x", ["tier='x' is not one of device, host, file; tier=device keeps"]),
         *(
             (f"{name}:steps=2", ["steps=2 says what", "add tier=host or tier=file, or leave steps"])
@@ -214,6 +220,18 @@ def test_former_names_of_options_are_read():
     data = recipe.to_dict()
     data["keep"]["budget"]["apart"] = data["keep"]["budget"].pop("round_shares")
     assert Recipe.from_dict(data) == recipe
+    outliers = Protect(outliers=Outliers(3))
+    for recipe, part in (
+        (resolve("expected"), ["keep"]),
+        (resolve("quest:query_heads=max"), ["recall"]),
+        (Recipe(store=resolve("kivi").store, protect=outliers), ["protect", "outliers"]),
+    ):
+        data = table = recipe.to_dict()
+        for name in part:
+            table = table[name]
+        table["group"] = table.pop("query_heads")
+        assert Recipe.from_dict(data) == recipe
+    assert resolve("quest:group=max").recall == resolve("quest:query_heads=max").recall
 
 
 @pytest.mark.parametrize("spec", ["kivi:bits=4,bits=2", "skvq:heavy=8,outliers=4"])

@@ -142,7 +142,7 @@ def test_static_ranges_cost_no_metadata_and_clip_what_lies_outside():
     back = ref.from_codes(codes, scale, zero, layer_encoding)
     assert back[0, 0, 0, 0] == pytest.approx(16, rel=1e-3)
     assert back[0, 1, 2, 5] == pytest.approx(-64, rel=1e-3)
-    assert fmt.bits_a_value() == 3
+    assert fmt.bits_per_value() == 3
     assert fmt.nbytes(8, 32, heads=2) == 2 * 3 * 32
 
 

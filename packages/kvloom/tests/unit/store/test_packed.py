@@ -92,21 +92,21 @@ def test_map_acts_on_the_rows_of_all_parts():
 
 def test_effective_bits_are_those_of_the_bytes():
     for fmt in FORMATS:
-        assert fmt.nbytes(3840, 64) * 8 == pytest.approx(fmt.bits_a_value(64) * 3840 * 64), fmt
+        assert fmt.nbytes(3840, 64) * 8 == pytest.approx(fmt.bits_per_value(64) * 3840 * 64), fmt
 
 
 def test_effective_bits():
-    assert Packed(1.5, "token", 32).bits_a_value() == pytest.approx(1.6 + 1)
-    assert Packed(1.5, "token", 128, "fp8").bits_a_value() == pytest.approx(1.6 + 1 / 8)
-    assert Packed(2, "token", 128, "fp8").bits_a_value() == 2.125
-    assert Packed(3, "token", 0, rotation="group").bits_a_value(128) == 3.125
-    with pytest.raises(RecipeError, match="give bits_a_value its head_dim"):
-        Packed(3, "token", 0).bits_a_value()
-    assert Packed(1, "token", 64, "fp8").bits_a_value() == 1.25
-    assert Packed(2, "token", 32).bits_a_value() == 3
-    assert Packed(2, "token", 16).bits_a_value() == 4
-    assert Packed(2, "channel", 128, "fp32", residual=128).bits_a_value() == 2.5
-    assert Packed(4, "token", 64, "bf16").bits_a_value() == 4.5
+    assert Packed(1.5, "token", 32).bits_per_value() == pytest.approx(1.6 + 1)
+    assert Packed(1.5, "token", 128, "fp8").bits_per_value() == pytest.approx(1.6 + 1 / 8)
+    assert Packed(2, "token", 128, "fp8").bits_per_value() == 2.125
+    assert Packed(3, "token", 0, rotation="group").bits_per_value(128) == 3.125
+    with pytest.raises(RecipeError, match="give bits_per_value its head_dim"):
+        Packed(3, "token", 0).bits_per_value()
+    assert Packed(1, "token", 64, "fp8").bits_per_value() == 1.25
+    assert Packed(2, "token", 32).bits_per_value() == 3
+    assert Packed(2, "token", 16).bits_per_value() == 4
+    assert Packed(2, "channel", 128, "fp32", residual=128).bits_per_value() == 2.5
+    assert Packed(4, "token", 64, "bf16").bits_per_value() == 4.5
 
 
 @pytest.mark.parametrize(

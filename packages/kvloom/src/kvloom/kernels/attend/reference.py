@@ -226,8 +226,7 @@ def attend(
         hi = min(t, lo + step)
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys).mul_(scale).view(b, hk, r, hi - lo, n)  # [B, Hk, R, rows, N]
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
+        logits = softcapped(logits, softcap)
         if bias is not None:
             logits += bias.view(-1, hk, r, 1, n)
         if causal:
@@ -260,6 +259,11 @@ def attend_prompt(
     A kernel returns out in q's dtype.
     """
     return attend(q, k, v, scale, causal=causal, visible=visible)
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits that stay between -softcap and softcap; None: as they are."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

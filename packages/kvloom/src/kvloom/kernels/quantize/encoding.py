@@ -184,13 +184,13 @@ class Encoding:
         meta = blocks * self.groups(heads, head_dim) * self._group_nbytes
         return rows_for(tokens, self.bits) * head_dim * heads + meta
 
-    def bits_a_value(self, head_dim: int = 0) -> float:
+    def bits_per_value(self, head_dim: int = 0) -> float:
         """Return the effective bits of a packed value: codes + 2 * metadata bits / group.
 
         head_dim: the channels of a head; needed where the group is a whole head (group=0).
         """
         if not head_dim and not self.group:
-            raise RecipeError("group=0 is all channels of a head: give bits_a_value its head_dim")
+            raise RecipeError("group=0 is all channels of a head: give bits_per_value its head_dim")
         per_block, rows = PACK_BLOCK[self.bits]
         return 8 * rows / per_block + 8 * self._group_nbytes / (self.group or head_dim)
 

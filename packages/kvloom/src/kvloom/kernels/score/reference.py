@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attend.reference import softcapped
 from .noise import Noise
 
 # Logits of one block of query rows hold about this many numbers (16 MiB in fp32) or one row.
@@ -103,8 +104,7 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     """
     _, hk, r, rows, end = logits.shape
     visible, visible_queries, softcap, bias, window, noise, tau, largest, ahead, rest = options
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+    logits = softcapped(logits, softcap)
     if bias is not None:
         logits += bias.view(-1, hk, r, 1, n)[..., :end]
     if noise is not None:

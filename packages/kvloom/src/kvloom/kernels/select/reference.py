@@ -125,7 +125,7 @@ def sizes(labels: Tensor, clusters: int) -> Tensor:
     return count.scatter_add_(2, labels, torch.ones_like(labels))[..., :clusters]
 
 
-def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, query_heads: str) -> Tensor:
     """Return the scores q . centroid of queries [B, Hq, D]: fp32 [B, Hk, C].
 
     "each": [B, Hq, C]; "turns": [B, Hk, R, C]. centroids: [B, Hk, C, D]. alive: bool [B, Hk, C];
@@ -134,23 +134,25 @@ def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> T
     b, hk, c = alive.shape
     dead = ~alive.unsqueeze(2).expand(b, hk, q.shape[1] // hk, c).reshape(b, -1, c)
     scores = dots(q, centroids).masked_fill_(dead, -torch.inf)
-    return scores.view(b, hk, -1, c) if group == "turns" else together(scores, hk, group)
+    if query_heads == "turns":
+        return scores.view(b, hk, -1, c)
+    return together(scores, hk, query_heads)
 
 
-def together(scores: Tensor, kv_heads: int, group: str) -> Tensor:
+def together(scores: Tensor, kv_heads: int, query_heads: str) -> Tensor:
     """Return the scores of the heads that choose: [B, Hk, N], or `scores` for "each".
 
     Args:
         scores: fp32 [B, Hq, N], of each query head.
         kv_heads: Hk.
-        group: How the query heads of a key/value head choose together, as in `Recall`.
+        query_heads: How those of a key/value head choose together, as in `Recall`.
     """
-    if group == "each":
+    if query_heads == "each":
         return scores
     by_group = scores.view(scores.shape[0], kv_heads, -1, scores.shape[-1])
-    if group == "turns":
+    if query_heads == "turns":
         return by_turns(by_group)
-    return by_group.amax(dim=2) if group == "max" else by_group.mean(dim=2)
+    return by_group.amax(dim=2) if query_heads == "max" else by_group.mean(dim=2)
 
 
 def by_turns(scores: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
     return low, pages.masked_fill(hidden, -most).amax(dim=3)
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str) -> Tensor:
+def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tensor:
     """The most that q . k can be for a key of each page; -inf for no tokens.
 
     q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
@@ -214,7 +216,9 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str) -> Tensor:
     top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
     none = (low[..., 0] > high[..., 0]).unsqueeze(2)
     scores = top.masked_fill_(none, -torch.inf)
-    return scores if group == "turns" else together(scores.view(b, hq, -1), low.shape[1], group)
+    if query_heads == "turns":
+        return scores
+    return together(scores.view(b, hq, -1), low.shape[1], query_heads)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:

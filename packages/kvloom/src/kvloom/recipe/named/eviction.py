@@ -3,7 +3,7 @@
 The prompt's own attention is exact. Each key/value head decides for itself, by the sum of its query
 heads' scores. Evicted tokens free their memory. Options they share:
 
-tokens, fraction: the budget, in tokens, or as a fraction of the prompt where tokens is 0.
+tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 recent: how many tokens of the budget (or which share of it) are the newest, whatever their score.
 layers: how the rest is divided over layers. shared: all layers use one score, and so one choice.
 limit: evict down to the budget only when a layer has more than this many tokens (0: every step).

@@ -39,8 +39,8 @@ def evict(
 ) -> Recipe:
     """Any score: a budget of tokens by score=NAME, then that score's options.
 
-    tokens: the budget where it is given, else the fraction of the prompt. limit, block: tokens
-    that when=limit and when=block need.
+    tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two. limit,
+    block: tokens that when=limit and when=block need.
     """
     heads = 1.0 if block else None  # later blocks are of heads that do not compete
     budget = Budget(tokens or None, None if tokens else fraction, recent, heads=heads)
@@ -55,15 +55,15 @@ def recall(
     tokens: int = 1024,
     sinks: int = 16,
     recent: int = 64,
-    group: str = "mean",
+    query_heads: str = "mean",
     full_layers: int = 2,
     **options: Any,
 ) -> Recipe:
     """Any index: everything stays, a step reads what index=NAME finds, then that index's options.
 
-    group: how query heads choose together. full_layers: first layers that read everything.
+    query_heads: how they choose together. full_layers: first layers that read everything.
     """
-    recalled = Recall(_part("index", index, options), tokens, group, full_layers)
+    recalled = Recall(_part("index", index, options), tokens, query_heads, full_layers)
     return Recipe(recall=recalled, protect=Protect(sinks, recent))
 
 

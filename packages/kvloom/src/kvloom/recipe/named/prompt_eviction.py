@@ -2,7 +2,7 @@
 
 Options they share:
 
-tokens, fraction: the budget, in tokens, or as a fraction of the prompt where it is given.
+tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 sinks, recent: the first and the newest tokens that stay, within the budget.
 layers: how the rest is divided over layers. heads: the share of the rest of which every key/value
 head is certain (AdaKV, arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or
@@ -89,10 +89,7 @@ def knorm(
 def random(
     fraction: float = 0.5, recent: int | float = 0.5, tokens: int = 0, sinks: int = 4
 ) -> Recipe:
-    """Random tokens beside the recent ones: the baseline that every score must beat.
-
-    The budget is `tokens` where it is given, else the fraction.
-    """
+    """Random tokens beside the recent ones: the baseline that every score must beat."""
     budget = Budget(tokens or None, None if tokens else fraction, recent)
     return Recipe(keep=Keep(budget, Random(), when="prompt"), protect=Protect(sinks))
 
@@ -121,7 +118,7 @@ def expected(
     scorer = Expected(future, epsilon)
     return _once(
         scorer, tokens, fraction, sinks, recent,
-        group="mean", layers=layers, positions=positions, store=store,
+        query_heads="mean", layers=layers, positions=positions, store=store,
     )  # fmt: skip
 
 
@@ -156,7 +153,7 @@ def kvzip(
     scorer = Reconstruction(chunk, instruction)
     return _once(
         scorer, tokens, fraction, sinks, recent,
-        group="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
         fit=Fit(chunk) if fit else None,
     )  # fmt: skip
 
@@ -193,7 +190,7 @@ def rotated(
     """
     return _once(
         Rotated(chunk, contribution), tokens, fraction, sinks, recent,
-        group="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
         fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip
 
@@ -278,7 +275,7 @@ def _once(
     sinks: int,
     recent: int | float,
     *,
-    group: str = "sum",
+    query_heads: str = "sum",
     layers: str = "uniform",
     heads: float = 1.0,
     positions: str = "original",
@@ -291,8 +288,8 @@ def _once(
         heads=None if heads == 1 and not block else heads,
     )  # fmt: skip
     keep = Keep(
-        budget, scorer, when="block" if block else "prompt", group=group, positions=positions,
-        fit=fit, block=block or None,
+        budget, scorer, when="block" if block else "prompt", query_heads=query_heads,
+        positions=positions, fit=fit, block=block or None,
     )  # fmt: skip
     return _stored_as(store, Recipe(keep=keep, protect=Protect(sinks)))
 

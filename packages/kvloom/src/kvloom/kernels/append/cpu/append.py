@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ...limits import Coverage, dtype_problem
+from ...limits import MAX_STEP, Coverage, dtype_problem
 from ..reference import Sides, WriteTarget
 from .arguments import SIDE, STEP
 
-MAX_TOKENS = 8  # per step: more are worth torch's threads
 _INTS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
 
@@ -29,13 +28,13 @@ def _head_dim_problem(x: Tensor, v: Tensor) -> str | None:
 
 
 def _many_tokens(x: Tensor, v: Tensor) -> str | None:
-    return None if x.shape[2] <= MAX_TOKENS else f"more than {MAX_TOKENS} tokens a step"
+    return None if x.shape[2] <= MAX_STEP else f"more than {MAX_STEP} tokens a step"
 
 
 COVERAGE = Coverage(
     ("fp32, fp16, bf16", lambda x, v: dtype_problem(x.dtype)),
     ("`head_dim` a multiple of 16, the same of both sides", _head_dim_problem),
-    (f"1–{MAX_TOKENS} tokens", _many_tokens),
+    (f"1–{MAX_STEP} tokens", _many_tokens),
 )
 
 

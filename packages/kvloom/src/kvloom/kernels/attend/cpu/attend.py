@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...arguments import TOKENS, contiguous_rows, padded, strides
 from ...dispatch import unplanned
+from ...limits import MAX_STEP
 from ...quantize.encoding import LayerEncoding
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import Paged, Region, Slots, Spans
@@ -94,7 +95,7 @@ COVERAGE = f"{coverage.WORDS}; more queries: {many_queries.COVERAGE}"
 
 def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
-    if q.shape[2] > coverage.MAX_QUERIES:
+    if q.shape[2] > MAX_STEP:
         return many_queries.problems(q, regions, softcap)
     reasons: list[str] = []
     for numbers in passes(regions):
@@ -131,7 +132,7 @@ class Attend:
 
 def planned(q: Tensor, regions: Sequence[Region]) -> Callable[..., AttentionState]:
     """Return what attends to such regions at every step of a layer."""
-    many = q.shape[2] > coverage.MAX_QUERIES
+    many = q.shape[2] > MAX_STEP
     return many_queries.attend if many else Attend(q, regions)
 
 

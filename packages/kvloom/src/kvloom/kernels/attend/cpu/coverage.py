@@ -13,12 +13,11 @@ import torch
 
 from ... import dispatch
 from ...arguments import NUMBERS
-from ...limits import Coverage, dtype_problem, head_dim_problem
+from ...limits import MAX_STEP, Coverage, dtype_problem, head_dim_problem
 from ...quantize.cpu.pack import READ_FIELDS
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import Paged, Region, Slots, Spans
 
-MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 _PAGE_TILE = 128  # tokens of a kernel's tile, where pages are read
 _GROUPS = 128  # per token, that kernels look up by channel
 
@@ -89,7 +88,7 @@ def _scattered_raw_keys(region: Region) -> str | None:
 
 
 STEPS = Coverage(
-    (f"1–{MAX_QUERIES} queries, one for `Slots` and `Paged`", _many_queries),
+    (f"1–{MAX_STEP} queries, one for `Slots` and `Paged`", _many_queries),
     (f"pages of a multiple of {_PAGE_TILE} tokens", _odd_page),
 )
 HEADS = Coverage(

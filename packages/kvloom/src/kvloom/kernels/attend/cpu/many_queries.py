@@ -1,8 +1,8 @@
 """Attention of many queries to stored tokens on CPU tensors: later turns, and chunks of a prompt.
 
 Decides the parts: packed tokens are unpacked `TILE` at a time, so that the past is never unpacked
-as a whole. The compiled kernel of a prompt attends to each part where it covers the case, else
-torch's fused attention; both return the log-sum-exp, by which parts are merged.
+as a whole. A kernel of `attend_prompt` attends to each part where one covers the case, else torch's
+fused attention; both return the log-sum-exp, by which parts are merged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...limits import DTYPES, Coverage
 from ...quantize.encoding import Encoding
+from ..prompt import attend_prompt
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Region, Spans
-from . import prompt
 
 TILE = 1024
 """Tokens that are unpacked at once."""
@@ -124,7 +124,8 @@ def _part(
     """Attend to exact tokens, which are those of the mask from `begin` on."""
     if visible is not None:
         visible = visible[..., begin : begin + k.shape[2]]
-    run = _fused if prompt.COVERAGE.problems(q, k, v) else prompt.attend
+    bound = attend_prompt.choose(q, k, v, scale)
+    run = _fused if bound.kernel is None else bound.run
     out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
     return AttentionState(out.float(), lse)
 
@@ -132,7 +133,7 @@ def _part(
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None
 ) -> AttentionState:
-    """Attend as `prompt.attend` does, by torch's fused attention; if causal, N = T."""
+    """Attend as `attend_prompt` does, by torch's fused attention; if causal, N = T."""
     b, hq, t, d = q.shape
     hk = k.shape[1]
     mask = sees_none = None

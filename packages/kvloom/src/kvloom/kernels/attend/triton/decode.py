@@ -16,14 +16,13 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import Coverage, dtype_problem
+from ...limits import MAX_STEP, Coverage, dtype_problem
 from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import KVView
 from .arguments import Options
 from .launch import Launch, SideArguments, processors, rotate_groups, side_arguments, tile_shapes
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
-MAX_QUERIES = 8  # per step: with more, reading keys no longer dominates
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _KNOWN = (
     "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
@@ -42,7 +41,7 @@ def _unread_dtype(tokens: int, like: Tensor) -> str | None:
 
 
 def _many_queries(tokens: int, like: Tensor) -> str | None:
-    return None if tokens <= MAX_QUERIES else f"more than {MAX_QUERIES} queries a step"
+    return None if tokens <= MAX_STEP else f"more than {MAX_STEP} queries a step"
 
 
 def _unfit_group(encoding: Encoding, d: int) -> str | None:
@@ -54,7 +53,7 @@ def _unfit_group(encoding: Encoding, d: int) -> str | None:
 STEPS = Coverage(
     ("`head_dim` 16 to 256, in fp32 to 128", _narrow_or_wide),
     ("exact tokens all in fp32, fp16 or bf16", _unread_dtype),
-    (f"1–{MAX_QUERIES} queries, one for `Slots` and `Paged`", _many_queries),
+    (f"1–{MAX_STEP} queries, one for `Slots` and `Paged`", _many_queries),
 )
 ENCODINGS = Coverage(("groups that divide `head_dim`; keys after RoPE", _unfit_group))
 

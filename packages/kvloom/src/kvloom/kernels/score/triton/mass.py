@@ -13,11 +13,10 @@ from torch import Tensor
 
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import Coverage, dtype_problem
+from ...limits import MAX_STEP, Coverage, dtype_problem
 from ..noise import Noise
 from ..reference import MassOptions, ahead_problem
 
-MAX_QUERIES = 8  # of a step whose logits are stored
 _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
@@ -59,7 +58,7 @@ def problems(
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
-    """Sum attention as `reference.column_mass` does; up to `MAX_QUERIES` queries in one pass."""
+    """Sum attention as `reference.column_mass` does; up to `MAX_STEP` queries in one pass."""
     given_options = MassOptions(**options)
     visible, visible_queries, softcap, bias, window, noise, tau, largest, *_ = given_options
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
@@ -87,7 +86,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     by = kernels()
     has: dict[str, Any] = {"REAL": visible_queries is not None, "LARGEST": largest}
     exact = q.dtype == torch.float32
-    if t <= MAX_QUERIES:
+    if t <= MAX_STEP:
         rows, keys = hq // hk * t, 32 if exact else 64
         logits = mass.new_empty(b, hq, t, n)
         parts = mass.new_empty(b, hq, t, -(-n // keys))

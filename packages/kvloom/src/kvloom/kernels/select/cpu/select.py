@@ -75,20 +75,20 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
     return torch.where(count > 0, total / count.clamp_min(1), centroids)
 
 
-def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, group: str) -> Tensor:
+def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, query_heads: str) -> Tensor:
     """As `reference.cluster_scores`."""
     rows = _by_group(q, centroids.shape[1])
-    rows = rows.mean(dim=2, keepdim=True) if group == "mean" else rows
-    return _grouped(_rate(rows, None, centroids, None, alive), group)
+    rows = rows.mean(dim=2, keepdim=True) if query_heads == "mean" else rows
+    return _grouped(_rate(rows, None, centroids, None, alive), query_heads)
 
 
-def page_scores(q: Tensor, low: Tensor, high: Tensor, group: str) -> Tensor:
+def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tensor:
     """As `reference.page_scores`."""
     rows = _by_group(q, low.shape[1])
     above, below = rows.clamp_min(0), rows.clamp_max(0)
-    if group == "mean":
+    if query_heads == "mean":
         above, below = (x.mean(dim=2, keepdim=True) for x in (above, below))
-    return _grouped(_rate(above, below, high, low, None), group)
+    return _grouped(_rate(above, below, high, low, None), query_heads)
 
 
 def _by_group(q: Tensor, hk: int) -> Tensor:
@@ -96,11 +96,11 @@ def _by_group(q: Tensor, hk: int) -> Tensor:
     return q.float().reshape(q.shape[0], hk, -1, q.shape[-1])
 
 
-def _grouped(scores: Tensor, group: str) -> Tensor:
+def _grouped(scores: Tensor, query_heads: str) -> Tensor:
     """Return the scores [B, Hk, rows, C] as `reference.cluster_scores` does; the mean is a row."""
-    if group == "turns":
+    if query_heads == "turns":
         return scores
-    return scores.amax(dim=2) if group == "max" else scores.flatten(1, 2)
+    return scores.amax(dim=2) if query_heads == "max" else scores.flatten(1, 2)
 
 
 def _rate(

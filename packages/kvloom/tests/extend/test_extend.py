@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import kvloom
 from kvloom.errors import RecipeError
-from kvloom.keep import SCORERS, Keep, Step, checked
+from kvloom.keep import SCORERS, Keep, Scorer, Step, checked
 from kvloom.recall import INDEXES
 from kvloom.recipe import RECIPES, Geometry, LayerOverride, Recipe, resolve
 from kvloom.store import FORMATS, Store
@@ -203,3 +205,32 @@ def test_a_distribution_with_entry_points_is_enough(tmp_path):
     assert found.returncode == 0, found.stderr
     assert 'kind = "value-norm"' in found.stdout
     assert "kvloom plugin 'broken' (broken) failed to load: ModuleNotFoundError" in found.stderr
+
+
+def test_an_option_without_default_is_asked_for():
+    @kvloom.register_score
+    @dataclass(frozen=True)
+    class Powered(Scorer):
+        power: float
+        kind: ClassVar[str] = "powered"
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            return step.v.float().norm(dim=-1)
+
+    with pytest.raises(RecipeError, match="score 'powered' needs a value: power="):
+        resolve("evict:score=powered,fraction=0.5")
+    assert resolve("evict:score=powered,power=2,fraction=0.5")
+
+
+def test_an_option_of_the_recipe_and_of_its_part_is_refused():
+    @kvloom.register_score
+    @dataclass(frozen=True)
+    class Newest(Scorer):
+        recent: int = 8
+        kind: ClassVar[str] = "newest"
+
+        def __call__(self, step: Step) -> torch.Tensor:
+            return step.v.float().norm(dim=-1)
+
+    with pytest.raises(RecipeError, match="score 'newest' and recipe 'evict' both have an option"):
+        resolve("evict:score=newest,recent=4,tokens=40")

@@ -14,7 +14,7 @@ from transformers.models.gptj import modeling_gptj
 import kvloom
 import probe
 from backends import by_reference
-from kvloom.errors import CacheMisuse
+from kvloom.errors import CacheMisuse, UnsupportedModel
 from kvloom.hf import adapters, compat
 from kvloom.hf.compat import ADAPTERS
 
@@ -331,6 +331,15 @@ def test_a_model_that_makes_no_mask_is_refused(monkeypatch):
     with pytest.raises(CacheMisuse, match="layer 0: the model made no mask"):
         model(**zoo.batch(), past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+def test_modules_that_do_not_know_their_layer_are_refused_before_the_model_changes():
+    model = zoo.build("gptj")
+    for module in adapters._attentions(model):
+        del module.layer_idx
+    with pytest.raises(UnsupportedModel, match="has no layer_idx or layer_id"):
+        kvloom.attach(model, "full", check=False)
+    assert not hasattr(model, "_kvloom")
 
 
 @by_reference

@@ -68,7 +68,7 @@ def attend_to(
     for region in regions:
         if _has_format(region):
             states += _by_format(q, region, scale, softcap)
-        elif sole_region is None:
+        elif sole_region is None or _is_first_prompt(sole_region):
             states.append(ops.attend(q, [region], scale, softcap=softcap))
         else:  # no kernel covers it, as was counted
             states.append(reference.attend_regions(q, regions, scale, softcap=softcap))

@@ -16,17 +16,27 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..cache.step import Queries, StepInputs
-from ..errors import CacheMisuse
+from ..errors import CacheMisuse, UnsupportedModel
 from ..positions.alibi import Alibi
 from . import attention, compat
 from .compat import Adapter, register
 from .routed import RoutedCache, RoutedLayer
 
-__all__ = ["attend", "install", "register", "uninstall", "visible_mask"]
+__all__ = ["attend", "check", "install", "register", "uninstall", "visible_mask"]
 
 _OWN = "_kvloom_own_forward"
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
 """Names of the dropout of an attention module."""
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise `UnsupportedModel` for an adapted model whose modules do not know their layer."""
+    for module in _attentions(model):
+        if _number(module) is None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} has no layer_idx or layer_id, so kvloom cannot find its "
+                "layer of the cache; set one of them where the module is made"
+            )
 
 
 def install(model: PreTrainedModel) -> None:
@@ -90,6 +100,11 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
+def _number(module: torch.nn.Module) -> Any:
+    """Return the number of the module's layer; None if it has none."""
+    return getattr(module, "layer_idx", getattr(module, "layer_id", None))
+
+
 def _name(module: torch.nn.Module) -> str:
     """Return the name of the module's own forward, which accelerate's hooks move."""
     return "_old_forward" if hasattr(module, "_old_forward") else "forward"
@@ -103,7 +118,7 @@ def _forward(
     own_forward = getattr(module, _OWN)
     if not isinstance(cache, RoutedCache):
         return own_forward(*args, **kwargs)
-    layer = cache.layers[getattr(module, "layer_idx", getattr(module, "layer_id", None))]
+    layer = cache.layers[_number(module)]
     if not isinstance(layer, RoutedLayer):
         mask = kwargs["attention_mask"]._kvloom_stock_mask()
         stored = layer.get_mask_sizes(mask.shape[-2])[0]

@@ -64,6 +64,8 @@ def route(model: PreTrainedModel) -> None:
     """
     if attachment(model) is not None:
         return
+    if compat.has_adapter(model):
+        adapters.check(model)
     modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
     model._prepare_cache_for_generation = partial(_prepare_cache, model)

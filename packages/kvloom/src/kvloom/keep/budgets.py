@@ -60,13 +60,16 @@ def weights(
 def split(total: int, weights: Sequence[float], cap: int) -> list[int]:
     """Divide `total` tokens by `weights`, none above `cap`; sums to min(total, cap * layers).
 
-    The tokens beyond a layer's cap are divided over the other layers, in proportion.
+    The tokens beyond a layer's cap are divided over the other layers, in proportion, or equally
+    where all of these have weight 0.
     """
     layers = len(weights)
     tokens = [0] * layers
     uncapped = list(range(layers))
     left = min(total, cap * layers)
     while uncapped:
+        if not any(weights[i] for i in uncapped):
+            weights = [1.0] * layers
         total_weight = math.fsum(weights[i] for i in uncapped)
         capped = [i for i in uncapped if left * weights[i] / total_weight >= cap]
         if not capped:

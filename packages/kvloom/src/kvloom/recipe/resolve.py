@@ -159,7 +159,12 @@ def _hints(name: str, build: Build, texts: dict[str, str]) -> dict[str, Any]:
             )
         part = PARTS[what][kind]
         passed = get_type_hints(part)
-        hints |= {option: passed[option] for option in _defaults(part) if option not in hints}
+        if both := [option for option in _defaults(part) if option in hints]:
+            raise RecipeError(
+                f"{what} {kind!r} and recipe {name!r} both have an option {both[0]!r}, so text "
+                "cannot name the former; rename it, or compose the recipe in Python"
+            )
+        hints |= {option: passed[option] for option in _defaults(part)}
     return hints
 
 

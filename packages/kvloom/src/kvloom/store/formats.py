@@ -214,7 +214,10 @@ class Packed(Encoding, Format):
         Its transforms are fields now; its `boost` and `balance` are formats of `kvloom-formats`.
         """
         table = dict(table)
-        transform = dict(table.pop("transform", None) or {})
+        transform = table.pop("transform", None) or {}
+        if not isinstance(transform, dict):
+            raise RecipeError(f"transform={transform!r} is not a table; give one, or leave it out")
+        transform = dict(transform)
         for name, rotation in (("rotate", "group"), ("hadamard", "head")):
             if transform.pop(name, False):
                 transform["rotation"] = rotation

@@ -69,3 +69,7 @@ def test_every_policy_holds_the_same_total(name, policy):
     caches = together(recipe, 0)
     assert sum(probe.count(c) for c in caches) == 3 * 30
     assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_what_exceeds_a_cap_goes_to_layers_of_weight_0():
+    assert split(144, [0, 0, 1], 84) == [30, 30, 84]

@@ -220,3 +220,8 @@ def test_former_sinks_that_differ_from_those_of_protect_are_refused(table, says)
     with pytest.raises(RecipeError) as refused:
         Recipe.from_dict(table)
     assert says in str(refused.value)
+
+
+def test_a_transform_that_is_no_table_is_refused():
+    with pytest.raises(RecipeError, match="transform=3 is not a table"):
+        Recipe.from_dict({"store": {"keys": {"bits": 2, "axis": "token", "transform": 3}}})

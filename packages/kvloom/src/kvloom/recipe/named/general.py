@@ -7,6 +7,7 @@ A recipe file has the options that these recipes lack.
 
 from __future__ import annotations
 
+from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from ...errors import RecipeError
@@ -98,4 +99,12 @@ def outlier_rule(tokens: int, score: str) -> Outliers | None:
 
 def _part(what: str, name: str, options: dict[str, Any]) -> Any:
     check_choice(what, name, PARTS[what])
-    return PARTS[what][name](**options)
+    part = PARTS[what][name]
+    missing = [x.name for x in fields(part) if _required(x) and x.name not in options]
+    if missing:
+        raise RecipeError(f"{what} {name!r} needs a value: {missing[0]}=…")
+    return part(**options)
+
+
+def _required(field: Field[Any]) -> bool:
+    return field.init and field.default is MISSING and field.default_factory is MISSING

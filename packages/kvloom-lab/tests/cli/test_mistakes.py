@@ -28,9 +28,9 @@ ONE = ["analyse attention --recipe", "analyse distribution --recipe", "generate 
        "inspect hi --recipe", "recipes"]  # fmt: skip
 SEVERAL = ["compare --recipes", "analyse error --recipes",
            "calibrate model --out c.kvcal --recipes", "bench decode --recipes",
-           "bench generate --recipes"]  # fmt: skip
+           "bench generate --recipes", "bench throughput --memory 1MiB --recipes"]  # fmt: skip
 JSON = ["compare", "analyse attention", "analyse error", "analyse distribution", "inspect hi",
-        "bench decode", "bench generate"]  # fmt: skip
+        "bench decode", "bench generate", "bench throughput --memory 1MiB"]  # fmt: skip
 PLOT = ["compare", "analyse attention", "analyse distribution", "bench prefill"]
 RECIPE_FILES = [
     ("none.toml", "recipe file 'none.toml' cannot be read (No such file or directory); give"),
@@ -139,6 +139,15 @@ OWN = [
     ("recipes kivi:bits=x", "option 'bits' of recipe 'kivi' must be a number, not 'x'"),
     ("bench generate --hidden 63", "hidden=63 is not a multiple of 32 query heads"),
     ("bench generate --layers 0", "layers=0 must be 1 or more"),
+    ("bench throughput --memory lots", "memory 'lots' is not a size"),
+    ("bench throughput --memory 1MiB --prompt 0", "--prompt '0' is not a list of whole numbers"),
+    ("bench throughput --memory 1MiB --prompt 8+9+1", "--prompt '8+9+1' is not a list"),
+    ("bench throughput --memory 1MiB --prompt 8+1", "--prompt '8+1' has answers of 1 token"),
+    ("bench throughput --memory 1MiB --baselines sdpa",
+     "is not all, none or some of dynamic, quanto, hqq, fp8, kvpress, continuous; choose"),
+    ("bench throughput --memory 1MiB --prompt 1000 --model model", "the model has 1024"),
+    ("bench throughput --memory 8KiB --prompt 400 --new 50 --model model --recipes full,kivi",
+     "hold not even one request of 400 and 50 new tokens; give --memory 1MiB or more"),
 ]  # fmt: skip
 
 

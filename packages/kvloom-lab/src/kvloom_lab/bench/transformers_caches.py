@@ -51,18 +51,25 @@ def candidate(
 def filled(name: str, config: Any, k: Tensor, v: Tensor) -> transformers.Cache:
     """Return the cache with a name in `INSTALL`, with k, v [B, Hk, N, D] in every layer.
 
-    Raises `ImportError` or `ValueError` if this installation does not have the cache.
+    Raises `ImportError` or `ValueError` as `empty`.
     """
-    if name == "DynamicCache":
-        cache: Any = transformers.DynamicCache(config=config)
-    else:
-        backend, _, bits = name.split()[1].partition("-")
-        axis = 1 if backend == "hqq" else 0
-        options = {"nbits": int(bits), "axis_key": axis, "axis_value": axis} if bits else {}
-        cache = transformers.QuantizedCache(backend, config=config, **options)
+    cache = empty(name, config)
     for i in range(config.num_hidden_layers):
         cache.update(k, v, i)
     return cache
+
+
+def empty(name: str, config: Any) -> transformers.Cache:
+    """Return a new cache with a name in `INSTALL`.
+
+    Raises `ImportError` or `ValueError` if this installation does not have the cache.
+    """
+    if name == "DynamicCache":
+        return transformers.DynamicCache(config=config)
+    backend, _, bits = name.split()[1].partition("-")
+    axis = 1 if backend == "hqq" else 0
+    options = {"nbits": int(bits), "axis_key": axis, "axis_value": axis} if bits else {}
+    return transformers.QuantizedCache(backend, config=config, **options)
 
 
 def missing(name: str, error: Exception) -> str:

@@ -11,7 +11,16 @@ import typer
 
 from kvloom.errors import InputError
 
-from .options import RECIPES_HELP, Json, parse_numbers, parse_recipes, silence_transformers
+from .options import (
+    RECIPES_HELP,
+    ChosenModel,
+    Dtype,
+    Json,
+    Model,
+    parse_numbers,
+    parse_recipes,
+    silence_transformers,
+)  # fmt: skip
 from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
 from .progress import show_progress
 
@@ -184,6 +193,105 @@ def generate(
             "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
             "weights, keys and values that a step has to read, over its time.",
         )  # fmt: skip
+
+
+@app.command("throughput")
+def throughput(
+    memory: Annotated[str, typer.Option(help="Bytes of all requests' caches, such as 304MiB.")],
+    prompt: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of a prompt, one number or several: 1024,2048; 160+338 also gives the new "
+            "tokens."
+        ),
+    ] = "1024",
+    new: Annotated[int, typer.Option(min=2, help="Tokens that a request generates.")] = 256,
+    recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
+    baselines: Annotated[
+        str,
+        typer.Option(
+            help="What to compare with: all, none, or some of dynamic, quanto, hqq, fp8, kvpress "
+            "and continuous: dynamic,fp8."
+        ),
+    ] = "all",
+    model: Model = "reference",
+    dtype: Dtype = "auto",
+    threads: _THREADS = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each row, in turns.")] = 3,
+    json: Json = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot tokens per second.")
+    ] = None,
+) -> None:
+    """Output tokens per second of as many requests as fit into equal memory.
+
+    Each row runs in a process of its own, in turns. Requests are parts of CPython's library. A
+    static batch decodes them together. Rows of continuous batching are of transformers' own pages,
+    and of recipes that pages hold, in blocks of as many bytes. KL is the divergence from exact
+    attention on that text; rows up to 0.02 are of equal quality.
+    """
+    with user_errors():
+        import torch
+
+        from ..bench.serving import Job
+        from ..bench.throughput import PEERS, jobs, make_rows, measure, requests_of
+        from ..planner.units import parse_bytes
+        from ..show.plots import throughput_plot
+        from ..show.tables import throughput_line, throughput_table
+        from ..workload.machine import machine
+
+        nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
+        peers, _ = _parse_baselines(baselines, PEERS)
+        sizes = _parse_requests(prompt, new)
+        check_outputs(json, plot=plot)
+        of_model = ChosenModel(model, dtype)
+        with show_progress() as progress:
+            progress("planning")
+            requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
+            planned = [row for one in requests for row in jobs(one, chosen, peers)]
+            to_run = [one for one in planned if isinstance(one, Job)]
+            on_step = progress.counter(rounds * len(to_run))
+            settings = model, dtype, threads or torch.get_num_threads()
+
+            runs = measure(to_run, settings, rounds, on_step)
+            measured, early_end = collect_rows(runs, throughput_line, progress)
+        rows = make_rows(planned, measured)
+        environment = {
+            **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
+            "threads": settings[-1],
+            "verb": "throughput",
+            "model": of_model.name,
+            "memory": nbytes,
+            "rounds": rounds,
+        }
+        began = {str(job) for job, _ in measured}
+        missing = [str(job) for job in to_run if str(job) not in began]
+        if missing:
+            environment["missing"] = missing
+        if plot and measured:
+            throughput_plot(rows, environment, plot)
+        if measured or not to_run:
+            data = {"environment": environment, "rows": [asdict(row) for row in rows]}
+            show_results(data, json, throughput_table(rows, environment))
+        names = {recipe.name for recipe in chosen}
+        failed = [row.name for row in rows if row.problem and row.name in names]
+        finish(early_end, missing, list(dict.fromkeys(failed)))
+
+
+def _parse_requests(option: str, new: int) -> list[tuple[int, int]]:
+    """Read "1024,160+338": tokens of prompts, and of answers where they are given."""
+    sizes = []
+    for part in option.split(","):
+        numbers = part.strip().split("+")
+        if len(numbers) > 2 or not all(x.isdecimal() and int(x) for x in numbers):
+            raise InputError(
+                f"--prompt {option!r} is not a list of whole numbers above 0; give some such as "
+                "1024,160+338"
+            )
+        sizes.append((int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else new))
+    if any(new < 2 for _, new in sizes):
+        raise InputError(f"--prompt {option!r} has answers of 1 token; give 2 or more")
+    return list(dict.fromkeys(sizes))
 
 
 def _run(

@@ -17,6 +17,7 @@ from kvloom.errors import InputError
 if TYPE_CHECKING:
     from ..analyse.attention import LayerAttention
     from ..analyse.distribution import Distribution
+    from ..bench.throughput import ThroughputRow
     from ..bench.timing import TimedRow
     from ..eval.comparison import Row
     from ..planner.plan_recipes import Plan
@@ -133,6 +134,41 @@ def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any], path: str 
             axes.set_xscale("log")
         axes.margins(x=0.1)
     axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
+def throughput_plot(
+    rows: Sequence[ThroughputRow], environment: dict[str, Any], path: str | Path
+) -> None:
+    """Write the tokens per second to `path`; its suffix is the format. Raises `InputError`.
+
+    Rows whose quality is not equal are paler; lines are from the least to the most of all rounds.
+    """
+    from ..bench.throughput import EQUAL_KL
+    from ..planner.units import show_bytes
+
+    timed = [row for row in rows if row.processor_tokens_s]
+    sizes = list(dict.fromkeys((row.prompt, row.new) for row in timed))
+    figure = new_figure(path, 6 * max(1, len(sizes)) + 2, 4.8)
+    e = environment
+    figure.suptitle(
+        f"{e['model']} ({e['dtype']}), {show_bytes(e['memory'])} of caches", fontsize=11
+    )
+    for axes, size in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        shown = [row for row in timed if (row.prompt, row.new) == size][::-1]
+        rates = [row.processor_tokens_s for row in shown if row.processor_tokens_s]
+        equal = [row.kl is not None and row.kl <= EQUAL_KL for row in shown]
+        best = [rate.best for rate in rates]
+        spread = [[x.best - x.low for x in rates], [x.high - x.best for x in rates]]
+        bars = axes.barh(
+            [f"{row.name} ({row.batch})" for row in shown], best, xerr=spread, ecolor="0.4",
+            color=["C0" if same else "#b0c8de" for same in equal],
+        )  # fmt: skip
+        axes.bar_label(bars, fmt="%.0f", padding=3, fontsize=8)
+        axes.set_title(f"{size[0]:,} tokens and {size[1]:,} new", fontsize=10)
+        axes.set_xlabel(f"tokens per processor second; dark: KL up to {EQUAL_KL}")
+        axes.margins(x=0.12)
+        axes.grid(alpha=0.3)
     figure.savefig(path)
 
 

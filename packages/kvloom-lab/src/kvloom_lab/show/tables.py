@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..analyse.distribution import Distribution
     from ..analyse.error import LayerError
     from ..analyse.modes import ModeCheck
+    from ..bench.throughput import Measured, ThroughputRow
     from ..bench.timing import TimedRow
     from ..eval.comparison import Row
     from ..eval.summary import Figures
@@ -305,6 +306,80 @@ def _heading(name: str, shares: bool) -> str:
     head, _, rest = name.rpartition(" ")
     name = f"{head}\n{rest}" if head else name
     return f"it /\n{name}" if shares else f"{name}\n/ it"
+
+
+_THROUGHPUT_COLUMNS = (
+    "requests", "KV\nMiB", "MiB of\none", "planned", "peak\nMiB", "tok/s", "tok/s,\nrange",
+    "tok/s,\nprocessor", "DynamicCache\n/ it", "tok/s with\nprompts", "first\ntoken, s",
+    "pre-\nempted", "KL",
+)  # fmt: skip
+
+
+def throughput_table(rows: Sequence[ThroughputRow], environment: dict[str, Any]) -> Group:
+    """Return a table of the rows, by size of requests; rich can print it."""
+    from ..planner.units import show_bytes
+
+    memory, rounds = show_bytes(environment["memory"]), environment["rounds"]
+    title = (
+        f"{environment['model']} ({environment['dtype']}), {memory} of caches; "
+        f"{_device_text(environment)}"
+    )
+    table = FigureTable(title, "", _THROUGHPUT_COLUMNS)
+    for size in dict.fromkeys((row.prompt, row.new) for row in rows):
+        table.section(f"{size[0]:,} tokens and {size[1]:,} new")
+        for row in (row for row in rows if (row.prompt, row.new) == size):
+            table.add(row.name, *_throughput_cells(row))
+    named = {(row.name, row.problem): row for row in rows if row.problem}
+    notes = [Text(f"{name}: {problem}", "yellow") for name, problem in named]
+    notes += [
+        Text(f"{row.name}: {show_bytes(row.kv_bytes)}, above the memory that was given", "yellow")
+        for row in rows
+        if row.kv_bytes and row.kv_bytes > environment["memory"]
+    ]
+    if "missing" in environment:
+        notes.append(Text(f"not measured: {', '.join(environment['missing'])}", "yellow"))
+    caption = (
+        f"Medians of {rounds} rounds. tok/s: output tokens while all requests decode; processor: "
+        "the same per second of processor time, which DynamicCache / it compares; with prompts: "
+        "per second of processor time, everything included. peak: the most memory of the process "
+        "above the model's. KL: nats from exact attention."
+    )
+    return Group(table, *notes, Text(caption, "dim"))
+
+
+def _throughput_cells(row: ThroughputRow) -> list[str]:
+    requests = "–" if row.batch is None else f"{row.batch:,}"
+    if row.tokens_s is None or row.processor_tokens_s is None:
+        return [requests]
+    whole = row.whole_processor_tokens_s
+    assert whole and row.kv_bytes and row.predicted_bytes and row.batch  # noqa: PT018
+    return [
+        requests,
+        f"{row.kv_bytes / 2**20:,.1f}",
+        f"{row.kv_bytes / row.batch / 2**20:,.2f}",
+        f"{row.predicted_bytes / 2**20:,.2f}",
+        "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}",
+        f"{row.tokens_s.best:,.1f}",
+        f"{row.tokens_s.low:,.0f}–{row.tokens_s.high:,.0f}",
+        f"{row.processor_tokens_s.best:,.1f}",
+        "–" if row.times_dynamic is None else f"{row.times_dynamic:.2f}x",
+        f"{whole.best:,.1f}",
+        f"{row.first_token_s:,.1f}",
+        "" if row.preemptions is None else str(row.preemptions),
+        "–" if row.kl is None else f"{row.kl:.2g}",
+    ]
+
+
+def throughput_line(measured: Measured) -> str:
+    """Return a run in one line."""
+    job, run = measured
+    if isinstance(run, str):
+        return f"{job}: {run}"
+    wall, processor = (run.decoded / s if s > 0 else 0 for s in run.decode_s)
+    return (
+        f"{job}: {job.batch} requests, {wall:,.1f} tok/s, {processor:,.1f} per processor second, "
+        f"{run.kv_bytes / 2**20:,.1f} MiB"
+    )
 
 
 def plan_table(plan: Plan) -> Group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -74,3 +75,26 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def reset_peak() -> None:
+    """Let `peak_since_reset` count from the memory that this process has now."""
+    with suppress(OSError):  # not Linux, or not permitted
+        Path("/proc/self/clear_refs").write_text("5")
+    _resident[:] = [_status("VmRSS")]
+
+
+def peak_since_reset() -> int | None:
+    """Return the most bytes above those at `reset_peak`; None if the system does not tell."""
+    peak = _status("VmHWM")
+    return None if peak is None or _resident[0] is None else max(0, peak - _resident[0])
+
+
+_resident: list[int | None] = [None]
+
+
+def _status(name: str) -> int | None:
+    """Return a size of this process in bytes."""
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((int(x.split()[1]) << 10 for x in lines if x.startswith(f"{name}:")), None)

@@ -1,0 +1,344 @@
+"""One run of requests that decode together: what a process of `bench throughput` measures.
+
+The process loads the model, runs once to warm up, and then reads all prompts and decodes. Tokens
+are those of a text, whatever the model would write, so every cache does the same work. A static
+batch reads its prompts in parts, so that their activations need no more memory than the caches.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvloom
+from kvloom.errors import InputError
+from kvloom.hf import Together, can_step_together
+from kvloom.hf.continuous import ENGINE, TESTED
+from kvloom.kernels import compile_seconds
+from kvloom.paged import paged
+from kvloom.recipe import Recipe
+
+from ..eval.decoding import divergence
+from ..models import load_model
+from ..workload import clock
+from ..workload.machine import peak_since_reset, reset_peak
+from . import transformers_caches
+from .timing import problem
+
+PAGE = 128
+"""Tokens of a page in continuous batching."""
+KL_ROWS = 2  # requests whose distributions are compared with exact ones
+DYNAMIC = "DynamicCache"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one row of the table runs.
+
+    name: of the row. cache: a recipe, or the name of a cache of transformers. memory: bytes of all
+    caches. prompt, new: tokens of a request. predicted_bytes: of one request. part: requests whose
+    prompts are read at a time. ids: the text of each request, int64 [batch, prompt + new]. press:
+    whether kvpress evicts half of each prompt. blocks: of continuous batching; 0: a static batch.
+    """
+
+    name: str
+    cache: Recipe | str
+    memory: int
+    prompt: int
+    new: int
+    predicted_bytes: int
+    part: int
+    ids: Tensor
+    press: bool = False
+    blocks: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.prompt:,}+{self.new:,} tokens, {self.name}"
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        return len(self.ids)
+
+
+@dataclass
+class Figures:
+    """What one run measured; times are seconds of the wall clock and of the processor.
+
+    batch: requests. first_s: until a request's first token, median. prompt_s: of all but decode_s.
+    decode_s: of steps that only decode. decoded: tokens of these steps. kv_bytes: at the end.
+    peak_bytes: of the process, above those before the prompts. kl: from exact attention, in nats.
+    """
+
+    batch: int
+    first_s: float
+    prompt_s: tuple[float, float]
+    decode_s: tuple[float, float]
+    decoded: int
+    kv_bytes: int
+    peak_bytes: int | None = None
+    preemptions: int | None = None
+    kl: float | None = None
+
+
+def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> Figures | str:
+    """Return the figures of a job, or why there are none.
+
+    first: whether this is the first round. It measures the divergence and the bytes of a request,
+    and leaves out requests that do not fit after all.
+    """
+    torch.set_num_threads(threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = load_model(model_name, dtype)
+        kl = None
+        if first:
+            kl, nbytes = _trial(model, job)
+            if not job.blocks:
+                job = replace(job, ids=job.ids[: max(1, job.memory // nbytes)])
+        figures = _continuous(model, job) if job.blocks else _static(model, job)
+        figures.kl = kl
+    except Exception as error:
+        return problem(error)
+    return figures
+
+
+def in_process(job: Job, *settings: Any) -> Figures | str:
+    """Return what `measure` returns in a new process, whose memory is then that of the job."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, job, *settings), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        found: Figures | str = receiver.recv()
+        process.join(10)
+        return found
+    except EOFError:
+        process.join()
+        return (
+            f"its process ended with status {process.exitcode}; the system may have ended it for "
+            "its memory: give a smaller --memory"
+        )
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(sender: Any, *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that waits
+    sender.send(measure(*arguments))
+
+
+def _now() -> tuple[float, float]:
+    """Return seconds of the wall clock and of the processor, without compilation."""
+    return clock.seconds(), time.process_time() - compile_seconds()
+
+
+def _since(begin: tuple[float, float]) -> tuple[float, float]:
+    wall, processor = _now()
+    return wall - begin[0], processor - begin[1]
+
+
+# a static batch
+
+
+@torch.inference_mode()
+def _static(model: PreTrainedModel, job: Job) -> Figures:
+    warm_up = job.ids[: min(2, job.batch)]
+    cache, _ = _read_prompts(model, job, warm_up)
+    for _ in _decode(model, job, cache, warm_up[:, : job.prompt + 2]):
+        pass
+    del cache
+    reset_peak()
+    begin = _now()
+    cache, ready = _read_prompts(model, job, job.ids)
+    read = _since(begin)
+    for logits in _decode(model, job, cache, job.ids[:, :-1]):
+        logits.argmax(-1)
+    both = _since(begin)
+    decode = both[0] - read[0], both[1] - read[1]
+    first = median(wall - begin[0] for wall in ready)
+    decoded = job.batch * (job.new - 1)
+    nbytes, peak = _nbytes(cache), peak_since_reset()
+    return Figures(job.batch, first, read, decode, decoded, nbytes, peak)
+
+
+def _new_cache(model: PreTrainedModel, job: Job) -> Any:
+    if isinstance(job.cache, Recipe):
+        return kvloom.Cache(model, job.cache)
+    return transformers_caches.empty(job.cache, model.config)
+
+
+def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, list[float]]:
+    """Return a cache that holds the prompts of ids [B, N], and when each of them was read."""
+    caches: list[Any] = [_new_cache(model, job)]
+    joins = isinstance(caches[0], kvloom.Cache) and can_step_together(model, caches)
+    joins = joins or job.cache == DYNAMIC
+    ready: list[float] = []
+    for rows in ids[:, : job.prompt].split(job.part if joins else len(ids)):
+        if ready:
+            caches.append(_new_cache(model, job))
+        with _press(model) if job.press else nullcontext():
+            model(rows, past_key_values=caches[-1], logits_to_keep=1)
+        ready += [clock.seconds()] * len(rows)
+    return _joined(model, caches), ready
+
+
+def _joined(model: PreTrainedModel, caches: list[Any]) -> Any:
+    """Return one cache with the rows of several."""
+    if len(caches) == 1:
+        return caches[0]
+    if isinstance(caches[0], kvloom.Cache):
+        return Together(model, caches)
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for side in ("keys", "values"):
+            joined = torch.cat([getattr(layer, side) for layer in layers])
+            for layer in layers:
+                setattr(layer, side, None)  # so that its memory is free for the next layer
+            setattr(layers[0], side, joined)
+    return caches[0]
+
+
+@contextmanager
+def _press(model: PreTrainedModel) -> Iterator[None]:
+    """Let kvpress evict half of each prompt that the model reads in this context."""
+    from kvpress import SnapKVPress
+
+    with SnapKVPress(compression_ratio=0.5)(model):
+        yield
+
+
+def _decode(model: PreTrainedModel, job: Job, cache: Any, ids: Tensor) -> Iterator[Tensor]:
+    """Yield the logits [B, V] after each token of ids [B, N] that follows the prompt."""
+    for i in range(job.prompt, ids.shape[1]):
+        # the cache of a press has fewer tokens than were read
+        where = {"position_ids": torch.full((len(ids), 1), i)} if job.press else {}
+        yield model(ids[:, i : i + 1], past_key_values=cache, **where).logits[:, -1]
+
+
+def _nbytes(cache: Any) -> int:
+    if isinstance(cache, Together):
+        return sum(one.nbytes for one in cache.caches)
+    return cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
+
+
+@torch.inference_mode()
+def _trial(model: PreTrainedModel, job: Job) -> tuple[float, int]:
+    """Return the divergence from exact attention on the text, and the most bytes of a request."""
+    if job.blocks and isinstance(job.cache, Recipe):
+        job = replace(job, cache=paged(job.cache, PAGE, ENGINE, "page_size="))
+    ids, steps, nbytes = job.ids[:KL_ROWS, :-1], [], 0
+    cache, _ = _read_prompts(model, job, ids)
+    for logits in _decode(model, job, cache, ids):
+        steps.append(torch.log_softmax(logits.float(), -1))
+        nbytes = max(nbytes, _nbytes(cache))
+    means = []
+    for i, row in enumerate(ids):
+        exact = model(row[None], use_cache=False, logits_to_keep=len(steps)).logits.float()
+        ours = torch.stack([logp[i] for logp in steps])[None]
+        means.append(divergence(torch.log_softmax(exact, -1), ours).mean().item())
+    return sum(means) / len(means), -(-nbytes // len(ids))
+
+
+# continuous batching of transformers
+
+
+def _continuous(model: PreTrainedModel, job: Job) -> Figures:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    if transformers.__version__ not in TESTED:
+        raise InputError(f"measured with transformers {', '.join(TESTED)} alone")
+    pages = kvloom.continuous(model, job.cache) if isinstance(job.cache, Recipe) else nullcontext()
+    prompts = job.ids[:, : job.prompt].tolist()
+
+    def run(prompts: list[list[int]], new: int) -> Any:
+        return model.generate_batch(
+            prompts, record_timestamps=True,
+            generation_config=GenerationConfig(
+                max_new_tokens=new, do_sample=False, eos_token_id=-1
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE, num_blocks=job.blocks, safety_margin=0.0,
+                max_batch_tokens=max(job.prompt, job.batch),
+            ),
+        )  # fmt: skip
+
+    with pages:
+        run(prompts[:1], 2)
+        reset_peak()
+        with noted_steps() as steps:
+            begin, started = _now(), time.perf_counter()
+            found = run(prompts, job.new)
+            both = _since(begin)
+    if errors := [one.error for one in found.values() if one.error]:
+        raise InputError(errors[0])
+    first = median(one.timestamps[0] - started for one in found.values())
+    decode = steps.wall, steps.processor
+    prompt = both[0] - decode[0], both[1] - decode[1]
+    return Figures(
+        job.batch, first, prompt, decode, steps.tokens, steps.nbytes, peak_since_reset(),
+        steps.preemptions,
+    )  # fmt: skip
+
+
+@dataclass
+class Steps:
+    """The steps of continuous batching that only decode: their tokens and seconds.
+
+    nbytes: of all blocks. preemptions: how often a request lost its blocks and began again.
+    """
+
+    tokens: int = 0
+    wall: float = 0.0
+    processor: float = 0.0
+    nbytes: int = 0
+    preemptions: int = 0
+
+
+@contextmanager
+def noted_steps() -> Iterator[Steps]:
+    """Note the steps of managers that run in this context."""
+    from transformers.generation.continuous_batching import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.requests import RequestState
+
+    steps = Steps()
+    body = ContinuousBatchingManager._generation_loop_body
+    again = RequestState.create_equivalent_initial_request
+
+    def timed(manager: Any, processor: Any, bootstrapping: bool) -> bool:
+        begin = _now()
+        go_on: bool = body(manager, processor, bootstrapping)
+        io, blocks = processor.inputs_and_outputs, processor.cache.cache_allocators.values()
+        steps.nbytes = sum(x.num_blocks * x.bytes_per_block for x in blocks)
+        if go_on and io.num_q_tokens == len(io.requests_in_batch):
+            wall, processor_s = _since(begin)
+            steps.tokens += io.num_q_tokens
+            steps.wall += wall
+            steps.processor += processor_s
+        return go_on
+
+    def preempted(state: Any) -> Any:
+        steps.preemptions += 1
+        new = again(state)
+        new._timestamps = state._timestamps  # with that of the first token
+        return new
+
+    with (
+        patch.object(ContinuousBatchingManager, "_generation_loop_body", timed),
+        patch.object(RequestState, "create_equivalent_initial_request", preempted),
+    ):
+        yield steps

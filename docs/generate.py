@@ -25,6 +25,7 @@ DOCS = Path(__file__).parent
 PAGES = DOCS / "reference" / "command-line.md", DOCS / "internals" / "kernels.md"
 MARKED = re.compile(r"(<!-- (\w+) ([\w.]+) -->\n\n).*?(<!-- end -->)", re.DOTALL)
 Options = dict[str, tuple[str, str]]  # name: default and meaning
+ALONE = ("`throughput`",)
 
 
 def filled(text: str) -> str:
@@ -45,10 +46,18 @@ def coverage(_: str) -> str:
 
 
 def options(name: str) -> str:
-    """Return the options of a command, of a group of commands, or those of most commands."""
+    """Return the options of a command, of a group of commands, or those of most commands.
+
+    A command of `ALONE` has a table of its own, as "group.command".
+    """
     if name == "common":
         return _table(("Option", "Meaning"), [(n, meaning) for n, meaning in sorted(COMMON)])
-    found = COMMANDS[name]
+    group, _, alone = name.partition(".")
+    found = {
+        command: its
+        for command, its in COMMANDS[group].items()
+        if (command == f"`{alone}`" if alone else command not in ALONE)
+    }
     names = dict.fromkeys(option for command in found.values() for option in command)
     rows, others = [], []
     for option in names:
@@ -98,8 +107,8 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 COMMANDS = commands()
 COMMON = {
     (name, meaning)
-    for (name, meaning), times in Counter(
-        (name, one[1])
+    for (name, (_, meaning)), times in Counter(
+        (name, one)
         for group in COMMANDS.values()
         for command in group.values()
         for name, one in command.items()

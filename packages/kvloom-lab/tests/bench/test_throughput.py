@@ -114,7 +114,7 @@ def test_a_table_and_a_plot_of_several_sizes(model_folder, tmp_path):
     said = ("40 tokens and 6 new", "40 tokens and 9 new", DYNAMIC, "kivi", "KL")
     for word in said:
         assert word in found.stdout
-    assert "40+9 tokens, kivi: " in found.stderr
+    assert "kivi at 40+9 tokens: " in found.stderr
     assert b"<svg" in (tmp_path / "out.svg").read_bytes()
 
 
@@ -229,7 +229,7 @@ def test_finished_runs_stay_after_an_interrupt(model_folder, monkeypatch):
     )
     assert set(found) == {DYNAMIC, "full"}
     assert found["full"]["rounds"] == 1
-    assert data["environment"]["missing"] == ["70+6 tokens, kivi"]
+    assert data["environment"]["missing"] == ["kivi at 70+6 tokens"]
 
 
 def test_a_cache_that_fails_is_left_out(model_folder, monkeypatch):

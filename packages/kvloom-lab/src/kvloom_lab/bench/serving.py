@@ -1,6 +1,6 @@
 """One run of requests that decode together: what a process of `bench throughput` measures.
 
-The process loads the model, runs once to warm up, and then reads all prompts and decodes. Tokens
+The process loads the model, warms up, and then reads all prompts and decodes. Tokens
 are those of a text, whatever the model would write, so every cache does the same work. A static
 batch reads its prompts in parts, so that their activations need no more memory than the caches.
 """
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from importlib import import_module
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -65,7 +66,7 @@ class Job:
     blocks: int = 0
 
     def __str__(self) -> str:
-        return f"{self.prompt:,}+{self.new:,} tokens, {self.name}"
+        return f"{self.name} at {self.prompt:,}+{self.new:,} tokens"
 
     @property
     def batch(self) -> int:
@@ -109,6 +110,8 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
             kl, nbytes = _trial(model, job)
             if not job.blocks:
                 job = replace(job, ids=job.ids[: max(1, job.memory // nbytes)])
+        elif not job.blocks:
+            _warm_up(model, job)
         figures = _continuous(model, job) if job.blocks else _static(model, job)
         figures.kl = kl
     except Exception as error:
@@ -158,11 +161,6 @@ def _since(begin: tuple[float, float]) -> tuple[float, float]:
 
 @torch.inference_mode()
 def _static(model: PreTrainedModel, job: Job) -> Figures:
-    warm_up = job.ids[: min(2, job.batch)]
-    cache, _ = _read_prompts(model, job, warm_up)
-    for _ in _decode(model, job, cache, warm_up[:, : job.prompt + 2]):
-        pass
-    del cache
     reset_peak()
     begin = _now()
     cache, ready = _read_prompts(model, job, job.ids)
@@ -175,6 +173,14 @@ def _static(model: PreTrainedModel, job: Job) -> Figures:
     decoded = job.batch * (job.new - 1)
     nbytes, peak = _nbytes(cache), peak_since_reset()
     return Figures(job.batch, first, read, decode, decoded, nbytes, peak)
+
+
+@torch.inference_mode()
+def _warm_up(model: PreTrainedModel, job: Job) -> None:
+    ids = job.ids[:1, : job.prompt + 2]
+    cache, _ = _read_prompts(model, job, ids)
+    for _ in _decode(model, job, cache, ids):
+        pass
 
 
 def _new_cache(model: PreTrainedModel, job: Job) -> Any:
@@ -216,9 +222,7 @@ def _joined(model: PreTrainedModel, caches: list[Any]) -> Any:
 @contextmanager
 def _press(model: PreTrainedModel) -> Iterator[None]:
     """Let kvpress evict half of each prompt that the model reads in this context."""
-    from kvpress import SnapKVPress
-
-    with SnapKVPress(compression_ratio=0.5)(model):
+    with import_module("kvpress").SnapKVPress(compression_ratio=0.5)(model):
         yield
 
 

@@ -16,7 +16,7 @@ import tiny
 from kvloom.recipe import resolve
 from kvloom_lab.bench import serving
 from kvloom_lab.bench import throughput as throughput_module
-from kvloom_lab.bench.serving import DYNAMIC, Figures, Job
+from kvloom_lab.bench.serving import DYNAMIC, Job, RunFigures
 from kvloom_lab.bench.throughput import ThroughputRow, make_rows
 from kvloom_lab.cli.app import app
 
@@ -250,7 +250,7 @@ def test_a_cache_that_fails_is_left_out(model_folder, monkeypatch):
 
 def test_rates_are_medians_of_rounds():
     one = replace(job(), name=DYNAMIC)
-    runs = [(one, Figures(3, 1.0, (2.0, 1.0), (s, s / 2), 60, 10)) for s in (1.0, 4.0, 2.0)]
+    runs = [(one, RunFigures(3, 1.0, (2.0, 1.0), (s, s / 2), 60, 10)) for s in (1.0, 4.0, 2.0)]
     (row,) = make_rows([one], runs)
     assert (row.tokens_s.low, row.tokens_s.best, row.tokens_s.high) == (15, 30, 60)
     assert row.processor_tokens_s.best == 60

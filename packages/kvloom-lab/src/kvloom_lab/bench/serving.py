@@ -24,9 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvloom
-from kvloom.errors import InputError
 from kvloom.hf import Together, can_step_together
-from kvloom.hf.continuous import ENGINE, TESTED
 from kvloom.kernels import compile_seconds
 from kvloom.paged import paged
 from kvloom.recipe import Recipe
@@ -75,7 +73,7 @@ class Job:
 
 
 @dataclass
-class Figures:
+class RunFigures:
     """What one run measured; times are seconds of the wall clock and of the processor.
 
     batch: requests. first_s: until a request's first token, median. prompt_s: of all but decode_s.
@@ -94,7 +92,12 @@ class Figures:
     kl: float | None = None
 
 
-def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> Figures | str:
+def as_paged(recipe: Recipe) -> Recipe:
+    """Return the recipe whose cache packs the tokens that pages pack; raises if pages cannot."""
+    return paged(recipe, PAGE, "continuous batching", "page_size=")
+
+
+def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> RunFigures | str:
     """Return the figures of a job, or why there are none.
 
     first: whether this is the first round. It measures the divergence and the bytes of a request,
@@ -105,6 +108,7 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
     transformers.utils.logging.disable_progress_bar()
     try:
         model = load_model(model_name, dtype)
+        job = replace(job, ids=job.ids.to(model.device))
         kl = None
         if first:
             kl, nbytes = _trial(model, job)
@@ -119,7 +123,7 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
     return figures
 
 
-def in_process(job: Job, *settings: Any) -> Figures | str:
+def in_process(job: Job, *settings: Any) -> RunFigures | str:
     """Return what `measure` returns in a new process, whose memory is then that of the job."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -127,7 +131,7 @@ def in_process(job: Job, *settings: Any) -> Figures | str:
     process.start()
     sender.close()
     try:
-        found: Figures | str = receiver.recv()
+        found: RunFigures | str = receiver.recv()
         process.join(10)
         return found
     except EOFError:
@@ -146,13 +150,13 @@ def _send(sender: Any, *arguments: Any) -> None:
     sender.send(measure(*arguments))
 
 
-def _now() -> tuple[float, float]:
+def _now(job: Job) -> tuple[float, float]:
     """Return seconds of the wall clock and of the processor, without compilation."""
-    return clock.seconds(), time.process_time() - compile_seconds()
+    return clock.seconds(job.ids.device), time.process_time() - compile_seconds()
 
 
-def _since(begin: tuple[float, float]) -> tuple[float, float]:
-    wall, processor = _now()
+def _since(begin: tuple[float, float], job: Job) -> tuple[float, float]:
+    wall, processor = _now(job)
     return wall - begin[0], processor - begin[1]
 
 
@@ -160,19 +164,19 @@ def _since(begin: tuple[float, float]) -> tuple[float, float]:
 
 
 @torch.inference_mode()
-def _static(model: PreTrainedModel, job: Job) -> Figures:
+def _static(model: PreTrainedModel, job: Job) -> RunFigures:
     reset_peak()
-    begin = _now()
+    begin = _now(job)
     cache, ready = _read_prompts(model, job, job.ids)
-    read = _since(begin)
+    read = _since(begin, job)
     for logits in _decode(model, job, cache, job.ids[:, :-1]):
         logits.argmax(-1)
-    both = _since(begin)
+    both = _since(begin, job)
     decode = both[0] - read[0], both[1] - read[1]
     first = median(wall - begin[0] for wall in ready)
     decoded = job.batch * (job.new - 1)
     nbytes, peak = _nbytes(cache), peak_since_reset()
-    return Figures(job.batch, first, read, decode, decoded, nbytes, peak)
+    return RunFigures(job.batch, first, read, decode, decoded, nbytes, peak)
 
 
 @torch.inference_mode()
@@ -200,7 +204,7 @@ def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, l
             caches.append(_new_cache(model, job))
         with _press(model) if job.press else nullcontext():
             model(rows, past_key_values=caches[-1], logits_to_keep=1)
-        ready += [clock.seconds()] * len(rows)
+        ready += [clock.seconds(ids.device)] * len(rows)
     return _joined(model, caches), ready
 
 
@@ -230,7 +234,7 @@ def _decode(model: PreTrainedModel, job: Job, cache: Any, ids: Tensor) -> Iterat
     """Yield the logits [B, V] after each token of ids [B, N] that follows the prompt."""
     for i in range(job.prompt, ids.shape[1]):
         # the cache of a press has fewer tokens than were read
-        where = {"position_ids": torch.full((len(ids), 1), i)} if job.press else {}
+        where = {"position_ids": ids.new_full((len(ids), 1), i)} if job.press else {}
         yield model(ids[:, i : i + 1], past_key_values=cache, **where).logits[:, -1]
 
 
@@ -244,7 +248,7 @@ def _nbytes(cache: Any) -> int:
 def _trial(model: PreTrainedModel, job: Job) -> tuple[float, int]:
     """Return the divergence from exact attention on the text, and the most bytes of a request."""
     if job.blocks and isinstance(job.cache, Recipe):
-        job = replace(job, cache=paged(job.cache, PAGE, ENGINE, "page_size="))
+        job = replace(job, cache=as_paged(job.cache))
     ids, steps, nbytes = job.ids[:KL_ROWS, :-1], [], 0
     cache, _ = _read_prompts(model, job, ids)
     for logits in _decode(model, job, cache, ids):
@@ -261,11 +265,9 @@ def _trial(model: PreTrainedModel, job: Job) -> tuple[float, int]:
 # continuous batching of transformers
 
 
-def _continuous(model: PreTrainedModel, job: Job) -> Figures:
+def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    if transformers.__version__ not in TESTED:
-        raise InputError(f"measured with transformers {', '.join(TESTED)} alone")
     pages = kvloom.continuous(model, job.cache) if isinstance(job.cache, Recipe) else nullcontext()
     prompts = job.ids[:, : job.prompt].tolist()
 
@@ -284,16 +286,16 @@ def _continuous(model: PreTrainedModel, job: Job) -> Figures:
     with pages:
         run(prompts[:1], 2)
         reset_peak()
-        with noted_steps() as steps:
-            begin, started = _now(), time.perf_counter()
+        with noted_steps(job) as steps:
+            begin, started = _now(job), time.perf_counter()
             found = run(prompts, job.new)
-            both = _since(begin)
+            both = _since(begin, job)
     if errors := [one.error for one in found.values() if one.error]:
-        raise InputError(errors[0])
+        raise RuntimeError(errors[0])
     first = median(one.timestamps[0] - started for one in found.values())
     decode = steps.wall, steps.processor
     prompt = both[0] - decode[0], both[1] - decode[1]
-    return Figures(
+    return RunFigures(
         job.batch, first, prompt, decode, steps.tokens, steps.nbytes, peak_since_reset(),
         steps.preemptions,
     )  # fmt: skip
@@ -314,7 +316,7 @@ class Steps:
 
 
 @contextmanager
-def noted_steps() -> Iterator[Steps]:
+def noted_steps(job: Job) -> Iterator[Steps]:
     """Note the steps of managers that run in this context."""
     from transformers.generation.continuous_batching import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import RequestState
@@ -324,12 +326,12 @@ def noted_steps() -> Iterator[Steps]:
     again = RequestState.create_equivalent_initial_request
 
     def timed(manager: Any, processor: Any, bootstrapping: bool) -> bool:
-        begin = _now()
+        begin = _now(job)
         go_on: bool = body(manager, processor, bootstrapping)
         io, blocks = processor.inputs_and_outputs, processor.cache.cache_allocators.values()
         steps.nbytes = sum(x.num_blocks * x.bytes_per_block for x in blocks)
         if go_on and io.num_q_tokens == len(io.requests_in_batch):
-            wall, processor_s = _since(begin)
+            wall, processor_s = _since(begin, job)
             steps.tokens += io.num_q_tokens
             steps.wall += wall
             steps.processor += processor_s

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvloom.errors import IncompatibleRecipe, InputError
-from kvloom.paged import paged
 from kvloom.progress import Progress
 from kvloom.recipe import Recipe, resolve
 
@@ -28,7 +27,7 @@ from ..planner.step import CacheBytes
 from ..planner.units import Range, show_bytes
 from ..workload.text import cut_rows, leading_ids, library_text, tokenize
 from . import serving, transformers_caches
-from .serving import DYNAMIC, ENGINE, PAGE, Figures, Job
+from .serving import DYNAMIC, PAGE, Job, RunFigures, as_paged
 from .timing import problem
 
 PEERS = (*transformers_caches.NAMES, "kvpress", "continuous")
@@ -214,7 +213,7 @@ def _continuous_jobs(r: Requests, recipes: Sequence[Recipe]) -> Iterator[Job | T
     packed = []
     for recipe in recipes:
         try:
-            pages = paged(recipe, PAGE, ENGINE, "page_size=")
+            pages = as_paged(recipe)
         except (IncompatibleRecipe, ValueError):  # other recipes are named by kvloom.continuous
             continue
         packed.append(r.job(f"continuous {recipe.name}", recipe, r.recipe_nbytes(pages),
@@ -225,7 +224,7 @@ def _continuous_jobs(r: Requests, recipes: Sequence[Recipe]) -> Iterator[Job | T
     yield from packed
 
 
-Measured = tuple[Job, Figures | str]
+Measured = tuple[Job, RunFigures | str]
 """A run of a job, or why it failed."""
 
 
@@ -243,7 +242,7 @@ def measure(
             if name in fitting:
                 job = fitting.pop(name)
                 run = serving.in_process(job, *settings, i == 0)
-                if isinstance(run, Figures):
+                if isinstance(run, RunFigures):
                     fitting[name] = replace(job, ids=job.ids[: run.batch])
                 yield job, run
             on_step("", 1)
@@ -253,7 +252,7 @@ def make_rows(
     planned: Sequence[Job | ThroughputRow], measured: Iterable[Measured]
 ) -> list[ThroughputRow]:
     """Return a row for each job that was measured or cannot be."""
-    runs: dict[str, list[Figures | str]] = {}
+    runs: dict[str, list[RunFigures | str]] = {}
     for job, run in measured:
         runs.setdefault(str(job), []).append(run)
     rows = []
@@ -274,10 +273,10 @@ def make_rows(
     return rows
 
 
-def _row(job: Job, runs: Sequence[Figures | str]) -> ThroughputRow:
+def _row(job: Job, runs: Sequence[RunFigures | str]) -> ThroughputRow:
     row = ThroughputRow(job.name, job.prompt, job.new, job.batch, job.predicted_bytes)
     row.problem = next((run for run in runs if isinstance(run, str)), None)
-    done = [run for run in runs if isinstance(run, Figures)]
+    done = [run for run in runs if isinstance(run, RunFigures)]
     if not done or row.problem:
         return row
     row.rounds, row.batch = len(done), done[-1].batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -264,8 +265,12 @@ def throughput(
             "memory": nbytes,
             "rounds": rounds,
         }
-        began = {str(job) for job, _ in measured}
-        missing = [str(job) for job in to_run if str(job) not in began]
+        done = Counter(str(job) for job, _ in measured)
+        missing = [
+            f"{job} after round {done[str(job)]}" if done[str(job)] else str(job)
+            for job in to_run
+            if early_end is not None and done[str(job)] < rounds
+        ]
         if missing:
             environment["missing"] = missing
         if plot and measured:

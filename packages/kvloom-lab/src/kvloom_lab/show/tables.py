@@ -319,7 +319,7 @@ def throughput_table(rows: Sequence[ThroughputRow], environment: dict[str, Any])
     """Return a table of the rows, by size of requests; rich can print it."""
     from ..planner.units import show_bytes
 
-    memory, rounds = show_bytes(environment["memory"]), environment["rounds"]
+    memory, rounds = show_bytes(environment["memory"]), max(row.rounds for row in rows)
     title = (
         f"{environment['model']} ({environment['dtype']}), {memory} of caches; "
         f"{_device_text(environment)}"
@@ -339,10 +339,10 @@ def throughput_table(rows: Sequence[ThroughputRow], environment: dict[str, Any])
     if "missing" in environment:
         notes.append(Text(f"not measured: {', '.join(environment['missing'])}", "yellow"))
     caption = (
-        f"Medians of {rounds} rounds. tok/s: output tokens while all requests decode; processor: "
-        "the same per second of processor time, which DynamicCache / it compares; with prompts: "
-        "per second of processor time, everything included. peak: the most memory of the process "
-        "above the model's. KL: nats from exact attention."
+        f"Medians of up to {rounds} rounds. tok/s: output tokens while all requests decode; "
+        "processor: the same per second of processor time, which DynamicCache / it compares; with "
+        "prompts: per second of processor time, everything included. peak: the most memory of the "
+        "process above the model's. KL: nats from exact attention."
     )
     return Group(table, *notes, Text(caption, "dim"))
 
@@ -377,7 +377,7 @@ def throughput_line(measured: Measured) -> str:
         return f"{job}: {run}"
     wall, processor = (run.decoded / s if s > 0 else 0 for s in run.decode_s)
     return (
-        f"{job}: {job.batch} requests, {wall:,.1f} tok/s, {processor:,.1f} per processor second, "
+        f"{job}: {run.batch} requests, {wall:,.1f} tok/s, {processor:,.1f} per processor second, "
         f"{run.kv_bytes / 2**20:,.1f} MiB"
     )
 

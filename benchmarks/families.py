@@ -41,6 +41,19 @@ CONFIGS = {
         hidden_size=3840, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=8,
         head_dim=256, sliding_window=1024, max_position_embeddings=131072, dtype="bfloat16",
     ),
+    "MiMo-V2-Flash": tf.MiMoV2FlashConfig(dtype="bfloat16"),
+    "Gemma-3n-E4B": tf.Gemma3nTextConfig(dtype="bfloat16"),
+    "Qwen3-Next-80B": tf.Qwen3NextConfig(max_position_embeddings=262144, dtype="bfloat16"),
+    "Qwen3-VL-8B": tf.Qwen3VLConfig(
+        text_config={
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "max_position_embeddings": 262144,
+        },
+        dtype="bfloat16",
+    ),
+    "SmolLM3-3B": tf.SmolLM3Config(max_position_embeddings=65536, dtype="bfloat16"),
+    "Llama-4-Scout": tf.Llama4TextConfig(max_position_embeddings=131072, dtype="bfloat16"),
 }  # fmt: skip
 """One config of each family; what is not given is transformers' default for the architecture."""
 

@@ -2,7 +2,9 @@
 
 import torch
 import transformers as tf
+import zoo
 
+from kvloom_lab.models import model_class
 from kvloom_lab.planner import read_model
 
 _SIZES = {
@@ -40,15 +42,47 @@ CONFIGS = {
     "bloom": lambda: tf.BloomConfig(**_OLD, n_layer=3, n_head=4),
 }  # fmt: skip
 
+_ZOO = zoo.CONFIGS | zoo.HYBRIDS | zoo.WITHOUT_ROPE | zoo.WITH_IMAGES
+_OF_ZOO = (
+    "gpt-oss", "gemma4-shared", "deepseek-v3", "qwen3-next", "smollm3", "llama4", "paligemma",
+    "qwen2-vl",
+)  # fmt: skip
+FAMILIES = CONFIGS | {name: _ZOO[name] for name in _OF_ZOO} | {
+    "mllama": lambda: tf.MllamaConfig(
+        text_config={
+            **_GQA, "model_type": "mllama_text_model", "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        vision_config={
+            "hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "image_size": 32,
+            "attention_heads": 2, "patch_size": 16, "intermediate_layers_indices": [0],
+            "vision_output_dim": 64,
+        },
+    ),
+    "mimo": lambda: tf.MiMoV2FlashConfig(
+        **{**_GQA, "num_key_value_heads": 1}, v_head_dim=32, sliding_window=24,
+        moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    ),
+    "kimi-linear": lambda: tf.KimiLinearConfig(
+        **_SIZES, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        v_head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        linear_head_dim=16, layer_types=["linear_attention", "full_attention", "linear_attention"],
+    ),
+}  # fmt: skip
+"""Also of attention sinks, shared and unequal layers, latents, states, layers without rotary
+embedding, and images."""
+
 
 def built(name: str):
     """A small model with random weights."""
-    return tf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    config = FAMILIES[name]()
+    return model_class(config).from_config(config, dtype=torch.float32).eval()
 
 
 def facts(name: str, **changes):
     """What the planner reads of its config."""
-    config = CONFIGS[name]()
+    config = FAMILIES[name]()
     config.dtype = torch.float32
     for key, value in changes.items():
         setattr(config, key, value)

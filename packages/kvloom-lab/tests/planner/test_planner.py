@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planned_models import CONFIGS, built, facts
+from planned_models import CONFIGS, FAMILIES, built, facts
 
 import kvloom
 import probe
@@ -24,7 +24,7 @@ RECIPE_SPECS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_real_cache_has_the_planned_bytes(name):
     """In layers that kvloom caches, after a prompt; in others, after one more token."""
     model, found = built(name), facts(name)
@@ -152,6 +152,11 @@ def test_less_memory_than_the_weights_need(llama):
 def test_a_context_beyond_the_positions_is_warned_of(llama):
     (warning,) = plan(llama, ["full"], context=200000).warnings
     assert "200,000 tokens exceeds the 131,072 positions" in warning
+
+
+def test_layers_of_images_alone_are_warned_of():
+    (warning,) = plan(FAMILIES["mllama"](), ["full"], context=64).warnings[-1:]
+    assert "They store 0.25 KiB for each token of an image" in warning  # 2 x 2 heads x 16 x 4 bytes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as tf
+import zoo
 from planned_models import CONFIGS, built, facts
 
 from kvloom.errors import UnsupportedModel
@@ -25,6 +26,26 @@ def test_a_tied_matrix_is_read_once_and_an_embedding_by_row(llama):
     assert untied.nbytes - untied.read == embedding
     assert tied.nbytes == tied.read == untied.read
     assert tied.flops(4) == 2 * 4 * tied.parameters
+
+
+@pytest.mark.parametrize("name", ["paligemma", "qwen2-vl"])
+def test_encoders_of_images_are_weights_that_no_step_reads(name):
+    model, weights = built(name), facts(name).weights
+    assert weights.nbytes == sum(p.nbytes for p in model.parameters())
+    text = sum(p.nbytes for p in model.get_decoder().parameters())
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    read_twice = 0 if output is embedding else output.nbytes - embedding.nbytes
+    assert weights.read == text + read_twice
+
+
+def test_encoders_within_a_decoder_are_not_read():
+    model = built("llama-gqa")
+    encoder = tf.SiglipVisionModel(zoo.WITH_IMAGES["gemma3"]().vision_config)
+    before = count_weights(model)
+    model.model.encoder = encoder
+    after = count_weights(model)
+    assert after.read == before.read
+    assert after.nbytes == before.nbytes + sum(p.nbytes for p in encoder.parameters())
 
 
 def test_experts_are_read_by_some_tokens():

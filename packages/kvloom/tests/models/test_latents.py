@@ -12,6 +12,7 @@ import zoo
 from torch import nn
 
 import kvloom
+import probe
 from kvloom.errors import IncompatibleRecipe, UnsupportedModel
 from kvloom.hf.compat import geometry
 from kvloom.kernels import dispatch
@@ -109,6 +110,22 @@ def test_the_score_is_the_attention_of_all_heads(model):
         best = mass[:-8].topk(16).indices
         want = sorted([*best.tolist(), *range(53, 61)])
         assert sorted(layer.cache.logical()[0, 0].tolist()) == want
+
+
+@pytest.mark.parametrize("recipe", ["topk:tokens=24", "quest:tokens=24,page=1"])
+def test_a_step_recalls_the_tokens_with_the_largest_logits(model, recipe):
+    """In the first layer, whose input is that of transformers; a page of one token is its key."""
+    batch = zoo.batch(1, 61, (0,))
+    cache = filled(model, f"{recipe},sinks=2,recent=4,full_layers=0")
+    probe.observe(cache)
+    model(torch.tensor([[5]]), past_key_values=cache)
+    found = probe.recalled(probe.layers(cache)[0])[0, 0] + 2  # the sinks are stored apart
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    ids = torch.cat([batch["input_ids"], torch.tensor([[5]])], dim=1)
+    weights = eager(ids, output_attentions=True).attentions[0]
+    logits = weights[0, :, -1, 2:57].log().mean(dim=0)  # but those of sinks and recent tokens
+    assert sorted(found.tolist()) == sorted((logits.topk(len(found)).indices + 2).tolist())
 
 
 @pytest.mark.parametrize("tokens", [9, 61, 200])

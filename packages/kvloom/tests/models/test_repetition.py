@@ -7,6 +7,7 @@ import inspect
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -304,8 +305,35 @@ def test_an_image_is_repeated_as_the_decoder_has_read_it(name):
 
 
 @by_reference
+def test_what_layers_add_to_an_image_follows_its_tokens():
+    """In Qwen3-VL; the rows differ in padding, and a chunk ends within an image."""
+    model, calls = zoo.build_with_images("qwen3-vl"), []
+    note = lambda *call: calls.append(call[2])  # noqa: E731
+    compat.decoder(model).register_forward_pre_hook(note, with_kwargs=True)
+    rows = [zoo.image_prompt(model, before, 17, before) for before in (20, 11)]
+    batch = {}
+    for name, long in rows[0].items():
+        short = rows[1][name]
+        batch[name] = torch.cat([long, F.pad(short, (long.shape[1] - short.shape[1], 0))])
+    prefilled(model, "kvzip:tokens=24,recent=4,chunk=22,instruction=5 6 7", **batch)
+
+    def added(call):
+        """Pairs of a token of an image and what layers add to it, each by its sum."""
+        mask = call["visual_pos_masks"]
+        features = torch.stack(call["deepstack_visual_embeds"], dim=1)
+        tokens = call["inputs_embeds"][mask]
+        return {(x.sum().item(), y.sum().item()) for x, y in zip(tokens, features, strict=True)}
+
+    first, *chunks = map(added, calls)
+    assert len(first) == 2 * zoo.IMAGE_TOKENS
+    assert len(chunks) == 2
+    assert 0 < len(chunks[0]) < len(first)
+    assert chunks[0] | chunks[1] == first
+
+
+@by_reference
 def test_what_a_decoder_reads_beside_embeddings_is_refused_by_name(monkeypatch):
-    """As the features that Qwen3-VL adds to the tokens of an image in its first layers."""
+    """As the states of images that Mllama's layers attend to."""
     model = zoo.build("llama-gqa")
     forward = type(model.model).forward
     monkeypatch.setattr(

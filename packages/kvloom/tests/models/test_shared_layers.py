@@ -100,11 +100,14 @@ def test_a_saved_cache_continues(model, tmp_path):
     assert torch.equal(got, want)
 
 
-def test_a_draft_that_evicts_token_by_token_is_refused_by_name(model):
-    assistant, cache = zoo.build("llama-gqa"), kvloom.Cache(model, "h2o:tokens=24")
-    batch = zoo.batch(1, 40, (0,))
-    with pytest.raises(CacheMisuse, match="other layers share its keys and values, and a draft"):
-        model.generate(
-            **batch, assistant_model=assistant, past_key_values=cache, max_new_tokens=8,
-            do_sample=False,
-        )  # fmt: skip
+@pytest.mark.parametrize("recipe", ["full", "near-lossless:group=16,residual=16", "h2o:tokens=24"])
+def test_a_draft_that_is_read_token_by_token_is_refused_by_name(model, recipe):
+    assistant, cache = zoo.build("llama-gqa"), kvloom.Cache(model, recipe)
+    options = {**zoo.batch(1, 40, (0,)), "max_new_tokens": 8, "do_sample": False}
+    if recipe == "full":
+        want = model.generate(**options)
+        got = model.generate(**options, assistant_model=assistant, past_key_values=cache)
+        assert torch.equal(got, want)
+        return
+    with pytest.raises(CacheMisuse, match=r"other layers share .* use no draft, or recipe full"):
+        model.generate(**options, assistant_model=assistant, past_key_values=cache)

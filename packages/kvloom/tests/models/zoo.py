@@ -205,9 +205,24 @@ WITH_IMAGES = {
         image_token_id=IMAGE_TOKEN, vision_start_token_id=191, vision_end_token_id=192,
         video_token_id=193,
     ),
+    "qwen3-vl": lambda: tf.Qwen3VLConfig(
+        text_config={
+            **_GQA,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]
+            },
+        },
+        vision_config={
+            "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "num_heads": 2, "patch_size": 16,
+            "intermediate_size": 48, "deepstack_visual_indexes": [0, 1],
+            "num_position_embeddings": 16,
+        },
+        image_token_id=IMAGE_TOKEN, vision_start_token_id=191, vision_end_token_id=192,
+        video_token_id=193,
+    ),
 }  # fmt: skip
-"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal, and
-causal with positions on three axes."""
+"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal,
+causal with positions on three axes, and with images that layers read, too."""
 
 
 def build_with_images(name: str) -> tf.PreTrainedModel:
@@ -229,7 +244,7 @@ def image_prompt(model: tf.PreTrainedModel, before: int, after: int, seed: int =
     ids = torch.cat([text[:, :before], image, text[:, before:]], dim=1)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     inputs["pixel_values"] = torch.randn(1, 3, 32, 32, generator=generator)
-    if model.config.model_type == "qwen2_vl":
+    if model.config.model_type in ("qwen2_vl", "qwen3_vl"):
         inputs["pixel_values"] = torch.randn(16, 2 * 3 * 16 * 16, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([[1, 4, 4]])
         inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).long()

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
@@ -70,7 +72,8 @@ def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     else:
         folder = located(name)
         with _loading(name):
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype or "auto")
+            loader = model_class(AutoConfig.from_pretrained(folder))
+            model = loader.from_pretrained(folder, dtype=torch_dtype or "auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -78,9 +81,17 @@ def model_without_weights(config: PreTrainedConfig, dtype: str = "auto") -> PreT
     """Return a model on torch's meta device, which allocates nothing; dtype as for `load`."""
     torch_dtype = _torch_dtype(dtype)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, **({} if torch_dtype is None else {"dtype": torch_dtype})
-        ).eval()
+        return (
+            model_class(config)
+            .from_config(config, **({} if torch_dtype is None else {"dtype": torch_dtype}))
+            .eval()
+        )
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class that builds a model: causal, or else of images and text."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def max_positions(model: PreTrainedModel | PreTrainedConfig) -> int | None:

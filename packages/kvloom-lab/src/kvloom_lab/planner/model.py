@@ -35,6 +35,7 @@ from ..models import REFERENCE, WEIGHTS, located, max_positions, model_without_w
 from .weights import Weights, count_weights
 
 _NAME = "kvloom_planner"
+_CROSS = "cross_attention"  # which stores images alone
 _TOKENS = 256  # activations are proportional to the tokens
 
 
@@ -113,7 +114,8 @@ class ModelFacts:
     states of each layer with some, such as linear attention, batch 1. working: bytes
     of activations per token of a prompt, at the widest place of a forward pass; None where they
     cannot be traced. layers: all decoder layers. dtype_stated: whether the config states the dtype
-    of the weights; if not, float32 is counted.
+    of the weights; if not, float32 is counted. image_token: bytes of a token of an image in layers
+    that attend to nothing else (Mllama), batch 1.
     """
 
     name: str
@@ -125,6 +127,7 @@ class ModelFacts:
     layers: int
     positions: int | None
     dtype_stated: bool
+    image_token: int = 0
 
 
 def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
@@ -142,16 +145,18 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     kinds = stock_kinds(supported_model(meta_model))
     states = state_nbytes(meta_model)
     _refuse_other_layers(meta_model, kinds, states is not None)
+    shape = geometry(meta_model)
     return ModelFacts(
         name,
         type(meta_model).__name__,
-        geometry(meta_model),
+        shape,
         tuple(filter(None, states or ())),
         count_weights(meta_model),
         working_bytes(meta_model),
         len(kinds),
         max_positions(meta_model),
         stated,
+        kinds.count(_CROSS) * shape.layer_token_nbytes(),
     )
 
 
@@ -201,7 +206,8 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
 
 def _refuse_other_layers(model: Any, kinds: list[str], counts_states: bool) -> None:
     """Raise `UnsupportedModel` for layers whose bytes are not known."""
-    counted = ["full_attention", "sliding_attention", "DummyLayer"]  # which stores nothing
+    counted = ["full_attention", "sliding_attention", _CROSS]
+    counted.append("DummyLayer")  # which stores nothing
     if counts_states:
         counted.append("LinearAttentionLayer")
     others = sorted({kind for kind in kinds if kind not in counted})

@@ -308,6 +308,11 @@ def plan_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[str]:
             f"The activations of a prompt cannot be traced for {facts.architecture}: limits count "
             "weights and cache alone."
         )
+    if facts.image_token:
+        warnings.append(
+            f"Some layers of {facts.architecture} attend to images alone. They store "
+            f"{facts.image_token / 1024:,.2f} KiB for each token of an image, and are not counted."
+        )
     for reason in dict.fromkeys(row.no_times for row in rows if row.no_times):
         names = ", ".join(row.recipe for row in rows if row.no_times == reason)
         warnings.append(f"No times for {names}: {reason}.")

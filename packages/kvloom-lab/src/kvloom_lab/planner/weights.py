@@ -169,7 +169,9 @@ def count_weights(model: PreTrainedModel) -> Weights:
     output = model.get_output_embeddings()
     kept = set() if output is None else {id(p) for p in output.parameters()}
     for module in decoder.modules():
-        if isinstance(module, nn.Embedding):  # a step reads one row of it for a token
+        if _encodes(module):
+            read -= {id(p) for p in module.parameters()}
+        elif isinstance(module, nn.Embedding):  # a step reads one row of it for a token
             read -= {id(p) for p in module.parameters()} - kept
     read |= kept
     whole = {
@@ -186,7 +188,8 @@ def count_weights(model: PreTrainedModel) -> Weights:
         total += nbytes
         if id(weight) not in read:
             continue
-        if weight.dim() > 2 and not (".experts." in name or id(weight) in whole):
+        vector = weight.numel() == max(weight.shape, default=1)
+        if weight.dim() > 2 and not vector and not (".experts." in name or id(weight) in whole):
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be planned: it is not known here which part of "
                 f"{name!r} a token reads"
@@ -213,6 +216,11 @@ def count_weights(model: PreTrainedModel) -> Weights:
 def _reads_all(module: nn.Module) -> bool:
     """Return whether a token reads all of a module's weights, whatever their shapes."""
     return isinstance(module, nn.Conv1d) or type(module).__name__.endswith("MambaMixer")
+
+
+def _encodes(module: nn.Module) -> bool:
+    """Return whether a module encodes images or sound, which no decode step does."""
+    return isinstance(module, PreTrainedModel) and "text" not in module.input_modalities
 
 
 def _routing(model: PreTrainedModel) -> tuple[int, int]:

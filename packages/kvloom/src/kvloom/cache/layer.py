@@ -242,9 +242,9 @@ class LayerCache:
             if self._state.recording and self._verification.applies(self._state):
                 if leave_open:
                     raise CacheMisuse(
-                        f"{self.name}: other layers share its keys and values, and a draft that "
-                        "this recipe evicts from takes steps token by token; use no assistant, or "
-                        "a recipe that does not evict while decoding"
+                        f"{self.name}: other layers share its keys and values, and a recipe that "
+                        "packs, evicts or recalls reads a draft token by token; use no draft, or "
+                        "recipe full"
                     )
                 return self._verification.attend(self._state, step, self.mutable)
             if self._verification.steps:

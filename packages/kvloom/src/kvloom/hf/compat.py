@@ -40,6 +40,8 @@ _DISTANCE = "its attention adds a learned bias for the distance of two tokens"
 _REFUSED = {
     "cpmant": _DISTANCE,
     "doge": "its attention adds a bias from a token's value, and hides the tokens of small biases",
+    "git": "its attention does not go through transformers' attention interface",
+    "kosmos_2_text_model": "it makes masks of its own, which kvloom does not compute",
     "musicgen_decoder": _SOUND,
     "musicgen_melody_decoder": _SOUND,
     "openai-gpt": "it has no KV cache",
@@ -59,6 +61,9 @@ _BIASED = ("inkling_text", "inkling2_text")
 
 _OWN_CACHES = ("minimax",)
 """Models that refuse caches of other classes than their own where `use_cache` is true."""
+
+_DOUBLED_IN_WINDOWS = ("mimo_v2_flash",)
+"""Models whose layers with a sliding window have twice the key/value heads that configs state."""
 
 _WITHOUT_STATE = ("mlp", "moe")
 """Kinds of layers without attention that transformers 5.10 gives a cache layer nevertheless."""
@@ -368,7 +373,10 @@ def _heads(config: Any, number: int | None = None) -> tuple[int, int]:
     q_heads = _attribute(config, "num_attention_heads", number)
     if _latent_dim(config, number):
         return q_heads, 1
-    return q_heads, _attribute(config, "num_key_value_heads", number) or q_heads
+    kv_heads = _attribute(config, "num_key_value_heads", number) or q_heads
+    if config.model_type in _DOUBLED_IN_WINDOWS and number is not None:
+        kv_heads *= 2 if config.layer_types[number] == SLIDING else 1
+    return q_heads, kv_heads
 
 
 def _head_dim(config: Any, number: int | None = None) -> int:

@@ -26,7 +26,9 @@ from .routed import RoutedCache, outside_inference_mode
 _LEAD = 8
 # Where the model lacks positions, chunks become smaller down to this many tokens: each is a pass.
 _LEAST_CHUNK = 32
-_OF_TOKENS = "inputs_embeds", "per_layer_inputs", "token_type_ids"
+_IMAGES, _LAYER_IMAGES = "visual_pos_masks", "deepstack_visual_embeds"
+"""Arguments of Qwen3-VL's decoder: which tokens are of images, and what layers add to these."""
+_OF_TOKENS = "inputs_embeds", "per_layer_inputs", "token_type_ids", _IMAGES
 """Arguments of a decoder [B, P, ...] that it reads again."""
 _OF_CALL = "input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"
 
@@ -37,8 +39,9 @@ class Repetition:
     prompt: token ids int64 [B, P], or embeddings [B, P, hidden]. mask: the padding mask of the
     call, [B, P]; positions: its position ids. None: not given. keeps: of the layers that score by
     the repetition, with equal scorers. chunk: tokens repeated at a time, the scorer's or as many as
-    the model has positions for. given: what the decoder has read, by its argument. problem: why it
-    cannot be repeated.
+    the model has positions for. given: what the decoder has read, by its argument; tokens of images
+    have the numbers 1, 2, ... in `visual_pos_masks`. layer_images: what layers add to these, each
+    [tokens of images, hidden]. problem: why it cannot be repeated.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Repetition:
         self.model, self.cache, self.prompt = model, cache, prompt
         self.rows, self.tokens = prompt.shape[:2]
         self.given: dict[str, Tensor] | None = None  # before the decoder has read the prompt
+        self.layer_images: list[Tensor] = []
         self.problem: str | None = None
         self.mask, self.positions = mask, positions
         self.instruction = scorer.instruction_ids
@@ -113,7 +117,11 @@ class Repetition:
         arguments = {name: x for name, x in kwargs.items() if x is not None}
         self.given = {name: arguments[name] for name in _OF_TOKENS if name in arguments}
         self.positions = arguments.get("position_ids", self.positions)
-        others = arguments.keys() - {*_OF_TOKENS, *_OF_CALL}
+        if (images := self.given.get(_IMAGES)) is not None:
+            numbers = images.flatten().cumsum(dim=0).view(images.shape)
+            self.given[_IMAGES] = numbers * images
+            self.layer_images = list(arguments.get(_LAYER_IMAGES, ()))
+        others = arguments.keys() - {*_OF_TOKENS, *_OF_CALL, _LAYER_IMAGES}
         unknown = sorted(name for name in others if _has_tensors(arguments[name]))
         if unknown:
             self.problem = f"the model gives its decoder {unknown[0]!r}, which kvloom cannot repeat"
@@ -140,7 +148,7 @@ class Repetition:
         """Evict in every layer that waits for scores."""
         for layer in self.cache.routed:
             outside_inference_mode(layer.cache.end_repetition)()
-        self.given = {}
+        self.given, self.layer_images = {}, []
 
     @torch.no_grad()
     def score(self) -> None:
@@ -174,7 +182,7 @@ class Repetition:
         ends = [*range(0, prompt, self.chunk), prompt]
         return [(max(0, lo - _LEAD), lo, hi) for lo, hi in pairwise(ends)]
 
-    def _inputs(self, decoder: torch.nn.Module, begin: int, end: int) -> dict[str, Tensor]:
+    def _inputs(self, decoder: torch.nn.Module, begin: int, end: int) -> dict[str, Any]:
         """Return the arguments of the call that reads the instruction and the tokens begin to end.
 
         Masks and positions are given where the call of the prompt gave them.
@@ -182,7 +190,7 @@ class Repetition:
         device = self.prompt.device
         instruction = torch.tensor(self.instruction, dtype=torch.long, device=device)
         instruction = instruction.expand(self.rows, -1)
-        inputs = dict(self.given or {})
+        inputs: dict[str, Any] = dict(self.given or {})
         if "inputs_embeds" not in inputs:
             inputs["input_ids"] = self.prompt
         for name, x in inputs.items():
@@ -199,6 +207,10 @@ class Repetition:
                 places = order.view(*order.shape, *(1,) * (x.dim() - 2)).expand(x.shape)
                 inputs[name] = x.gather(1, places)
             inputs["attention_mask"] = torch.cat([mask, new], dim=1)
+        if (numbers := inputs.get(_IMAGES)) is not None:
+            inputs[_IMAGES] = numbers > 0
+            rows = numbers[numbers > 0] - 1
+            inputs[_LAYER_IMAGES] = [x[rows] for x in self.layer_images]
         takes = inspect.signature(decoder.forward).parameters
         if self.positions is not None and "position_ids" in takes:
             last = self.positions.amax(dim=-1, keepdim=True)

@@ -11,6 +11,7 @@ import kvloom
 import probe
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import RECIPES, resolve
+from kvloom_lab.models import load_model
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.plan_recipes import plan
 from kvloom_lab.planner.step import CacheBytes
@@ -199,3 +200,9 @@ def test_a_config_file_and_a_folder_are_read_and_other_files_are_not(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     with pytest.raises(InputError, match="cannot be read"):
         read_model(Path(tmp_path))
+
+
+def test_a_model_of_images_and_text_is_planned_and_loaded(tmp_path):
+    built("qwen2-vl").save_pretrained(tmp_path)
+    loaded = type(load_model(str(tmp_path))).__name__
+    assert read_model(tmp_path).architecture == loaded == "Qwen2VLForConditionalGeneration"

@@ -222,7 +222,8 @@ def triattention(
     """
     return _once(
         TriAttention(furthest), tokens, fraction, sinks, recent,
-        query_heads="max", layers=layers, positions=positions, heads=heads, store=store, block=block,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        block=block,
     )  # fmt: skip
 
 

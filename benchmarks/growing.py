@@ -40,6 +40,7 @@ def recipes(tokens: int) -> list[str]:
         "near-lossless", "small", "small:block=256", "small:block=128", UNFITTED,
         "small:fraction=0.25,block=256", "small:fraction=0.15,block=256",
         f"streaming:tokens={tokens}", f"h2o:tokens={tokens}",
+        "triattention:fraction=0.25,recent=128,block=128",
     ]  # fmt: skip
 
 

@@ -166,6 +166,32 @@ def partial_rotation(q, k, channels):
     return rotation[:, best(mass, channels)]
 
 
+def triattention(q, k, inv_freq, furthest, sinks):
+    """TriAttention's scores of one head, the largest of its query heads: q [R, N, D], k [N, D].
+
+    The scores of the first `sinks` tokens are the largest.
+    """
+    n, half = k.shape[0], k.shape[1] // 2
+    distances = [2**i for i in range(64) if 2**i <= furthest]
+    best = np.full(n - sinks, -np.inf)
+    keys = np.stack([turned(k[i], -i, inv_freq) for i in range(n)])
+    keys = (keys[:, :half] + 1j * keys[:, half:])[sinks:]
+    for head in q:
+        raw = np.stack([turned(head[i], -i, inv_freq) for i in range(sinks, n)])
+        raw = raw[:, :half] + 1j * raw[:, half:]
+        mean, amplitude = raw.mean(axis=0), np.abs(raw).mean(axis=0)
+        scores = []
+        for i, key in enumerate(keys, sinks):
+            product, waves = mean * key.conj(), 0
+            for d in distances:
+                angle = (n - 1 + d - i) * inv_freq + np.angle(product)
+                waves += (np.abs(product) * np.cos(angle)).sum() / len(distances)
+            scores.append(waves + ((amplitude - np.abs(mean)) * np.abs(key)).sum())
+        scores = np.array(scores)
+        best = np.maximum(best, (scores - scores.mean()) / scores.std())
+    return np.concatenate([np.full(sinks, best.max()), best])
+
+
 def expected(q, k, v, scale, inv_freq, future, sinks, epsilon=0.0):
     """Expected Attention's scores of one head: queries q [R, N, D], keys and values k, v [N, D].
 

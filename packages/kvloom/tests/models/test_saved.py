@@ -60,6 +60,7 @@ SMALL = {
     "snapkv": "tokens=40,window=8",
     "streaming": "tokens=40",
     "topk": "tokens=40,sinks=4,recent=8,full_layers=1",
+    "triattention": "tokens=40,recent=8",
     "turbo": "window=8,sinks=3",
     "vatp": "",
     "window": "tokens=40",

@@ -21,6 +21,7 @@ from .scorers import (
     register_score,
 )
 from .select import PROTECTED, choose, protect_sinks, sinks_first
+from .triattention import TriAttention
 
 __all__ = [
     "POSITIONS",
@@ -42,6 +43,7 @@ __all__ = [
     "Rotated",
     "Scorer",
     "Step",
+    "TriAttention",
     "ValueAware",
     "built_in",
     "checked",

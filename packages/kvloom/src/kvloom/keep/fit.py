@@ -5,20 +5,21 @@ Decides the values alone: which tokens stay, and how their keys are stored, is g
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import RecipeError
-from ..kernels.attend.reference import softcapped
-from ..registry.fields import check_fields, check_whole
+from ..kernels import ops
+from ..kernels.attend import reference
+from ..registry.fields import check_whole
 from .scorer import Step
 
-RIDGES = 0.01, 0.1, 1.0, 10.0
-"""Relative to the mean diagonal of a head's system."""
-_MARGIN = 0.3  # of what the best ridge gains, that a larger one may lose
+RIDGE = 30.0
+"""Relative to the median of the diagonal of a head's system."""
+_FLOOR = 1e-6  # of a ridge, relative to the largest number of the diagonal, for its rounding
+_COUNTED = 8  # every so many-th row is counted where the values that change are chosen
 
 
 @dataclass(frozen=True)
@@ -29,43 +30,52 @@ class Fit:
     and the sinks: Y = softmax(A) V. Attention to the tokens that stay, with their keys as they are
     stored, has the weights X. Ridge regression finds the values closest to the kept ones:
 
-        V' = V + (X'X + ridge d 1)^-1 X' (Y - X V),  d the mean of the diagonal of X'X
+        V' = V + (X'X + 30 d 1)^-1 X' (Y - X V),  d the median of the diagonal of X'X
 
-    Only the values with the largest sums of weights change, so many of a head. A head's ridge is
-    the largest of `RIDGES` that is nearly the best in two-fold cross-validation: values are fitted
-    to the first and third quarter of a chunk's rows, and judged by the others, and the other way
-    round. A head keeps its values where the system cannot be solved, or the error does not shrink.
-    In later chunks, the values of the sinks are no more changed.
+    The median is that of a usual token, whatever weight the sinks have. Only the values with the
+    largest sums of weights change, so many of a head; every 8th row is counted. A head keeps its
+    values where the error does not shrink. In later chunks, the values of the sinks are no more
+    changed.
 
     Attributes:
         chunk: Tokens of a chunk.
-        every: Every so many-th query is a row of the regression.
-        ridge: How much a large change of values costs. None: cross-validation decides.
+        queries: At most so many queries of a chunk, at equal distances, are rows of the regression.
         values: How many values of a head change in a chunk.
     """
 
     chunk: int = 2048
-    every: int = 6
-    ridge: float | None = None
+    queries: int = 192
     values: int = 256
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "every", "ridge", "values")
         check_whole("chunk", self.chunk, 1)
-        check_whole("every", self.every, 1)
+        check_whole("queries", self.queries, 1)
         check_whole("values", self.values, 1)
-        if self.ridge is not None and self.ridge < 0:
-            raise RecipeError(f"ridge={self.ridge!r} must be 0 or more")
+
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table without the former `ridge` and `every`, of other units."""
+        return {name: x for name, x in table.items() if name not in ("ridge", "every")}
 
     def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
         """Return the queries of the regression [B, Hq, M, D], of a prompt's queries q.
 
         They are those of every so many-th token that is not padding. visible: bool [B, 1, N].
+        Behind the last one of a row there may be others.
         """
         if visible is None:
-            return q[:, :, :: self.every].clone()
-        slots = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)[:, :: self.every]
+            return q[:, :, :: self._every(q.shape[2])].clone()
+        tokens = visible[:, 0].sum(dim=-1).tolist()
+        every = [self._every(n) for n in tokens]
+        most = max(-(-n // step) for n, step in zip(tokens, every, strict=True))
+        places = torch.arange(most) * torch.tensor(every)[:, None]
+        order = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)
+        slots = order.gather(1, places.clamp(max=q.shape[2] - 1).to(q.device))
         return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+
+    def _every(self, tokens: int) -> int:
+        """Return the distance of the queries that are rows, of so many tokens with a query."""
+        return max(1, -(-min(tokens, self.chunk) // self.queries))
 
     def __call__(
         self,
@@ -81,130 +91,99 @@ class Fit:
         [B, Hk, N, D], theirs as they are stored. free: bool [B, Hk, N], the tokens whose values may
         change (None: all that stay). without_query: the first tokens, which had no query.
         """
-        fitted, heads = step.v.clone(), step.k.shape[1]
+        fitted = step.v.clone()
         free = kept if free is None else free & kept
         for row in range(len(step.k)):
-            real = slice(None) if step.visible is None else step.visible[row, 0]
-            queries = step.q[row].unflatten(0, (heads, -1))
-            first = without_query
+            real = torch.arange(step.k.shape[2], device=step.k.device)
             if step.visible is not None:
-                first = int(step.visible[row, 0, :without_query].sum())
-            for head in range(heads):
-                values = self._of_head(
-                    step, queries[head], step.k[row, head, real], step.v[row, head, real],
-                    kept[row, head, real], free[row, head, real], keys[row, head, real], first,
+                real = real[step.visible[row, 0]]
+            before = int((real < without_query).sum())
+            every = self._every(len(real) - before)
+            for lo in range(0, len(real), self.chunk):
+                hi, sinks = min(len(real), lo + self.chunk), min(step.sinks, lo)
+                slots = torch.cat([real[:sinks], real[lo:hi]])
+                begin, end = (-(-max(0, i - before) // every) for i in (lo, hi))
+                q = step.q[row, :, begin:end]
+                if step.rope is not None:
+                    q = step.rope.rotate(q[None], torch.tensor(hi - lo).view(1, 1, 1))[0]
+                y = _attend(step, q, step.k[row, :, slots], step.v[row, :, slots]).out
+                may_change = free[row, :, slots]
+                may_change[:, :sinks] = False
+                fitted[row, :, slots] = self._of_chunk(
+                    step, q, y, keys[row, :, slots], fitted[row, :, slots], kept[row, :, slots],
+                    may_change,
                 )  # fmt: skip
-                fitted[row, head, real] = values.to(fitted.dtype)
         return fitted
 
-    def _of_head(
+    def _of_chunk(
         self,
         step: Step,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        y: Tensor,
+        keys: Tensor,
+        values: Tensor,
         kept: Tensor,
         free: Tensor,
-        keys: Tensor,
-        first: int,
     ) -> Tensor:
-        """Return the values of one head, fp32 [N, D].
+        """Return the values of a chunk of one row, [Hk, N, D].
 
-        q: [R, M, D], of its query heads; M are every so many-th token from `first` on.
+        q, y: [Hq, M, D], of the queries behind the chunk. keys: as they are stored. values: as they
+        are by now. kept: bool [Hk, N]. free: bool [Hk, N], the values that may change.
         """
-        values = v.float().clone()
-        for lo in range(0, len(k), self.chunk):
-            hi = min(len(k), lo + self.chunk)
-            sinks = torch.arange(min(step.sinks, lo))
-            seen = torch.cat([sinks, torch.arange(lo, hi)]).to(k.device)
-            begin, end = (-(-max(0, i - first) // self.every) for i in (lo, hi))
-            rows = q[:, begin:end].flatten(0, 1)
-            back = lo - hi  # turning keys back turns queries further
-            y = self._weights(step, rows, k[seen], back) @ v[seen].float()
-            stay = seen[kept[seen]]
-            x = self._weights(step, rows, keys[stay], back)
-            changing = free[stay] & (stay >= lo)
+        heads = len(keys)
+        slots = (~kept).byte().argsort(dim=-1, stable=True)[:, : int(kept.sum(dim=-1).max())]
+        of_slots = slots[..., None].expand(-1, -1, keys.shape[2])
+        kept_only = _attend(
+            step, q, keys.gather(1, of_slots), values.gather(1, of_slots), kept.gather(1, slots)
+        )
+        missing, rows, lse = (
+            x.float().reshape(heads, -1, x.shape[-1])
+            for x in (y.float() - kept_only.out.float(), q, kept_only.lse[..., None])
+        )
+        for head in range(heads):
+            changing = free[head].nonzero()[:, 0]
             if len(changing) > self.values:
-                sums = x.sum(dim=0).masked_fill(~changing, -1.0)
-                changing[sums.argsort(descending=True)[self.values :]] = False
-            place = torch.arange(len(rows), device=k.device) % max(1, end - begin)
-            fold = place * 4 // max(1, end - begin) % 2 == 0
-            change = _solve(x[:, changing], y - x @ values[stay], self.ridge, fold)
+                few = slice(None, None, _COUNTED)
+                sums = _weights(step, rows[head, few], keys[head, changing], lse[head, few]).sum(0)
+                changing = changing[sums.topk(self.values).indices]
+            x = _weights(step, rows[head], keys[head, changing], lse[head])
+            change = _solve(x, missing[head])
             if change is not None:
-                values[stay[changing]] += change
+                values[head, changing] = (values[head, changing] + change).to(values.dtype)
         return values
 
-    def _weights(self, step: Step, q: Tensor, k: Tensor, back: int) -> Tensor:
-        """Return the attention weights fp32 [rows, N] of q to keys that are rotated back."""
-        if step.rope is not None:
-            by = torch.tensor(back, device=k.device)[None, None, None]
-            k = step.rope.rotate(k[None, None], by)[0, 0]
-        logits = q.float() @ k.float().T * step.scale
-        return softcapped(logits, step.softcap).softmax(dim=-1)
 
+def _attend(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
+) -> reference.AttentionState:
+    """Attend q [Hq, M, D] to all of k, v [Hk, N, D]; visible: bool [Hk, N].
 
-@dataclass(frozen=True)
-class _System:
-    """The normal equations of rows x [rows, N] that should give missing [rows, D].
-
-    gram: x'x. cross: x' missing. squares: of missing, summed up.
+    Returns out [Hq, M, D], in q's dtype or fp32, and lse [Hq, M].
     """
-
-    gram: Tensor
-    cross: Tensor
-    squares: Tensor
-
-    @classmethod
-    def of(cls, x: Tensor, missing: Tensor) -> _System:
-        return cls(x.T @ x, x.T @ missing, missing.square().sum())
-
-    def __add__(self, other: _System) -> _System:
-        return _System(
-            self.gram + other.gram, self.cross + other.cross, self.squares + other.squares
-        )
-
-    def solve(self, penalty: Tensor) -> Tensor | None:
-        """Return the change of values [N, D] for a penalty; None if the system is singular."""
-        gram = self.gram.clone()
-        gram.diagonal().add_(penalty)
-        factor, failed = torch.linalg.cholesky_ex(gram)
-        return None if failed else torch.cholesky_solve(self.cross, factor)
-
-    def error(self, change: Tensor | None) -> float:
-        """Return the squared error of these rows after a change of values."""
-        if change is None:
-            return math.inf
-        fitted = (change * (self.gram @ change - 2 * self.cross)).sum()
-        return float(self.squares + fitted)
+    inputs = q[None], k[None], v[None], step.scale
+    shown = None if visible is None else visible[None]
+    if step.softcap is None:
+        state = ops.attend_prompt(*inputs, causal=False, visible=shown)
+    else:
+        state = reference.attend(*inputs, visible=shown, softcap=step.softcap)
+    return reference.AttentionState(state.out[0], state.lse[0])
 
 
-def _solve(x: Tensor, missing: Tensor, ridge: float | None, fold: Tensor) -> Tensor | None:
+def _weights(step: Step, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+    """Return the attention weights fp32 [rows, N] of q to some keys; lse: of all, [rows, 1]."""
+    logits = reference.softcapped((q * step.scale) @ k.float().T, step.softcap)
+    return (logits - lse).exp_()
+
+
+def _solve(x: Tensor, missing: Tensor) -> Tensor | None:
     """Return the change of values fp32 [N, D] by ridge regression; None if it does not help.
 
-    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D]. ridge:
-    None if the rows decide, of which fold, bool [rows], are about half.
+    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
     """
     if not x.numel():
         return None
-    halves = _System.of(x[fold], missing[fold]), _System.of(x[~fold], missing[~fold])
-    system = halves[0] + halves[1]
-    unit = system.gram.diagonal().mean()
-    if ridge is None:
-        ridge = _best_ridge(*halves, unit)
-    change = None if ridge is None else system.solve(ridge * unit)
-    if change is None or not (missing - x @ change).norm() < missing.norm():
-        return None
-    return change
-
-
-def _best_ridge(one: _System, other: _System, unit: Tensor) -> float | None:
-    """Return a ridge by two-fold cross-validation; None if unchanged values are the best."""
-    errors = [
-        one.error(other.solve(ridge * unit)) + other.error(one.solve(ridge * unit))
-        for ridge in RIDGES
-    ]
-    before, best = float(one.squares + other.squares), min(errors)
-    if not best < before:
-        return None
-    enough = best + _MARGIN * (before - best)
-    return max(r for r, error in zip(RIDGES, errors, strict=True) if error <= enough)
+    gram = x.T @ x
+    diagonal = gram.diagonal()
+    diagonal += torch.maximum(RIDGE * diagonal.median(), _FLOOR * diagonal.max())
+    change = torch.cholesky_solve(x.T @ missing, torch.linalg.cholesky_ex(gram).L)
+    return change if (missing - x @ change).norm() < missing.norm() else None

@@ -23,6 +23,7 @@ from .expected import Expected
 from .reconstruction import Reconstruction
 from .rotated import Rotated
 from .scorer import Scorer, Step
+from .triattention import TriAttention
 
 S = TypeVar("S", bound=Scorer)
 
@@ -221,7 +222,7 @@ class ValueAware(Scorer):
 
 _BUILT_IN = (
     Recent, Dilated, Mass, Observation, Noisy, Random,
-    Reconstruction, Rotated, Expected, ValueAware, KeyNorm,
+    Reconstruction, Rotated, Expected, TriAttention, ValueAware, KeyNorm,
 )  # fmt: skip
 
 SCORERS: Registry[type[Scorer]] = Registry(

@@ -10,7 +10,7 @@ from test_more_scores import HK, HQ, INV_FREQ, B, D, N, step
 import naive_recipes as rules
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Expected, Fit, Keep, Rotated
-from kvloom.keep.fit import RIDGES, _best_ridge, _System
+from kvloom.keep.fit import RIDGE
 from kvloom.positions.rope import Rope
 from kvloom.recipe import Recipe, resolve
 
@@ -41,76 +41,51 @@ def weights(q, k, scale, softcap, by, inv_freq):
 
 @pytest.mark.parametrize("rotates", [True, False])
 @pytest.mark.parametrize(
-    ("every", "ridge", "softcap", "count"),
-    [(1, 0.01, None, N), (3, 0.2, 4.0, N), (1, 0.01, None, 5)],
+    ("queries", "softcap", "count"), [(N, None, N), (N // 3, 4.0, N), (N, None, 5)]
 )
-def test_the_values_are_those_of_the_formula(every, ridge, softcap, count, rotates):
+def test_the_values_are_those_of_the_formula(queries, softcap, count, rotates):
     rope = Rope(INV_FREQ) if rotates else None
     one, kept = step(rope=rope, softcap=softcap), chosen()
     q_all, k_all, v_all = (x.double().numpy() for x in (one.q, one.k, one.v))
     keys = one.k + 0.1 * torch.randn(one.k.shape, generator=torch.Generator().manual_seed(3))
-    found = fitted(Fit(every=every, ridge=ridge, values=count), one, kept, keys)
+    found = fitted(Fit(queries=queries, values=count), one, kept, keys)
     inv_freq = INV_FREQ.double().numpy() if rotates else None
     for b in range(B):
         for h in range(HK):
             s = kept[b, h].numpy()
-            q = q_all[b, R * h : R * h + R, ::every].reshape(-1, D)
+            q = q_all[b, R * h : R * h + R, :: N // queries].reshape(-1, D)
             k, v = k_all[b, h], v_all[b, h]
             y = weights(q, k, 0.5, softcap, N, inv_freq) @ v
             x = weights(q, keys[b, h].double().numpy()[s], 0.5, softcap, N, inv_freq)
             change = np.zeros_like(v[s])
-            largest = np.argsort(-x.sum(axis=0))[:count]
+            largest = np.argsort(-x[::8].sum(axis=0))[:count]
             z = x[:, largest]
             gram = z.T @ z
-            delta = np.diag(gram).mean()
-            system = gram + ridge * delta * np.eye(len(gram))
+            delta = np.sort(np.diag(gram))[(len(gram) - 1) // 2]
+            system = gram + RIDGE * delta * np.eye(len(gram))
             change[largest] = np.linalg.solve(system, z.T @ (y - x @ v[s]))
-            np.testing.assert_allclose(found[b, h][s], v[s] + change, rtol=1e-2, atol=2e-4)
+            np.testing.assert_allclose(found[b, h][s].numpy() - v[s], change, rtol=1e-2, atol=2e-4)
             assert np.linalg.norm(y - x @ (v[s] + change)) < np.linalg.norm(y - x @ v[s])
             assert torch.equal(found[b, h][~s].double(), torch.from_numpy(v[~s]))
 
 
-@pytest.mark.parametrize(("noise", "values"), [(0.0, 9), (0.3, 9), (1.0, 9), (3.0, 60), (1e3, 9)])
-def test_the_ridge_is_the_largest_that_is_nearly_the_best_on_rows_that_are_left_out(noise, values):
-    found = set()
-    for seed in range(20):
-        g = np.random.default_rng(seed)
-        x = g.dirichlet(np.ones(values), size=80)
-        y = x @ g.normal(size=(values, 4)) + noise * g.normal(size=(80, 4))
-        fold, errors = g.random(80) < 0.5, []
-        for ridge in RIDGES:
-            penalty = ridge * np.trace(x.T @ x) / values * np.eye(values)
-            error = 0.0
-            for half in (fold, ~fold):
-                z = x[half]
-                change = np.linalg.solve(z.T @ z + penalty, z.T @ y[half])
-                error += np.square(y[~half] - x[~half] @ change).sum()
-            errors.append(error)
-        before, best = np.square(y).sum(), min(errors)
-        near = [r for r, e in zip(RIDGES, errors, strict=True) if e <= best + 0.3 * (before - best)]
-        x, y = (torch.from_numpy(a).float() for a in (x, y))
-        halves = (_System.of(x[rows], y[rows]) for rows in map(torch.from_numpy, (fold, ~fold)))
-        got = _best_ridge(*halves, x.square().sum() / values)
-        assert got == (max(near) if best < before else None)
-        found.add(got)
-    assert found != {None}
-    assert (None in found) == (noise >= 3.0)
-
-
-def test_values_stay_where_all_tokens_stay_or_the_system_is_singular():
+def test_values_stay_where_all_tokens_stay_or_the_error_does_not_shrink():
     every_token = torch.ones(B, HK, N, dtype=torch.bool)
     one = step()
-    assert torch.equal(fitted(Fit(ridge=0.0), one, every_token, one.k), one.v)
-    one, kept = step(), chosen()
-    one.k[:, :, kept[0, 0]] = one.k[:, :, :1]  # equal keys, and no ridge: a singular system
-    kept = kept[:1, :1].expand(B, HK, N)
-    assert torch.equal(fitted(Fit(ridge=0.0), one, kept, one.k), one.v)
+    assert torch.equal(fitted(Fit(), one, every_token, one.k), one.v)
     one = step()
     one.v[0, 0, 5] = torch.nan  # another head is fitted
     values = fitted(Fit(), one, chosen(), one.k)
     assert torch.equal(values[0, 0, ~torch.isnan(one.v[0, 0, :, 0])],
                        one.v[0, 0, ~torch.isnan(one.v[0, 0, :, 0])])  # fmt: skip
     assert not torch.equal(values[1, 1], one.v[1, 1])
+
+
+def test_rounding_changes_no_value_that_hardly_counts():
+    one = step()
+    one.k[:, :, 0] = 5.0  # a sink with nearly all of the weight
+    values = fitted(Fit(), one, chosen(), one.k)
+    assert (values - one.v).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("chunk", [9, 2048])
@@ -131,8 +106,8 @@ def test_the_sinks_are_fitted_with_the_first_chunk_alone():
     one.sinks = 2
     first = step(seen=12, sinks=2)
     first.q, first.k, first.v = (x[:, :, :12] for x in (one.q, one.k, one.v))
-    expected = fitted(Fit(12, ridge=0.01), first, kept[..., :12], one.k[:, :, :12])
-    found = fitted(Fit(12, ridge=0.01), one, kept, one.k)
+    expected = fitted(Fit(12), first, kept[..., :12], one.k[:, :, :12])
+    found = fitted(Fit(12), one, kept, one.k)
     torch.testing.assert_close(found[:, :, :12], expected)
     assert not torch.equal(found[:, :, 12:], one.v[:, :, 12:])
 
@@ -142,16 +117,17 @@ def test_a_recipe_with_a_fit_is_written_down():
     assert recipe.keep.fit == Fit(512)
     assert Recipe.from_toml(recipe.to_toml()) == recipe
     assert resolve("rotated").keep.fit is None
+    former = recipe.to_toml().replace("[keep.fit]", "[keep.fit]\nridge = 0.01\nevery = 6")
+    assert "ridge" in former
+    assert Recipe.from_toml(former) == recipe
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: Fit(chunk=0), "chunk"),
-        (lambda: Fit(every=0), "every"),
+        (lambda: Fit(queries=0), "queries"),
         (lambda: Fit(values=0), "values"),
-        (lambda: Fit(ridge=-1.0), "ridge=-1.0 must be 0 or more"),
-        (lambda: Fit(ridge="x"), "ridge='x' must be a number"),
         (lambda: Keep(Budget(8), Expected(), when="prompt", fit=Fit()), "use the score rotated"),
         (
             lambda: Keep(Budget(8), Rotated(), when="prompt", positions="renumbered", fit=Fit()),

@@ -21,6 +21,7 @@ from kvloom.keep import (
     Reconstruction,
     Rotated,
     Step,
+    TriAttention,
     ValueAware,
 )
 from kvloom.kernels.attend.reference import attend
@@ -72,6 +73,22 @@ def test_expected_attention(future, sinks, epsilon, rotates):
         np.testing.assert_allclose(found[b, h].numpy(), want, rtol=1e-3)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("furthest", "sinks"), [(1, 0), (100, 4), (65536, 1)])
+def test_triattention(furthest, sinks, interleaved):
+    """The sum of cosines, in complex numbers."""
+    one = step(rope=Rope(INV_FREQ), sinks=sinks, query_heads="max")
+    found = TriAttention(furthest)(one)
+    order = torch.arange(D).view(2, -1).T.flatten()
+    if interleaved:
+        one.q, one.k, one.rope = one.q[..., order], one.k[..., order], Rope(INV_FREQ, True)
+        torch.testing.assert_close(TriAttention(furthest)(one), found, rtol=1e-4, atol=1e-4)
+        return
+    for b, h, q, k, _ in by_head(one):
+        want = rules.triattention(q, k, INV_FREQ.double().numpy(), furthest, sinks)
+        np.testing.assert_allclose(found[b, h].numpy(), want, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sinks", [0, 4])
@@ -103,8 +120,9 @@ def test_expected_attention_is_that_of_drawn_queries():
         np.testing.assert_allclose(found[b, h], weights * np.linalg.norm(v, axis=1), rtol=0.05)
 
 
+@pytest.mark.parametrize("score", [Expected(), TriAttention()])
 @pytest.mark.parametrize("rope", [None, Rope(INV_FREQ)])
-def test_padding_in_front_changes_no_score(rope):
+def test_padding_in_front_changes_no_score(rope, score):
     """The last 20 of 30 tokens alone, at the positions of a model that does not count padding."""
     visible = torch.ones(B, 1, N, dtype=torch.bool)
     visible[:, :, :10] = False
@@ -114,8 +132,8 @@ def test_padding_in_front_changes_no_score(rope):
     alone.q, alone.k, alone.v = (x[:, :, 10:] for x in (whole.q, whole.k, whole.v))
     if rope is not None:  # rotated as at positions from 0 on
         alone.q, alone.k = (rope.rotate(x, torch.full((1, 1, 20), -10)) for x in (alone.q, alone.k))
-    found, want = Expected()(padded), Expected()(alone)
-    np.testing.assert_allclose(found[..., 10:], want, rtol=1e-3)
+    found, want = score(padded), score(alone)
+    np.testing.assert_allclose(found[..., 10:], want, rtol=1e-3, atol=1e-3)
     assert (found[..., :10] == 0).all()
 
 
@@ -175,6 +193,7 @@ class Own(Mass):
     [
         (lambda: Expected(future=0), "future=0 must be 1 position or more"),
         (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 must be 0 or more"),
+        (lambda: TriAttention(0), "furthest=0 must be a whole number, 1 or more"),
         (lambda: ValueAware(KeyNorm()), "must be one of kvloom's own scores of attention, such as"),
         (lambda: ValueAware(Reconstruction()), "must be one of kvloom's own scores of attention"),
         (lambda: ValueAware(Own()), r"base=.*Own\(damping=1.0\) of a value-aware score must be"),

@@ -190,10 +190,10 @@ def former(kind: str, sinks: int, fit: dict | None = None) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("kind", "fit"), [("rotated", {"sinks": 4, "every": 2}), ("rotated", None), ("expected", None)]
+    ("kind", "fit"), [("rotated", {"sinks": 4, "values": 2}), ("rotated", None), ("expected", None)]
 )
 def test_former_sinks_still_load_where_they_are_those_of_protect(kind, fit):
-    keep = Keep(Budget(64), SCORERS[kind](), when="prompt", fit=Fit(every=2) if fit else None)
+    keep = Keep(Budget(64), SCORERS[kind](), when="prompt", fit=Fit(values=2) if fit else None)
     table = former(kind, 4, fit)
     assert Recipe.from_dict(table) == Recipe(keep, protect=Protect(4))
     override = Recipe.from_dict({"layers": [{"where": "first 1", **table}]}).layers[0]

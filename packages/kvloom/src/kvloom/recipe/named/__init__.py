@@ -53,6 +53,7 @@ RECIPES: Registry[Build] = Registry(
         "snapkv": prompt_eviction.snapkv,
         "streaming": eviction.streaming,
         "topk": recall.topk,
+        "triattention": prompt_eviction.triattention,
         "turbo": quantization.turbo,
         "vatp": eviction.vatp,
         "window": eviction.window,

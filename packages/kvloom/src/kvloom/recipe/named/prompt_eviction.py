@@ -28,6 +28,7 @@ from ...keep import (
     Reconstruction,
     Rotated,
     Scorer,
+    TriAttention,
 )
 from ...store import Packed, Store
 from ..spec import Protect, Recipe
@@ -192,6 +193,37 @@ def rotated(
         Rotated(chunk, contribution), tokens, fraction, sinks, recent,
         query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
         fit=Fit(chunk) if fit else None, block=block,
+    )  # fmt: skip
+
+
+def triattention(
+    tokens: int = 1024,
+    fraction: float = 0.0,
+    sinks: int = 4,
+    recent: int = 32,
+    layers: str = "uniform",
+    positions: str = "original",
+    store: str = "full",
+    heads: float = 1.0,
+    furthest: int = 65536,
+    block: int = 0,
+) -> Recipe:
+    """TriAttention (arXiv:2604.04921): by the mean of the queries before RoPE.
+
+    A token's score is its key's logit for the mean query, on average over later positions, and the
+    lengths of its key's pairs of channels where queries differ. `TriAttention` has the formula.
+
+    furthest: the furthest later position. block: evict from later text, too, in blocks of so many
+    tokens (128 is the paper's interval); 0: later tokens stay.
+
+    Departures: the mean of the queries at hand, which the paper takes from a calibration; the
+    prompt, and a fraction of each block, are evicted from once, where the paper evicts from all
+    generated tokens again, down to a fixed number.
+    """
+    return _once(
+        TriAttention(furthest), tokens, fraction, sinks, recent,
+        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        block=block,
     )  # fmt: skip
 
 

@@ -344,6 +344,7 @@ class RoutedCache(transformers.Cache):
         self.guard = Guard()
         self.fingerprint = fingerprint  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
+        self.read_prompt: Callable[..., Any] | None = None  # the first step, with a prompt store
 
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""

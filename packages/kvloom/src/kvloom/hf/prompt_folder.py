@@ -174,19 +174,20 @@ class PromptFolder:
 
         return self._run(work)
 
-    def set_aside(self, key: str, reason: str) -> None:
-        """Rename a damaged file, so that it is no entry, with a warning; forget a missing one."""
-        path = self.path(key)
+    def remove(self, key: str, damage: str | None = None) -> None:
+        """Forget an entry whose file is missing; set the file aside, with a warning, for a damage.
+
+        The name of a file that is set aside is no entry's.
+        """
 
         def work(db: sqlite3.Connection) -> None:
             with _transaction(db):
-                with suppress(OSError):  # a read-only folder: the file will be refused again
-                    os.replace(path, path.with_suffix(_DAMAGED))
-                    os.utime(path.with_suffix(_DAMAGED))
-                _delete(db, key)
+                exists = self.path(key).exists()
+                if exists and damage is not None:
+                    _set_aside(self.path(key), damage)
+                if not exists or damage is not None:
+                    _delete(db, key)
 
-        if path.exists():
-            warnings.warn(f"prompt store: {reason}; the file is set aside", stacklevel=2)
         self._run(work)
 
     def _reconcile(self, db: sqlite3.Connection) -> None:
@@ -194,12 +195,13 @@ class PromptFolder:
         files.remove_abandoned(self.folder, _KEY + re.escape(_SUFFIX))
         rows = {_entry(row).key for row in db.execute(_ALL)}
         stored = {path.stem: path for path in self._files(_SUFFIX) if re.fullmatch(_KEY, path.stem)}
-        new, damaged = [], []
+        new = []
         for key in stored.keys() - rows:
             try:
                 new.append(described(stored[key]))
             except SavedCacheError as error:
-                damaged.append((stored[key], str(error)))
+                if stored[key].exists() and not isinstance(error.__cause__, OSError):
+                    _set_aside(stored[key], str(error))
         with _transaction(db):
             for entry in new:
                 if self.path(entry.key).exists():
@@ -207,10 +209,6 @@ class PromptFolder:
             for key in rows - stored.keys():
                 if not self.path(key).exists():
                     _delete(db, key)
-        for path, reason in damaged:
-            warnings.warn(f"prompt store: {reason}; the file is set aside", stacklevel=2)
-            with suppress(OSError):
-                os.replace(path, path.with_suffix(_DAMAGED))
 
     def _files(self, suffix: str) -> list[Path]:
         """Return the files of the folder whose names end so."""
@@ -344,6 +342,13 @@ def _unusable(folder: Path, error: Exception) -> StoreError:
         f"the prompt store {str(folder)!r} cannot be used ({error}); check its permissions and its "
         "disk"
     )
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    warnings.warn(f"prompt store: {reason}; the file is set aside", stacklevel=2)
+    with suppress(OSError):  # a read-only folder: the file will be refused again
+        os.replace(path, path.with_suffix(_DAMAGED))
+        os.utime(path.with_suffix(_DAMAGED))
 
 
 def _inode(path: Path) -> int | None:

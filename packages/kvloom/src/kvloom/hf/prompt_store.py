@@ -160,10 +160,11 @@ class PromptStore:
             try:
                 self._fill(cache, key, ids[:, :tokens])
             except SavedCacheError as error:
-                if isinstance(error.__cause__, _LACKS):
+                exists = self.index.path(key).exists()  # or another process has removed it
+                lacks = isinstance(error.__cause__, _LACKS)
+                if exists and lacks:
                     self.warn(str(error))
-                else:
-                    self.index.set_aside(key, str(error))
+                self.index.remove(key, str(error) if exists and not lacks else None)
                 chain = chain[: blocks - 1]
                 continue
             self.index.touch(key)
@@ -268,7 +269,7 @@ class PromptStore:
                 described(path)
             except SavedCacheError as error:
                 problems[entry.key] = str(error)
-                self.index.set_aside(entry.key, str(error))
+                self.index.remove(entry.key, str(error))
         return problems
 
     def prune(self) -> list[Entry]:

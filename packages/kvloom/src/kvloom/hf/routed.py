@@ -338,13 +338,14 @@ class RoutedCache(transformers.Cache):
 
     recipe: Recipe
     owner = Owner()
+    read_prompt: Callable[..., Any] | None = None
+    """Runs the first step instead, with a prompt store."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         super().__init__(layers=layers)
         self.guard = Guard()
         self.fingerprint = fingerprint  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
-        self.read_prompt: Callable[..., Any] | None = None  # the first step, with a prompt store
 
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""

@@ -301,7 +301,7 @@ def main() -> None:
     }
     path = record.results() / "prompt_store.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
-    figures["environment"] = record.environment()
+    figures["environment"] = record.environment(load_average=os.getloadavg()[0])
     for part, rows in measured.items():
         former = {x["recipe"]: x for x in figures.get(part, ())}
         figures[part] = list((former | {x["recipe"]: x for x in rows}).values())

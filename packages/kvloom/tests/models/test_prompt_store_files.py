@@ -332,6 +332,22 @@ def test_a_file_that_cannot_be_read_now_stays(model, store, lack, monkeypatch):
     assert held(model, store) == 256
 
 
+def test_an_entry_that_another_process_removes_meanwhile_is_a_miss(model, store, monkeypatch):
+    path = store.index.path(store.entries()[0].key)
+    monkeypatch.setattr(os.path, "isfile", lambda _: path.unlink() is None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert held(model, store) == 0
+    monkeypatch.undo()
+    assert store.entries() == []
+
+
+def test_the_log_of_the_index_stays_small(store):
+    for number in range(300):
+        store.index.note([number.to_bytes(32, "little")] * 9, max_bytes=1 << 30)
+    assert store.report().nbytes - store.entries()[0].nbytes < 1 << 20
+
+
 def test_a_whole_file_without_a_row_gets_one(model, store):
     key = store.entries()[0].key
     store.index._run(lambda db: db.execute("DELETE FROM entries"))

@@ -33,6 +33,7 @@ _SUFFIX, _DAMAGED = ".safetensors", ".damaged"
 _KEY = "[0-9a-f]{64}"
 _PATIENCE = 60  # seconds that a process waits for the transactions of others
 _PAGE = 4096  # bytes, in which file systems allocate
+_LOG_PAGES = 64  # of the database's log, which counts as a part of the folder
 _SEEN_BYTES = 100  # of the index, for a boundary that a prompt had
 _SEEN_SHARE = 0.005  # of the largest size of a store, for these
 _OF_PARENTS: list[Any] = []  # connections of processes that this one was forked from
@@ -258,6 +259,8 @@ class PromptFolder:
             try:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=NORMAL")
+                db.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
+                db.execute(f"PRAGMA journal_size_limit={_LOG_PAGES * _PAGE}")
                 db.executescript(_TABLES)
                 return db
             except sqlite3.OperationalError as error:

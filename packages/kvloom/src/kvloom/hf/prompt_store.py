@@ -161,7 +161,8 @@ class PromptStore:
                 self._fill(cache, key, ids[:, :tokens])
             except SavedCacheError as error:
                 exists = self.index.path(key).exists()  # or another process has removed it
-                lacks = isinstance(error.__cause__, _LACKS)
+                cause = error.__cause__
+                lacks = isinstance(cause, _LACKS) or "unable to open file" in str(cause)
                 if exists and lacks:
                     self.warn(str(error))
                 self.index.remove(key, str(error) if exists and not lacks else None)

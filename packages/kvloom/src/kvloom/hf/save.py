@@ -173,13 +173,17 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "null"))
         intact = not whole or files.intact(path)
-    except OSError as error:
-        raise SavedCacheError(
-            f"{name} cannot be read: {error.strerror or error}; check its permissions and its disk"
-        ) from error
     except (SafetensorError, ValueError, RecursionError) as error:
         raise SavedCacheError(
             f"{name} is damaged, or was never a saved cache; prefill and save the cache again"
+        ) from error
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # safetensors raises the latter for a file that is gone
+        reason = getattr(error, "strerror", None) or error
+        raise SavedCacheError(
+            f"{name} cannot be read: {reason}; check its permissions and its disk"
         ) from error
     if not isinstance(about, dict) or "format" not in about:
         raise SavedCacheError(

@@ -14,7 +14,8 @@ import kvloom
 SOURCE = Path(kvloom.__file__).parent
 TESTS = Path(__file__).parents[1]
 # A package may import the packages of lower levels; those of one level do not import each other.
-# The root has no level: `errors`, `progress` and `state` import nothing of kvloom.
+# The root has no level: `errors`, `progress` and `state` import nothing of kvloom, and `units`
+# imports `errors` alone.
 LEVELS = [
     {"registry", "positions"},
     {"kernels"},
@@ -25,7 +26,7 @@ LEVELS = [
     {"calibrate"},
 ]
 MOST_LEVELS = 7
-LEVEL = {"errors": -1, "progress": -1, "lazy": -1, "state": -1} | {
+LEVEL = {"errors": -1, "progress": -1, "lazy": -1, "state": -1, "units": -1} | {
     part: i for i, parts in enumerate(LEVELS) for part in parts
 }
 MODULES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "cache", "calibrate", "errors", "hf", "keep", "kernels", "paged", "positions", "progress",
-    "recall", "recipe", "registry", "store",
+    "recall", "recipe", "registry", "store", "units",
 )  # fmt: skip
 EXAMPLES = ROOT / "packages" / "kvloom" / "tests" / "extend"
 FOLDERS = [

@@ -6,11 +6,12 @@ import pytest
 
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
+from kvloom.units import parse_bytes
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.hardware import PRESETS, Hardware, read_hardware
 from kvloom_lab.planner.plan_recipes import plan
 from kvloom_lab.planner.step import CacheBytes, step_work
-from kvloom_lab.planner.units import Range, parse_bytes, parse_rate, parse_tokens
+from kvloom_lab.planner.units import Range, parse_rate, parse_tokens
 
 
 def test_the_parts_of_a_step_add_up_and_bounds_are_ordered(llama):

@@ -20,6 +20,7 @@ from .errors import (
     NotFinite,
     RecipeError,
     SavedCacheError,
+    StoreError,
     TierError,
     UnsupportedModel,
 )
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.cache import Cache
     from .hf.continuous import continuous
+    from .hf.prompt_store import PromptStore, StoreReport
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, Role, register_recipe
@@ -41,6 +43,7 @@ _NAMES = {
     "hf.attach": ("Report", "attach", "detach"),
     "hf.cache": ("Cache",),
     "hf.continuous": ("continuous",),
+    "hf.prompt_store": ("PromptStore", "StoreReport"),
     "keep": ("Budget", "Keep", "Outliers", "register_score"),
     "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
     "recipe": ("LayerOverride", "Protect", "Recipe", "Role", "register_recipe"),
@@ -65,6 +68,7 @@ __all__ = [
     "Packed",
     "Pages",
     "PartialKeys",
+    "PromptStore",
     "Protect",
     "Recall",
     "Recipe",
@@ -73,6 +77,8 @@ __all__ = [
     "Role",
     "SavedCacheError",
     "Store",
+    "StoreError",
+    "StoreReport",
     "TierError",
     "TopK",
     "UnsupportedModel",

@@ -16,6 +16,7 @@ __all__ = [
     "NotFinite",
     "RecipeError",
     "SavedCacheError",
+    "StoreError",
     "TierError",
     "UnsupportedModel",
 ]
@@ -63,6 +64,10 @@ class CalibrationError(KvloomError, ValueError):
 
 class SavedCacheError(KvloomError, ValueError):
     """A file of a cache that is missing, damaged, of another model or version, or not writable."""
+
+
+class StoreError(KvloomError, RuntimeError):
+    """A prompt store that cannot be used, or that cannot identify a model or a recipe."""
 
 
 class InputError(KvloomError, ValueError):

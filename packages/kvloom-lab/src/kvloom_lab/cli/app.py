@@ -11,7 +11,7 @@ import typer
 
 from kvloom import __version__
 
-from . import analyse, bench, eval, generate, recipes
+from . import analyse, bench, eval, generate, recipes, store
 
 app = typer.Typer(
     name="kvloom",
@@ -34,6 +34,7 @@ app.command("report")(eval.report_command)
 app.command("tune")(recipes.tune_command)
 app.add_typer(analyse.app, name="analyse")
 app.add_typer(bench.app, name="bench")
+app.add_typer(store.app, name="store")
 
 
 def _print_version(wanted: bool) -> None:

@@ -35,6 +35,11 @@ from .outputs import (
 )
 from .progress import show_progress
 
+_REUSE = {
+    "blocks": "any whole blocks of 64 tokens at a prompt's beginning",
+    "whole": "a prompt as it was read, as the end of a prompt decides what is kept of it",
+}
+
 
 def recipes_command(
     name: Annotated[
@@ -78,7 +83,8 @@ def describe(spec: str) -> dict[str, Any]:
             about["choices"] = choices
     else:
         about = {"name": spec, "summary": "A recipe file.", "options": {}, "docs": ""}
-    return {**about, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+    more = {"reuse": recipe.reuse, "recipe": recipe.to_dict(), "toml": recipe.to_toml()}
+    return {**about, **more}
 
 
 def _docs(build: Callable[..., Any]) -> str:
@@ -106,7 +112,8 @@ def _page(recipe: dict[str, Any]) -> str:
         _choice(kind, choice_options) for kind, choice_options in recipe.get("choices", {}).items()
     ]
     listed = "\n".join(["choices and their options:", *choices]) if choices else ""
-    parts = [head, options, recipe["docs"], listed, "as TOML:", recipe["toml"].rstrip()]
+    reuse = f"a prompt store reuses {_REUSE[recipe['reuse']]}"
+    parts = [head, options, recipe["docs"], listed, reuse, "as TOML:", recipe["toml"].rstrip()]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -179,7 +186,9 @@ def plan_command(
     the target.
     """
     with user_errors():
-        from ..planner.units import parse_bytes, parse_rate, parse_tokens
+        from kvloom.units import parse_bytes
+
+        from ..planner.units import parse_rate, parse_tokens
 
         # A wrong option is refused before anything is loaded.
         chosen = None if recipes is None else parse_recipes(recipes)

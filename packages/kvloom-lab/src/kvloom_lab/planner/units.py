@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvloom.errors import InputError
+from kvloom.units import parse_amount
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,12 @@ def largest(fits: Callable[[int], bool], beyond: int = 0) -> int:
     return result
 
 
-_BYTES = {
-    "": 1, "b": 1,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-}  # fmt: skip
 _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]*)")
-
-
-def parse_bytes(option: str) -> int:
-    """Read "24GiB" (2**30 bytes each), "80GB" (10**9 bytes each), or a number of bytes."""
-    size = _split(option)
-    if size is None or size[1] not in _BYTES or size[0] * _BYTES[size[1]] < 1:
-        raise InputError(
-            f"memory {option!r} is not a size; give a number with a unit, such as 24GiB or 80GB"
-        )
-    return int(size[0] * _BYTES[size[1]])
 
 
 def parse_tokens(option: str) -> int:
     """Read "131072", "128k" (1,024 tokens each) or "1M" (1,048,576 tokens each)."""
-    size = _split(option)
+    size = parse_amount(option)
     if size is None or size[1] not in _TOKENS or size[0] * _TOKENS[size[1]] < 1:
         raise InputError(
             f"context {option!r} is not a number of tokens, 1 or more; give one such as 8192 or "
@@ -107,7 +91,7 @@ def parse_tokens(option: str) -> int:
 
 def parse_rate(option: str) -> float:
     """Read "20tok/s" or "20": tokens per second."""
-    rate = _split(option)
+    rate = parse_amount(option)
     if rate is None or rate[1] not in ("", "tok/s", "tokens/s") or rate[0] <= 0:
         raise InputError(
             f"target {option!r} is not a speed above 0; give tokens per second, such as 20tok/s"
@@ -125,9 +109,3 @@ def show_bytes(nbytes: int) -> str:
 def show_rate(tokens_s: float) -> str:
     """Return tokens per second with three digits, or fewer above 1,000."""
     return f"{tokens_s:,.0f}" if tokens_s >= 100 else f"{tokens_s:.1f}"
-
-
-def _split(option: str) -> tuple[float, str] | None:
-    """Return the number and the unit in lower case; None if it is neither."""
-    match = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
-    return None if match is None else (float(match[1]), match[2])

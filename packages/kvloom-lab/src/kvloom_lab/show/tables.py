@@ -679,3 +679,28 @@ def _claim_cell(value: float | str | None) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}" if abs(value) >= 0.001 or value == 0 else f"{value:.2g}"
+
+
+def entries_table(rows: Sequence[Mapping[str, Any]], nbytes: int) -> FigureTable:
+    """Return the entries of a prompt store as rows. nbytes: of its folder."""
+    title = f"{len(rows):,} entries; the folder has {nbytes / 2**20:,.1f} MiB"
+    table = FigureTable(title, "key", ["tokens", "MiB", "recipe", "model", "last used"])
+    for row in rows:
+        size = f"{row['nbytes'] / 2**20:,.2f}"
+        cells = f"{row['tokens']:,}", size, row["recipe"], row["model"], row["used"]
+        table.add(row["key"][:16], *cells)
+    return table
+
+
+def entry_table(data: Mapping[str, Any]) -> FigureTable:
+    """Return an entry of a prompt store, its fields as rows."""
+    ids = data["ids"]
+    first = ", ".join(map(str, ids[:8])) + ", …" * (len(ids) > 8)
+    table = FigureTable(data["key"], "", [""])
+    for name in ("tokens", "nbytes", "created", "used", "calibration"):
+        table.add(name, str(data[name]))
+    for name, x in data["model"].items():
+        table.add(name if name == "model" else f"model: {name}", str(x))
+    table.add("recipe", data["recipe"]["name"])
+    table.add("token ids", first)
+    return table

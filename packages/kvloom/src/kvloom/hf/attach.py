@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
-from . import compat
+from . import compat, prompt_reading
 from .cache import Cache
 from .guard import Owner
 from .layer_facts import recipe_for
-from .routing import attachment, set_attachment, unroute
+from .prompt_store import PromptStore
+from .routing import Attached, attachment, set_attachment, unroute
 from .states import state_nbytes
 
 _TOKENS = 32768  # the prompt for which a report states sizes
@@ -102,7 +103,10 @@ class Report:
 
 
 def attach(
-    model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless", check: bool = True
+    model: PreTrainedModel,
+    recipe: Recipe | str | Path = "near-lossless",
+    check: bool = True,
+    store: PromptStore | None = None,
 ) -> Report:
     """Give every later `generate()` or call of this model a fresh cache of `recipe`.
 
@@ -114,6 +118,7 @@ def attach(
         model: As for `Cache`. In the wrapper of `torch.compile` its steps run uncompiled.
         recipe: As for `Cache`.
         check: As for `Cache`.
+        store: `generate()` reuses the beginnings of prompts that are in it, and stores new ones.
 
     Returns:
         Which layers are compressed, and how much.
@@ -126,7 +131,8 @@ def attach(
     """
     before = attachment(compat.unwrap(model))
     cache = Cache(model, recipe, check)  # which refuses what does not fit
-    set_attachment(cache.owner.model, (cache.recipe, Cache))
+    read_prompt = None if store is None else partial(prompt_reading.read, store)
+    set_attachment(cache.owner.model, Attached(cache.recipe, Cache, read_prompt))
     undo = partial(_restore, cache.owner, before)
     return replace(report(cache.owner.model, cache.recipe), _undo=undo)
 
@@ -208,7 +214,7 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
     return tuple(notes)
 
 
-def _restore(owner: Owner, attached: tuple | None) -> None:
+def _restore(owner: Owner, attached: Attached | None) -> None:
     """Give a model, if it still exists, what was attached before."""
     model = owner.get()
     if model is not None:

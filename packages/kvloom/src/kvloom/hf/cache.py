@@ -109,7 +109,7 @@ class Cache(RoutedCache):
             CacheMisuse: A step failed, or `crop` may still remove tokens.
         """
         with self.guard.step():
-            save.save(self, path)
+            save.save(self, Path(path))
 
     @classmethod
     def load(cls, model: PreTrainedModel, path: str | Path) -> Cache:

@@ -56,6 +56,10 @@ class RoutedForward:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RoutedCache) and cache.guard.running:  # called by the model's forward
             return self._run(args, kwargs)
+        if isinstance(cache, RoutedCache) and cache.read_prompt is not None:
+            read_prompt, cache.read_prompt = cache.read_prompt, None
+            named = dict(zip(self.__signature__.parameters, args, strict=False))
+            return read_prompt(self, cache, {**named, **kwargs})
         changes = _prepared(self.model, args, kwargs)
         kwargs = {**kwargs, **changes}
         cache = kwargs.get("past_key_values")

@@ -23,7 +23,9 @@ from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from . import compat
 
-_CHANGING = ("dynamic", "longrope")
+CHANGING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that change with the length of a text."""
+
 _START, _END = 3, 40  # positions
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.03
@@ -161,7 +163,7 @@ def constant_inv_freq(embedding: torch.nn.Module) -> Tensor:
 
 
 def _refuse_changing(module: torch.nn.Module, kind: str | None) -> None:
-    if kind in _CHANGING:
+    if kind in CHANGING:
         raise UnsupportedModel(
             f"{type(module).__name__}: its rotary embedding ({kind}) changes with the length, so "
             'keys cannot be moved to other positions; use positions="original"'

@@ -338,6 +338,8 @@ class RoutedCache(transformers.Cache):
 
     recipe: Recipe
     owner = Owner()
+    read_prompt: Callable[..., Any] | None = None
+    """Runs the first step instead, with a prompt store."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         super().__init__(layers=layers)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -29,7 +29,7 @@ class Routing:
     """What `unroute` restores, and how `generate()` gets a cache (None: it gets none).
 
     configs: of the modules that attend, or make masks, in a step with a kvloom cache. new_cache:
-    makes a cache of the attached recipe for the model.
+    makes a cache of the attached recipe for the model. read_prompt: see `RoutedCache`.
     """
 
     configs: list[Any]
@@ -37,6 +37,7 @@ class Routing:
     forwards: list[RoutedForward]
     recipe: Recipe | None = None
     new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
+    read_prompt: Callable[..., Any] | None = None
 
     def __deepcopy__(self, memo: dict) -> Routing:
         """Copy together with the model that this belongs to."""
@@ -96,17 +97,28 @@ def unroute(model: PreTrainedModel) -> None:
     del model._kvloom
 
 
-def attachment(model: PreTrainedModel) -> tuple[Any, Any] | None:
-    """Return the recipe of a routed model and what makes its caches; None: it is not routed."""
+class Attached(NamedTuple):
+    """What `generate()` makes caches of, with what, and how they read prompts: see `Routing`."""
+
+    recipe: Recipe | None = None
+    new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
+    read_prompt: Callable[..., Any] | None = None
+
+
+def attachment(model: PreTrainedModel) -> Attached | None:
+    """Return what is attached to a routed model; None: it is not routed."""
     routing = getattr(model, "_kvloom", None)
-    return None if routing is None else (routing.recipe, routing.new_cache)
+    if routing is None:
+        return None
+    return Attached(routing.recipe, routing.new_cache, routing.read_prompt)
 
 
-def set_attachment(model: PreTrainedModel, attached: tuple[Any, Any] | None) -> None:
-    """Route the model with such a recipe and maker of caches; None: undo its routing."""
+def set_attachment(model: PreTrainedModel, attached: Attached | None) -> None:
+    """Route the model with what is attached to it; None: undo its routing."""
     if attached is not None:
         route(model)
-        model._kvloom.recipe, model._kvloom.new_cache = attached
+        for name, value in attached._asdict().items():
+            setattr(model._kvloom, name, value)
     elif attachment(model) is not None:
         unroute(model)
 
@@ -150,6 +162,7 @@ def _prepare_cache(
     uses_cache = uses_cache and generation_config.cache_implementation is None
     if cache is None and uses_cache and routing.new_cache is not None:
         cache = model_kwargs["past_key_values"] = routing.new_cache(model, routing.recipe)
+        cache.read_prompt = routing.read_prompt
     if isinstance(cache, RoutedCache):
         tokens = [
             model_kwargs[name].shape[-1]

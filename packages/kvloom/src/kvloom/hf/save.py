@@ -4,7 +4,8 @@ Decides what is in a file's metadata and which files are refused; `LayerState.st
 of a cache is saved. The file is safetensors. It has tensors as the cache stores them, without spare
 room, all else as JSON in the metadata, and a checksum of all bytes at the end. It has no code.
 It has no calibrated numbers: the recipe's calibration is read again and must be the same. A tensor
-is named by its path in the tree of state, as `2.0.storage.keys.packed.codes.live`.
+is named by its path in the tree of state, as `2.0.storage.keys.packed.codes.live`. An entry of a
+prompt store is such a file, with its key and its token ids.
 """
 
 from __future__ import annotations
@@ -40,12 +41,22 @@ from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
 
 _KEY = "kvloom_cache"
+_IDS = "prompt.ids"
 _TENSOR = "tensor"  # stands for the tensor of the same path
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
-def save(cache: RoutedCache, path: str | Path) -> None:
-    """Write `path`, whole or not at all; see `Cache.save`."""
+def save(
+    cache: RoutedCache,
+    path: Path,
+    refusal: type[Exception] = SavedCacheError,
+    prompt: tuple[str, Tensor] | None = None,
+    publish: Callable[[str], None] | None = None,
+) -> None:
+    """Write `path`, whole or not at all; see `Cache.save`.
+
+    prompt: the key and the token ids of an entry of a prompt store. publish: as for `files.write`.
+    """
     _check_committed(cache)
     try:
         recipe = cache.recipe.to_dict()
@@ -57,10 +68,12 @@ def save(cache: RoutedCache, path: str | Path) -> None:
     about = {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
         "model": _traits(cache.owner.model),
-        "calibration": _calibration(cache),
+        "calibration": calibration(cache),
         "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
     }  # fmt: skip
-    files.write(Path(path), tensors, {_KEY: json.dumps(about)}, SavedCacheError, checksum=True)
+    if prompt is not None:
+        about["prompt"], tensors[_IDS] = prompt
+    files.write(path, tensors, {_KEY: json.dumps(about)}, refusal, True, publish)
 
 
 def load(
@@ -69,7 +82,7 @@ def load(
     """Read `path` as a `kind`; see `Cache.load`."""
     model = compat.supported_model(model)
     path = Path(path)
-    about = _about(path)
+    about = read(path)
     before = attachment(model)
     try:
         return _restore(kind, model, path, about)
@@ -104,17 +117,30 @@ def _restore(
         cache = kind(model, recipe)
     except IncompatibleRecipe as error:
         raise SavedCacheError(f"{str(path)!r} cannot be restored: {error}") from error
-    if _calibration(cache) != about["calibration"]:
+    if calibration(cache) != about["calibration"]:
         raise SavedCacheError(
             f"{str(path)!r} was packed with another calibration than the one that "
             f"{recipe.name!r} finds now; put the old one back, or prefill and save the cache again"
         )
+    fill(cache, path, about)
+    return cache
+
+
+def fill(cache: RoutedCache, path: Path, about: dict[str, Any]) -> None:
+    """Load the layers of a file, whose metadata is `about`, into an empty cache."""
+    model = cache.owner.model
     devices = _devices(model)
     with safe_open(path, "pt") as file:
         for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
             device = devices.get(i, model.device)
             _load_state(layer, nested(stored, str(i), file.get_tensor, device))
-    return cache
+
+
+def prompt_ids(path: Path) -> Tensor:
+    """Return the token ids of an entry of a prompt store."""
+    with safe_open(path, "pt") as file:
+        ids: Tensor = file.get_tensor(_IDS)
+    return ids
 
 
 def _state(layer: Any) -> Any:
@@ -135,22 +161,29 @@ def _load_state(layer: Any, saved: Any) -> None:
         stock.load_state(stored, saved[1])
 
 
-def _about(path: Path) -> dict[str, Any]:
-    """Check a file's format and checksum; return its metadata."""
+def read(path: Path, whole: bool = True) -> dict[str, Any]:
+    """Check a file's format and checksum; return its metadata.
+
+    whole: False: its header alone is read, and its checksum is not checked.
+    """
     name = repr(str(path))
     if not os.path.isfile(path):
         raise SavedCacheError(f"there is no saved cache {name}; make one with cache.save({name})")
     try:
         with safe_open(path, "pt") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "null"))
-        intact = files.intact(path)
-    except OSError as error:
-        raise SavedCacheError(
-            f"{name} cannot be read: {error.strerror or error}; check its permissions and its disk"
-        ) from error
+        intact = not whole or files.intact(path)
     except (SafetensorError, ValueError, RecursionError) as error:
         raise SavedCacheError(
             f"{name} is damaged, or was never a saved cache; prefill and save the cache again"
+        ) from error
+    except (
+        OSError,
+        RuntimeError,
+    ) as error:  # safetensors raises the latter for a file that is gone
+        reason = getattr(error, "strerror", None) or error
+        raise SavedCacheError(
+            f"{name} cannot be read: {reason}; check its permissions and its disk"
         ) from error
     if not isinstance(about, dict) or "format" not in about:
         raise SavedCacheError(
@@ -207,7 +240,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     return json.loads(json.dumps(traits, default=str))
 
 
-def _calibration(cache: RoutedCache) -> str | None:
+def calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
     facts = [layer.cache.facts for layer in cache.routed]
     tables = {

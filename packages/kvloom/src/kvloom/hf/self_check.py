@@ -27,7 +27,7 @@ from ..recipe.spec import Recipe
 from . import compat
 from .attention import FIELD, stock_implementation
 from .routed import RoutedCache
-from .routing import attachment, set_attachment
+from .routing import Attached, attachment, set_attachment
 
 _PROMPT, _PADDING, _STEPS = 24, 7, 4
 _LONGEST_WINDOW = 512  # a longer sliding window is not exceeded: the check would take too long
@@ -118,7 +118,7 @@ def routed_trial(
 ) -> Iterator[None]:
     """Give the model caches of `full` (None: those of transformers), then restore it."""
     before = attachment(model)
-    set_attachment(model, (resolve("full"), new_cache))
+    set_attachment(model, Attached(resolve("full"), new_cache))
     try:
         yield
     finally:

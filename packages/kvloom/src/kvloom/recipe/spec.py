@@ -281,6 +281,16 @@ class Recipe:
         return any(recipe.recall is not None for recipe in self._plain)
 
     @property
+    def reuse(self) -> str:
+        """What of a prompt another one may reuse: see `PromptStore`.
+
+        "blocks": any beginning, as nothing that follows changes which tokens are stored or read.
+        "whole": what was read as one prompt.
+        """
+        chooses = self.budgeted or any(x.protect.outliers is not None for x in self._plain)
+        return "whole" if chooses else "blocks"
+
+    @property
     def budgeted(self) -> bool:
         """Whether it has a budget: of tokens that a step recalls, or else of tokens kept."""
         return any(recipe.recall is not None or recipe.keep is not None for recipe in self._plain)

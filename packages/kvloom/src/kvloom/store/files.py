@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,14 +43,16 @@ def write(
     about: dict[str, str],
     refusal: type[Exception],
     checksum: bool = False,
+    publish: Callable[[str], None] | None = None,
 ) -> None:
     """Write contiguous CPU tensors and the metadata `about`, with the user's default permissions.
 
     checksum: append the CRC-32 of all bytes before it, for `intact`, as the tensor `CHECKSUM`.
-    Raises `refusal` if the file cannot be written; `path` then has its old content.
+    publish: called with the temporary file's name, instead of renaming it, once its bytes are on
+    the disk. Raises `refusal` if the file cannot be written; `path` then has its old content.
     """
     try:
-        _remove_abandoned(path)
+        remove_abandoned(path.parent, re.escape(path.name))
         file = _create(path)
         try:
             with file:
@@ -61,9 +63,14 @@ def write(
                 if checksum:
                     file.write(crc.to_bytes(4, "little"))
                 file.flush()
+                if publish is not None:
+                    os.fsync(file.fileno())
                 if fcntl is None:
                     file.close()  # Windows cannot rename an open file
-                os.replace(file.name, path)
+                if publish is None:
+                    os.replace(file.name, path)
+                else:
+                    publish(file.name)
         finally:
             with suppress(OSError):
                 os.unlink(file.name)
@@ -117,17 +124,30 @@ def _create(path: Path) -> BinaryIO:
         file.close()  # another writer removed it before it was locked
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove the temporary files of `path` that no living process has locked."""
+def remove_abandoned(folder: Path, target: str) -> None:
+    """Remove the temporary files in a folder that no living process has locked.
+
+    target: a regular expression of the names of their targets.
+    """
     if fcntl is None:
         return
-    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}")
+    ours = re.compile(rf"\.{target}\.[0-9a-f]{{32}}")
     names: list[str] = []
     with suppress(OSError):  # a folder that cannot be listed may still be written to
-        names = os.listdir(path.parent)
+        names = os.listdir(folder)
     for name in names:
         if ours.fullmatch(name):
-            left_over = path.parent / name
+            left_over = folder / name
             with suppress(OSError), left_over.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left_over.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, where the system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,193 @@
+"""What identifies the beginning of a prompt in a prompt store: a chain of SHA-256 digests.
+
+The chain starts from a seed, which covers all that a cache depends on beside the tokens: weights,
+config, adapters, recipe, calibration, versions and the tenant. Each further digest covers the one
+before and a block of token ids. Fields have their length before them, so that no two sequences of
+fields have the same bytes. A model that may change in a way that the seed does not show is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..cache.layer_state import VERSION
+from ..errors import RecipeError, StoreError
+from . import compat, rotary, save
+from .routed import RoutedCache
+
+BLOCK = 64
+"""Tokens of a block: an entry of a store covers whole blocks."""
+
+FORMAT = 1
+"""The version of this identity and of the entries; raise it when either changes."""
+
+_SAMPLE = 64  # numbers of a tensor that are compared at each look-up
+_CHUNK = 1 << 26  # numbers that are copied to the host at a time
+_BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map", "name_or_path",
+                "warnings_issued"} - {"training"}  # fmt: skip
+"""Attributes of modules that do not change what a model computes."""
+_OF_FILES = ("_name_or_path", "transformers_version", "use_cache")
+"""Fields of a config that do not change what a model computes."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+_DIGESTS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[tuple, bytes]]] = WeakKeyDictionary()
+
+
+def chain(seed: bytes, ids: Tensor) -> list[bytes]:
+    """Return the digest after each whole block of token ids [1, N]."""
+    digests, digest = [], seed
+    canonical = ids.reshape(-1).to("cpu", torch.int64).numpy().astype("<i8")
+    for end in range(BLOCK, len(canonical) + 1, BLOCK):
+        block = canonical[end - BLOCK : end].tobytes()
+        digest = hashlib.sha256(digest + _framed(block)).digest()
+        digests.append(digest)
+    return digests
+
+
+def seed(cache: RoutedCache, tenant: str) -> bytes:
+    """Return the SHA-256 of all that the state of a cache depends on beside the tokens.
+
+    Raises `StoreError` for a model or a recipe that cannot be identified.
+    """
+    return combined(fields(cache, tenant))
+
+
+def combined(parts: dict[str, bytes]) -> bytes:
+    """Return the SHA-256 of named fields."""
+    digest = hashlib.sha256()
+    for name, value in parts.items():
+        digest.update(_framed(name.encode()))
+        digest.update(_framed(value))
+    return digest.digest()
+
+
+def fields(cache: RoutedCache, tenant: str) -> dict[str, bytes]:
+    """Return the fields of a seed; raises `StoreError` as `seed` does."""
+    model = cache.owner.model
+    if problem := _problem(model):
+        raise StoreError(f"a prompt store cannot identify the model: {problem}")
+    weights = b"".join(_weights(model))
+    try:
+        recipe = cache.recipe.to_dict()
+    except RecipeError as error:
+        raise StoreError(f"a prompt store cannot identify the recipe: {error}") from error
+    config = {name: x for name, x in model.config.to_dict().items() if name not in _OF_FILES}
+    device = model.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return {
+        "format": f"{FORMAT}.{VERSION}".encode(),
+        "transformers": transformers.__version__.encode(),
+        "tenant": tenant.encode(),
+        "recipe": _json(recipe),
+        "calibration": _json(save.calibration(cache)),
+        "dtype": _json([model.dtype, autocast]),
+        "config": _json(config),
+        "attention": _json(compat.decoder_config(model)._attn_implementation),
+        "modules": _json(list(_modules(model))),
+        "weights": weights,
+    }
+
+
+def _framed(value: bytes) -> bytes:
+    """Return bytes with their length before them."""
+    return len(value).to_bytes(8, "little") + value
+
+
+def _json(value: Any) -> bytes:
+    """Return canonical JSON; what JSON does not have, by its text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
+
+
+def _problem(model: PreTrainedModel) -> str | None:
+    """Return why a model may change in a way that a seed does not show; None: it may not."""
+    if model.training:
+        return "it is in training mode; call model.eval()"
+    for name, module in model.named_modules():
+        for hook in (hook for kind in _HOOKS for hook in getattr(module, kind).values()):
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"{name or 'it'} has a forward hook; remove the hook"
+        kind = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else [kind]
+        if any(kind in rotary.CHANGING for kind in kinds):
+            return f"{name} changes with the length of a text; use the model without a store"
+    return None
+
+
+def _modules(model: PreTrainedModel) -> Iterator[Any]:
+    """Yield the name, class and plain attributes of each module.
+
+    They include what adapters are active, and how they are scaled.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        attributes = vars(module).items()
+        plain = {key: x for key, x in attributes if key not in _BOOKKEEPING and _is_plain(x)}
+        yield name, f"{kind.__module__}.{kind.__qualname__}", plain
+
+
+def _is_plain(x: Any) -> bool:
+    """Return whether a value is of numbers and text."""
+    if isinstance(x, dict):
+        return all(map(_is_plain, (*x, *x.values())))
+    if isinstance(x, list | tuple):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, str | int | float | torch.dtype)
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors of a model by name: parameters, buffers and attributes."""
+    for prefix, module in model.named_modules():
+        own = {**module._parameters, **module._buffers}
+        attributes = {key: x for key, x in vars(module).items() if isinstance(x, Tensor)}
+        for name, x in {**own, **attributes}.items():
+            if x is not None:
+                yield f"{prefix}.{name}", x
+
+
+def _weights(model: PreTrainedModel) -> Iterator[bytes]:
+    """Yield a digest of each tensor; those that did not change are not read again.
+
+    A change in place raises a tensor's version. One through `.data` does not, as peft's merging of
+    weights; so some numbers of each tensor are compared, too.
+    """
+    known = _DIGESTS.setdefault(model, {})
+    for name, x in _tensors(model):
+        if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise StoreError(
+                f"a prompt store cannot identify the model: {name} is a {type(x).__name__}; load "
+                "the model with weights in plain tensors"
+            )
+        if x.is_meta or x.is_inference():
+            place = "on the meta device" if x.is_meta else "made in inference mode"
+            raise StoreError(
+                f"a prompt store cannot identify the model: {name} is {place}; load the model with "
+                "all weights in memory, and outside torch.inference_mode"
+            )
+        flat = x.detach().reshape(-1)
+        sample = _bytes(flat[:: max(1, len(flat) // _SAMPLE)])
+        stamp = x.data_ptr(), x._version, x.shape, x.stride(), x.dtype, x.device, sample
+        if name not in known or known[name][0] != stamp:
+            known[name] = stamp, _digest(name, flat, x.shape)
+        yield known[name][1]
+
+
+def _digest(name: str, flat: Tensor, shape: torch.Size) -> bytes:
+    """Return the SHA-256 of a tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(_framed(_json([name, flat.dtype, list(shape)])))
+    for part in flat.split(_CHUNK):
+        digest.update(_bytes(part))
+    return digest.digest()
+
+
+def _bytes(flat: Tensor) -> bytes:
+    """Return the bytes of a flat tensor."""
+    return flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()

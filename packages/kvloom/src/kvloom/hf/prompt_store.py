@@ -1,0 +1,306 @@
+"""`PromptStore`: caches of prompts in a folder, of which later prompts reuse the beginning.
+
+Decides what is stored under which key, and that a file is what its key says before it is used.
+`prompt_identity` makes the keys, `prompt_folder` keeps the folder, and `prompt_reading` uses the
+store in `generate()`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import copyfile
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import CacheMisuse, SavedCacheError, StoreError
+from ..recipe.spec import Recipe
+from ..units import parse_bytes, parse_seconds
+from . import prompt_identity, save
+from .cache import Cache
+from .prompt_folder import Entry, PromptFolder, described
+from .prompt_identity import BLOCK
+from .routed import RoutedCache, outside_inference_mode
+
+_LACKS = (OSError, MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """What a store did for `generate()` in this process, and what it holds: plain data.
+
+    Attributes:
+        prompts: How many were read.
+        bypassed: How many of them did not use the store.
+        given: Tokens of the prompts that used it.
+        reused: Tokens of them that came from the store.
+        read: Tokens of them that the model read, counted in its layers.
+        entries: How many the folder has.
+        nbytes: Bytes of the folder.
+    """
+
+    prompts: int
+    bypassed: int
+    given: int
+    reused: int
+    read: int
+    entries: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"kvloom: {self.prompts:,} prompts, {self.bypassed:,} of them without the store; of "
+            f"{self.given:,} tokens {self.reused:,} reused and {self.read:,} read; "
+            f"{self.entries:,} entries, {self.nbytes / 2**20:,.1f} MiB"
+        )
+
+
+class PromptStore:
+    """Caches of the beginnings of prompts, in a folder that processes share.
+
+    With `kvloom.attach(model, recipe, store=store)`, `generate()` reuses the longest stored
+    beginning of a prompt, and stores the prompt's whole blocks of 64 tokens. An entry is used only
+    for the same tokens, weights, config, adapters, recipe, calibration, dtype, versions and tenant.
+
+    Args:
+        folder: Created if there is none.
+        max_bytes: The largest size of the folder, such as "20GiB". Beyond it, the entries of the
+            longest disuse are removed.
+        max_age: How long an unused entry stays, such as "30d".
+        tenant: Prompts of one tenant are not reused for another; a secret word if its users must
+            not find out which prompts others had.
+
+    Raises:
+        StoreError: The folder cannot be used.
+        InputError: A size or an age is none.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_bytes: int | str = "20GiB",
+        max_age: float | str = "30d",
+        tenant: str = "",
+    ) -> None:
+        self.folder, self.tenant = Path(folder), tenant
+        self.max_bytes = parse_bytes(str(max_bytes), "max_bytes")
+        self.max_age = parse_seconds(str(max_age), "max_age")
+        self.index = PromptFolder(self.folder)
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("prompts", "bypassed", "given", "reused", "read"), 0)
+        self._warned: set[str] = set()
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle as a new store of the same folder."""
+        return PromptStore, (self.folder, self.max_bytes, self.max_age, self.tenant)
+
+    def longest(
+        self, model: PreTrainedModel, recipe: Recipe | str | Path, ids: Tensor
+    ) -> tuple[Cache, int]:
+        """Return a cache with the longest stored beginning of a prompt, and its tokens.
+
+        Args:
+            model: As for `Cache`.
+            recipe: As for `Cache`.
+            ids: The token ids of the prompt, [N] or [1, N]. Its last token is always left to read.
+
+        Returns:
+            The cache, empty if nothing is stored, and how many tokens it holds.
+
+        Raises:
+            StoreError: The folder cannot be used, or the model cannot be identified.
+        """
+        cache, row = Cache(model, recipe), _row(ids)
+        chain = self.chain(cache, row[:, :-1])
+        return cache, self.load(cache, chain, row)
+
+    def put(self, cache: RoutedCache, ids: Tensor) -> None:
+        """Store a cache of whole blocks of 64 tokens, unless it is stored.
+
+        Args:
+            cache: Of one row, which has read exactly these tokens.
+            ids: Their token ids, [n] or [1, n].
+
+        Raises:
+            StoreError: It cannot be written, or is larger than the store; nothing is stored then.
+            CacheMisuse: The cache does not hold these tokens, or not whole blocks.
+        """
+        row = _row(ids)
+        tokens, likes = row.shape[1], [x.cache.like for x in cache.compressed]
+        if cache.get_seq_length() != tokens or not tokens or tokens % BLOCK:
+            raise CacheMisuse(
+                f"put was given {tokens} token ids and a cache of {cache.get_seq_length()}; give a "
+                f"cache of these tokens, a multiple of {BLOCK}"
+            )
+        if any(like is not None and len(like) != 1 for like in likes):
+            raise CacheMisuse("put takes a cache of one row; give one prompt at a time")
+        chain = self.chain(cache, row)
+        self.store(cache, chain[-1].hex(), row)
+
+    def chain(self, cache: RoutedCache, ids: Tensor) -> list[bytes]:
+        """Return the keys of the whole blocks of ids [1, N]; raises `StoreError`."""
+        return prompt_identity.chain(prompt_identity.seed(cache, self.tenant), ids)
+
+    @outside_inference_mode
+    def load(self, cache: RoutedCache, chain: list[bytes], ids: Tensor) -> int:
+        """Fill an empty cache with the longest entry of a chain; return its tokens.
+
+        A file that is not what its key says is set aside, with a warning. One that cannot be read
+        now, as memory or open files are lacking, stays.
+        """
+        chain = list(chain)
+        while blocks := self.index.longest(chain):
+            key, tokens = chain[blocks - 1].hex(), blocks * BLOCK
+            try:
+                self._fill(cache, key, ids[:, :tokens])
+            except SavedCacheError as error:
+                exists = self.index.path(key).exists()  # or another process has removed it
+                cause = error.__cause__
+                lacks = isinstance(cause, _LACKS) or "unable to open file" in str(cause)
+                if exists and lacks:
+                    self.warn(str(error))
+                self.index.remove(key, str(error) if exists and not lacks else None)
+                chain = chain[: blocks - 1]
+                continue
+            self.index.touch(key)
+            return tokens
+        return 0
+
+    def _fill(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
+        """Load an entry into an empty cache; raises `SavedCacheError`, and empties it again."""
+        path = self.index.path(key)
+        about = save.read(path)
+        if about.get("prompt") != key:
+            raise SavedCacheError(
+                f"{str(path)!r} is the entry {about.get('prompt')}; remove the file"
+            )
+        try:
+            if not torch.equal(save.prompt_ids(path)[None], ids.to("cpu", torch.int64)):
+                raise ValueError("its token ids are others")
+            save.fill(cache, path, about)
+            if {layer.get_seq_length() for layer in cache.routed} - {ids.shape[1]}:
+                raise ValueError("its layers have another number of tokens")
+        except Exception as error:
+            cache.reset()
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise SavedCacheError(f"{str(path)!r} is damaged ({reason}); remove it") from error
+        for layer in cache.compressed:
+            layer.cache.recording = False
+
+    def store(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
+        """Write the entry of a key, unless there is one; raises `StoreError`."""
+        path, now = self.index.path(key), time.time()
+        if path.exists() and self.index.longest([bytes.fromhex(key)]):
+            return
+        if cache.nbytes > self.max_bytes:
+            raise StoreError(
+                f"a cache of {cache.nbytes:,} bytes does not fit a prompt store of "
+                f"{self.max_bytes:,}; set a larger max_bytes"
+            )
+        names = type(cache.owner.model).__name__, cache.recipe.name
+        entry = Entry(key, ids.shape[1], 0, now, now, *names)
+        prompt = key, ids[0].to("cpu", torch.int64).contiguous()
+
+        def publish(temporary: str) -> None:
+            self.index.publish(temporary, entry)
+
+        try:
+            with cache.guard.step():
+                save.save(cache, path, StoreError, prompt, publish)
+        except SavedCacheError as error:
+            raise StoreError(f"a prompt cannot be stored: {error}") from error
+        self.index.evict(self.max_bytes, self.max_age)
+
+    def count(self, **counts: int) -> None:
+        """Add to the numbers of the report."""
+        with self._lock:
+            for name, number in counts.items():
+                self._counts[name] += number
+
+    def warn(self, reason: str) -> None:
+        """Warn once for a reason."""
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"kvloom: {reason}", stacklevel=2)
+
+    def report(self) -> StoreReport:
+        """Return what the store did in this process, and what it holds."""
+        nbytes = self.index.nbytes
+        return StoreReport(**self._counts, entries=len(self.entries()), nbytes=nbytes)
+
+    def entries(self) -> list[Entry]:
+        """Return what is stored, the last used ones first."""
+        return self.index.entries()
+
+    def entry(self, key: str) -> Entry:
+        """Return an entry by its key, or by the beginning of its key.
+
+        Raises:
+            StoreError: No entry, or several, have such a key.
+        """
+        found = [entry for entry in self.entries() if entry.key.startswith(key)]
+        if len(found) != 1:
+            raise StoreError(f"{len(found)} entries have a key of {key!r}; give the key of one")
+        return found[0]
+
+    def describe(self, key: str) -> dict[str, Any]:
+        """Return an entry, its recipe and its token ids, as plain data; `key`: as for `entry`."""
+        entry = self.entry(key)
+        path = self.index.path(entry.key)
+        about = save.read(path, whole=False)
+        names = "model", "recipe", "calibration"
+        return {
+            **asdict(entry), **{name: about[name] for name in names},
+            "ids": save.prompt_ids(path).tolist(),
+        }  # fmt: skip
+
+    def verify(self) -> dict[str, str]:
+        """Read every file whole; set damaged ones aside, and return why, by key."""
+        problems = {}
+        for entry in self.entries():
+            path = self.index.path(entry.key)
+            try:
+                save.read(path)
+                described(path)
+            except SavedCacheError as error:
+                problems[entry.key] = str(error)
+                self.index.remove(entry.key, str(error))
+        return problems
+
+    def prune(self) -> list[Entry]:
+        """Remove what exceeds `max_age` and `max_bytes`, damaged files too; return the entries."""
+        return self.index.evict(self.max_bytes, self.max_age)
+
+    def export(self, key: str, path: str | Path) -> Entry:
+        """Copy an entry to a file that `Cache.load` reads; `key`: as for `entry`.
+
+        The file has the token ids of the prompt.
+
+        Raises:
+            StoreError: There is no such entry, or the file cannot be written.
+        """
+        entry = self.entry(key)
+        try:
+            copyfile(self.index.path(entry.key), path)
+        except OSError as error:
+            raise StoreError(
+                f"{str(path)!r} cannot be written ({error.strerror}); give another file"
+            ) from error
+        return entry
+
+
+def _row(ids: Tensor) -> Tensor:
+    """Return token ids as int64 [1, N]; raises `CacheMisuse` for anything else."""
+    row = ids[None] if ids.dim() == 1 else ids
+    if row.dim() != 2 or row.shape[0] != 1 or row.dtype != torch.int64:
+        raise CacheMisuse(
+            f"a prompt store takes token ids int64 [N] or [1, N], and was given "
+            f"{ids.dtype} {list(ids.shape)}; give one prompt without padding"
+        )
+    return row

@@ -234,9 +234,10 @@ def throughput(
     with user_errors():
         import torch
 
+        from kvloom.units import parse_bytes
+
         from ..bench.serving import Job
         from ..bench.throughput import PEERS, jobs, make_rows, measure, requests_of
-        from ..planner.units import parse_bytes
         from ..show.plots import throughput_plot
         from ..show.tables import throughput_line, throughput_table
         from ..workload.machine import machine

@@ -105,6 +105,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
+RECORDS = hasattr(tf.cache_utils.DynamicSlidingWindowLayer, "activate_past_recording")
+"""Else transformers is old, and takes no draft back out of a sliding window."""
+
 if not hasattr(modeling_roformer, "create_causal_mask"):
     del CONFIGS["roformer"]  # transformers 5.10: a token of a prompt sees later ones
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels import companion, dispatch
+from ..kernels import companion, dispatch, ops
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
 from ..store import LayerFacts
@@ -56,6 +56,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
         )
         with nullcontext() if prompt else dispatch.use("ref"):
             fill(layer, q, k, v)
+            ops.attend_prompt.choose(q, k, v, scale)  # loads its kernel
         layer.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scale=scale)
         layer.end_step()
 

@@ -29,6 +29,7 @@ _CODE = (
 may_defer: ContextVar[bool] = ContextVar("kvloom_may_defer", default=False)
 """Whether the reference gives the same results as the kernel that is being loaded."""
 
+_enabled = True
 _expected: Callable[[], Callable[[], Any] | None] | None = None
 _process: subprocess.Popen[bytes] | None = None
 _rehearsing = False  # this process is the second one
@@ -44,7 +45,13 @@ def expect(steps: Callable[[], Callable[[], Any] | None]) -> None:
     steps: a weak reference to a function that returns what `cache.rehearsal.main` reads.
     """
     global _expected
-    _expected = steps
+    _expected = steps if _enabled else None
+
+
+def disable() -> None:
+    """Let this process compile all its kernels itself, as measurements and tests need it."""
+    global _enabled, _expected
+    _enabled, _expected = False, None
 
 
 def start() -> None:
@@ -72,6 +79,12 @@ def start() -> None:
 def running() -> bool:
     """Return whether the second process runs."""
     return _process is not None and _process.poll() is None
+
+
+def wait() -> None:
+    """Return when the second process has ended, if there is one."""
+    if _process is not None:
+        _process.wait()
 
 
 def defers() -> bool:

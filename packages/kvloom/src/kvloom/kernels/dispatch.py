@@ -91,7 +91,9 @@ class BoundOp(NamedTuple):
     @property
     def expired(self) -> bool:
         """Whether to choose again."""
-        return self.until < math.inf and time.monotonic() > self.until
+        if self.until == math.inf:
+            return False
+        return time.monotonic() > self.until or not companion.running()
 
     def run(self, *args: Any, **options: Any) -> Any:
         """Run the kernel, else the reference, and count that."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import kvloom
 from kvloom.hf import Together, can_step_together
-from kvloom.kernels import compile_seconds
+from kvloom.kernels import companion, compile_seconds
 from kvloom.paged import paged
 from kvloom.recipe import Recipe
 
@@ -115,6 +115,7 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
             if not job.blocks:
                 job = replace(job, ids=job.ids[: max(1, job.memory // nbytes)])
         elif not job.blocks:
+            companion.disable()
             _warm_up(model, job)
         figures = _continuous(model, job) if job.blocks else _static(model, job)
         figures.kl = kl

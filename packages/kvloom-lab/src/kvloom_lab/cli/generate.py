@@ -15,7 +15,6 @@ from kvloom.errors import InputError
 from ..recommended import DEFAULT_RECIPE
 from .options import (
     RECIPE_HELP,
-    RECIPES_HELP,
     ChosenModel,
     Dtype,
     Model,
@@ -133,7 +132,9 @@ def warm_command(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
     ] = "reference",
-    recipes: Annotated[str, typer.Option(help=RECIPES_HELP)] = DEFAULT_RECIPE,
+    recipes: Annotated[
+        str, typer.Option(help="The recipes whose kernels are compiled, with their options.")
+    ] = DEFAULT_RECIPE,
     dtype: Dtype = "auto",
 ) -> None:
     """Compile the CPU kernels that recipes need for a model, and store them on disk.

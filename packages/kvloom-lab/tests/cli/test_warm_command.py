@@ -2,7 +2,7 @@
 
 from command_line import run
 
-from kvloom.kernels import dispatch, ops
+from kvloom.kernels import ops
 from kvloom.kernels.append.cpu import append
 from kvloom.kernels.append.cpu.append_kernel import kernel as append_kernel
 from kvloom.kernels.attend.cpu import coverage, decode_kernel
@@ -21,15 +21,8 @@ def test_kernels_are_stored_without_weights(here, tmp_path, monkeypatch):
         cached.cache_clear()
     for op in ops.OPS.values():
         monkeypatch.setattr(op, "bindings", {})
-    with dispatch.use("auto"):
-        found = run("warm", model, "--recipes", "full")
+    found = run("warm", model, "--recipes", "full")
     assert found.exit_code == 0, found.output
     assert "\nfull: " in f"\n{found.output}"
     names = {path.name.partition(".")[0] for path in kernels.rglob("*.nbc")}
     assert names == {"append_kernel", "decode_kernel"}
-
-
-def test_the_reference_has_no_kernels(here):
-    found = run("warm", here / "model")
-    assert found.exit_code == 2
-    assert "KVLOOM_KERNELS=ref runs no kernel" in found.output

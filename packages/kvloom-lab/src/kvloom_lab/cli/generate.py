@@ -143,13 +143,11 @@ def warm_command(
     """
     with user_errors():
         from kvloom import Cache
-        from kvloom.cache.rehearsal import rehearse
-        from kvloom.kernels import companion, compile_seconds, dispatch
+        from kvloom.cache import rehearse
+        from kvloom.kernels import companion, compile_seconds, use_backend
 
         from ..models import model_without_weights
 
-        if dispatch.setting() == "ref":
-            raise InputError("KVLOOM_KERNELS=ref runs no kernel; unset it")
         chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
         if chosen_model.geometry is None:
             raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
@@ -157,7 +155,8 @@ def warm_command(
         empty = model_without_weights(chosen_model.config, dtype)
         for recipe in chosen:
             before = compile_seconds()
-            rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
+            with use_backend("auto"):
+                rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
             typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
 
 

@@ -25,11 +25,11 @@ _QUERIES = 64  # at the end of the prompt, for scores
 
 
 class Rehearsal(NamedTuple):
-    """One layer, and the shape of its attention. rank, count, rope, facts: as for `LayerCache`."""
+    """One layer, and the shape of its attention; rank of so many `layers`, as for `LayerCache`."""
 
     recipe: Recipe
     rank: int
-    count: int
+    layers: int
     rope: Rope | None
     facts: LayerFacts
     q_heads: int
@@ -43,7 +43,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
     """Run a step in each layer. prompt: by kernels in its prompt too, else by the reference."""
     for one in layers:
         layer = LayerCache(
-            one.recipe, rank=one.rank, count=one.count, rope=one.rope, facts=one.facts
+            one.recipe, rank=one.rank, count=one.layers, rope=one.rope, facts=one.facts
         )
         scale, d = one.head_dim**-0.5, one.head_dim
         q, k, v = (

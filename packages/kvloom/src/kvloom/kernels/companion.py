@@ -10,6 +10,7 @@ fails, this process compiles every kernel. Decides nothing about what is rehears
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def start() -> None:
     global _expected, _process
     expected, _expected = _expected, None
     steps = None if expected is None or running() else expected()
-    if steps is None or not Path(sys.executable or "").name.startswith("python"):
+    is_python = Path(sys.executable or "").name.startswith("python")
+    if steps is None or not is_python or os.name != "posix":  # others have no such locks
         return
     try:
         with tempfile.TemporaryFile() as job:
@@ -67,7 +69,7 @@ def start() -> None:
             pickle.dump(steps(), job)
             job.seek(0)
             _process = subprocess.Popen(
-                [sys.executable, "-c", _CODE],
+                [sys.executable, "-I", "-c", _CODE],
                 stdin=job,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -106,6 +106,7 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    companion.disable()
     try:
         model = load_model(model_name, dtype)
         job = replace(job, ids=job.ids.to(model.device))
@@ -115,7 +116,6 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
             if not job.blocks:
                 job = replace(job, ids=job.ids[: max(1, job.memory // nbytes)])
         elif not job.blocks:
-            companion.disable()
             _warm_up(model, job)
         figures = _continuous(model, job) if job.blocks else _static(model, job)
         figures.kl = kl

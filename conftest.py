@@ -15,11 +15,15 @@ from hypothesis import HealthCheck, Phase, settings
 
 from backends import takes_rare_kernels
 from kvloom.keep import policy
+from kvloom.kernels import companion
 from sampling import left_out
 
 # The reference compiles nothing. Kernel tests select kernels themselves; laws and tests of whole
 # models run by both (backends.py). KVLOOM_KERNELS=auto runs the other tests by kernels too.
 os.environ.setdefault("KVLOOM_KERNELS", "ref")
+
+# A test that compiles a kernel waits for it; which one is first depends on the tests before.
+companion.disable()
 
 # Tiny tensors: a second thread costs more than it gives, and beside another busy process it makes
 # every operation ten times slower.

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 import kvloom
 from kvloom.hf import Together, can_step_together
-from kvloom.kernels import compile_seconds
+from kvloom.kernels import companion, compile_seconds
 from kvloom.paged import paged
 from kvloom.recipe import Recipe
 
@@ -106,6 +106,7 @@ def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) ->
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    companion.disable()
     try:
         model = load_model(model_name, dtype)
         job = replace(job, ids=job.ids.to(model.device))

@@ -319,7 +319,7 @@ def _run(
     """
     import torch
 
-    from kvloom.kernels import compile_seconds
+    from kvloom.kernels import companion, compile_seconds
 
     from ..bench import transformers_caches
     from ..bench.timing import WARM_UP, TimedRow, make_rows, time_candidates
@@ -334,6 +334,7 @@ def _run(
     silence_transformers()
     if threads is not None:
         torch.set_num_threads(threads)
+    companion.disable()
     compiled_before = compile_seconds()
     limits = {"read_gb_s": clock.read_bandwidth_gb_s()}
     with show_progress() as progress:

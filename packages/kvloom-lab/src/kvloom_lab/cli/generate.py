@@ -1,4 +1,4 @@
-"""`kvloom generate` and `kvloom inspect`: run a recipe on one text."""
+"""`kvloom generate` and `kvloom inspect`: run a recipe on one text; `kvloom warm`: prepare it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .options import (
     Dtype,
     Model,
     check_utf8,
+    parse_recipes,
     printable_name,
     read_stdin,
     text_name,
@@ -125,6 +126,38 @@ def _generate(
             **sampling,
         )
     return times
+
+
+def warm_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
+    ] = "reference",
+    recipes: Annotated[
+        str, typer.Option(help="The recipes whose kernels are compiled, with their options.")
+    ] = DEFAULT_RECIPE,
+    dtype: Dtype = "auto",
+) -> None:
+    """Compile the CPU kernels that recipes need for a model, and store them on disk.
+
+    Reads the model's config, and no weights.
+    """
+    with user_errors():
+        from kvloom import Cache
+        from kvloom.cache import rehearse
+        from kvloom.kernels import companion, compile_seconds, use_backend
+
+        from ..models import model_without_weights
+
+        chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
+        if chosen_model.geometry is None:
+            raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
+        companion.disable()
+        empty = model_without_weights(chosen_model.config, dtype)
+        for recipe in chosen:
+            before = compile_seconds()
+            with use_backend("auto"):
+                rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
+            typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:

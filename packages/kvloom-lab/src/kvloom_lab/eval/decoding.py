@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvloom import Cache
 from kvloom.hf import read_tokens
+from kvloom.kernels import companion
 
 from ..workload import clock
 from ..workload.passes import ForwardRequest, Measurement
@@ -50,6 +51,7 @@ def decode_seconds(model: PreTrainedModel, cache: Cache, ids: Tensor) -> float:
 
     ids: the tokens of the steps, int64 [B, WARM_UP_STEPS + N]; the first ones are not timed.
     """
+    companion.wait()
     copied = copy.deepcopy(cache)
     timed = ids.shape[1] - WARM_UP_STEPS
     for new in ids[:, :WARM_UP_STEPS].split(1, dim=1):

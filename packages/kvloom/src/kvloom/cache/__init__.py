@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .build import build_layers
     from .inspection import LayerContents, fill, holds_packed, layer_contents, read_nbytes
     from .layer import LayerCache
+    from .rehearsal import rehearse
 
 __all__ = [
     "LayerCache",
@@ -19,6 +20,7 @@ __all__ = [
     "holds_packed",
     "layer_contents",
     "read_nbytes",
+    "rehearse",
 ]
 __getattr__ = lazy_names(
     __name__,
@@ -30,5 +32,6 @@ __getattr__ = lazy_names(
         "holds_packed": "inspection",
         "layer_contents": "inspection",
         "read_nbytes": "inspection",
+        "rehearse": "rehearsal",
     },
 )

@@ -99,6 +99,11 @@ class LayerCache:
         return self._state.facts
 
     @property
+    def rope(self) -> Rope | None:
+        """What rotates keys where the recipe renumbers positions."""
+        return self._state.rope
+
+    @property
     def latent(self) -> bool:
         """Whether the layer stores latents: see `latents`."""
         return self.facts.latent

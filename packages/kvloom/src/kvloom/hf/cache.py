@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from weakref import WeakMethod
 
 from transformers import PreTrainedModel
 
 from ..cache.build import build_layers
 from ..cache.layer import LayerCache
+from ..cache.rehearsal import Rehearsal
+from ..kernels import companion
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
@@ -70,6 +73,7 @@ class Cache(RoutedCache):
             self.replace(layer.number, RoutedLayer(window, heads))
         self.learned_positions = learned
         route(model)
+        companion.expect(WeakMethod(self.rehearsals))
 
     def __repr__(self) -> str:
         """Return the recipe, the tokens seen and the bytes."""
@@ -95,6 +99,22 @@ class Cache(RoutedCache):
             "bytes": f"{self.nbytes:,}",
             "bytes of an exact cache": f"{self.full_nbytes:,}",
         }
+
+    def rehearsals(self) -> list[Rehearsal]:
+        """Return layers of full attention that need all kernels of the cache's steps."""
+        layers = [layer.cache for layer in self.routed if layer.cache.window is None]
+        by_recipe: dict[str, list[int]] = {}
+        for rank, layer in enumerate(layers):
+            by_recipe.setdefault(repr(layer.recipe), []).append(rank)
+        shape = self.geometry
+        return [
+            Rehearsal(
+                layers[rank].recipe, rank, len(layers), layers[rank].rope, layers[rank].facts,
+                shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype,
+            )
+            for ranks in by_recipe.values()
+            for rank in {ranks[0], ranks[-1]}  # recall may begin after the first
+        ]  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
-    from . import ops
+    from . import companion, ops
     from .attend.reference import AttentionState, merge
     from .attend.regions import KVView, Paged, PageTable, Region
     from .dispatch import Backend, compile_seconds, operations_run
@@ -27,6 +27,7 @@ __all__ = [
     "Paged",
     "Region",
     "RopeAngles",
+    "companion",
     "compile_seconds",
     "merge",
     "operations_run",

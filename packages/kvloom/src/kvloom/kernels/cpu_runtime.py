@@ -6,47 +6,92 @@ first counter until none is left; no thread waits for another to begin. The thre
 torch's own OpenMP, found through libtorch: a second pool would compete with torch's for the cores,
 because idle workers spin. Where torch has no OpenMP (macOS, Windows), Python threads run it.
 
-Compiled code is cached on disk beside the source (`__pycache__`), in the user's cache directory if
-that is not writable, or in NUMBA_CACHE_DIR; if nothing is writable, every process compiles. Decides
-nothing about what a kernel computes. Importing this imports Numba.
+Compiled code is cached on disk in the first of these folders that is writable: NUMBA_CACHE_DIR,
+beside the source (`__pycache__`), the user's cache directory, a private folder among temporary
+files; if none is, every process compiles. Decides nothing about what a kernel computes. Importing
+this imports Numba.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import stat
+import tempfile
 import time
 import uuid
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import (
+    CompileResultCacheImpl,
+    FunctionCache,
+    IndexDataCacheFile,
+    _CacheLocator,
+)
 from numba.core.ccallback import CFunc
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from . import companion
 from .compile_notice import CompileNotice
 
 seconds: dict[str, float] = {}
 """Seconds this process spent to compile a kernel or to read it from disk, by name."""
 
-_SIGNATURE = (types.int64,), types.void
+_SIGNATURE = types.void(types.int64)
 _NOTICE = CompileNotice()
+_LONGEST_S = 120.0  # to wait for another process
 
 
 def kernel_step(fn: Callable) -> Any:
     """Compile a function that kernels call, and not Python.
 
-    Without wrappers for Python, it takes two thirds of the time to compile.
+    It gets no wrappers for Python, and no machine code of its own.
     """
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True)(_with_own_symbol(fn))
+    options = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(pipeline_class=_StepCompiler, **options)(_with_own_symbol(fn))
+
+
+class _StepCompiler(Compiler):
+    def __init__(self, typing: Any, target: Any, library: Any, *rest: Any) -> None:
+        super().__init__(typing, target, _StepLibrary(target.codegen(), "step"), *rest)
+
+
+class _StepLibrary(JITCodeLibrary):
+    """The LLVM code of a step, which is linked into kernels, and optimized there.
+
+    Numba's own library would optimize it, with all that it calls, and translate it to machine code.
+    """
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return 0: there is no machine code."""
+        return 0
+
+    @property
+    def codegen(self) -> _StepLibrary:
+        """What Numba gives the environment of machine code to, by `set_env`."""
+        return self
+
+    def set_env(self, *_: Any) -> None:
+        """Ignore the environment, which only Python's wrappers read."""
 
 
 def _with_own_symbol(fn: Callable) -> Callable:
@@ -59,6 +104,43 @@ def _with_own_symbol(fn: Callable) -> Callable:
     return fn
 
 
+class _TemporaryFolder(_CacheLocator):
+    """A folder among temporary files that no other user can write to: its files become code."""
+
+    @classmethod
+    def from_function(cls, fn: Any, path: str) -> Any:
+        user = os.getuid() if hasattr(os, "getuid") else None
+        locator = cls()
+        locator.folder = os.path.join(tempfile.gettempdir(), f"kvloom-kernels-{user}")
+        try:
+            os.makedirs(locator.folder, mode=0o700, exist_ok=True)
+            found = os.lstat(locator.folder)
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+        return locator if user is None or (private and found.st_uid == user) else None
+
+    def get_cache_path(self) -> str:
+        """Return the folder."""
+        return self.folder
+
+    def get_source_stamp(self) -> Any:
+        """Return what changes with the source."""
+        return _sources()
+
+    def get_disambiguator(self) -> str:
+        """Return what distinguishes functions of one name: nothing, a kernel's file has its own."""
+        return ""
+
+
+class _CacheFiles(CompileResultCacheImpl):
+    _locator_classes: ClassVar[list[Any]] = [
+        *CompileResultCacheImpl._locator_classes,
+        _TemporaryFolder,
+    ]
+
+
 class _Cache(FunctionCache):
     """Numba's cache on disk, of a kernel by its name and the constants that it closes over.
 
@@ -66,6 +148,8 @@ class _Cache(FunctionCache):
     over, have other bytes in every process. Numba keeps the variants of a function by number: two
     processes that compile at once give different kernels one number. So each kernel has own files.
     """
+
+    _impl_class = _CacheFiles
 
     def __init__(self, fn: Callable, name: str) -> None:
         super().__init__(fn)
@@ -77,15 +161,57 @@ class _Cache(FunctionCache):
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return sig, codegen.magic_tuple(), *self._kernel
 
+    def compile(self, code: Any) -> None:
+        """Compile the kernel, or read it from disk; wait while another process compiles it.
 
-class _Code(CFunc):
-    """A function that Numba compiles, or reads from its cache on disk."""
+        Raises `companion.Compiling` where the caller need not wait.
+        """
+        key = self._index_key(_SIGNATURE, cpu_target.target_context.codegen())
+        name = self._cache_file._load_index().get(key)
+        if name is not None and Path(self.cache_path, name).exists():
+            code.compile()
+            return
+        companion.start()
+        if companion.defers():
+            raise companion.Compiling("its kernel is being compiled by another process")
+        longest_s = 0.0 if companion.rehearsing() else _LONGEST_S
+        with (
+            _NOTICE.compiling(self.cache_path),
+            _locked(self._cache_file._index_path, longest_s) as mine,
+        ):
+            if companion.rehearsing() and not mine:
+                raise companion.Compiling("its kernel is being compiled by another process")
+            code.compile()
 
-    _cache: Any
 
-    def _compile_uncached(self) -> Any:
-        with _NOTICE.compiling(self._cache.cache_path):
-            return super()._compile_uncached()  # type: ignore[misc]
+@contextmanager
+def _locked(path: str, longest_s: float) -> Iterator[bool]:
+    """Hold a lock beside a file within the block; wait for it while another process holds it.
+
+    longest_s: how long to wait; then, and where the system or the folder has no such locks, the
+    block runs without one. Yields whether it has the lock.
+    """
+    with ExitStack() as stack:
+        yield _lock(stack, path, time.monotonic() + longest_s)
+
+
+def _lock(stack: ExitStack, path: str, end: float) -> bool:
+    """Take the lock until the stack is closed; return False after the time `end`, or without it."""
+    try:
+        import fcntl
+
+        file = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        stack.callback(os.close, file)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+    except (ImportError, OSError):
+        return False
 
 
 class Kernel:
@@ -99,11 +225,19 @@ class Kernel:
         disk_cache = None
         with suppress(RuntimeError):  # no cache directory is writable
             disk_cache = _Cache(fn, name)
-        code = _Code(_with_own_symbol(fn), _SIGNATURE, {}, {"error_model": "numpy"})
+        code = CFunc(
+            _with_own_symbol(fn),
+            (_SIGNATURE.args, _SIGNATURE.return_type),
+            {},
+            {"error_model": "numpy"},
+        )
         self.code = cast(Any, code)
-        if disk_cache is not None:
+        if disk_cache is None:
+            with _NOTICE.compiling(None):
+                self.code.compile()
+        else:
             self.code._cache = disk_cache
-        self.code.compile()
+            disk_cache.compile(self.code)
         seconds[name] = time.perf_counter() - begin
         self.address = self.code.address
         self.call = ctypes.CFUNCTYPE(None, ctypes.c_int64)(self.address)

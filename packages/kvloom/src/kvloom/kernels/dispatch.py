@@ -13,6 +13,7 @@ counts what ran, with the reason. Imports neither Numba nor Triton.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -30,10 +31,12 @@ from torch import Tensor
 
 from ..errors import NoKernel
 from ..registry import load_plugins
-from . import triton_runtime
+from . import companion, triton_runtime
 
 CHOICES = ("auto", "ref")
 """Settings for any machine; `gpu` selects the Triton kernels and raises if they cannot run."""
+
+_RETRY_S = 0.5  # after which the reference asks again whether its kernel is compiled
 
 ran: Counter[tuple[str, str, str]] = Counter()
 """How often this process ran (operation, backend, why no kernel)."""
@@ -52,7 +55,8 @@ class Backend(NamedTuple):
     run: computes it. problems: returns why it does not cover a case; empty if it does. load:
     compiles or imports what `run` needs; whatever it raises makes the reference run. coverage: the
     cases that are covered, in words. plan: returns a function like `run` for one layer, which keeps
-    what does not change between the layer's steps; None if nothing is worth keeping.
+    what does not change between the layer's steps; None if nothing is worth keeping. exact: its
+    results equal the reference's bit for bit, so the reference may run until it is compiled.
     """
 
     run: Callable[..., Any]
@@ -60,6 +64,7 @@ class Backend(NamedTuple):
     load: Callable[..., object]
     coverage: str = ""
     plan: Callable[..., Callable[..., Any]] | None = None
+    exact: bool = False
 
 
 def unplanned(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
@@ -81,6 +86,14 @@ class BoundOp(NamedTuple):
     counted: tuple[str, str, str]  # its key in `ran`
     reference: Callable[..., Any]
     plan: Callable[..., Callable[..., Any]] | None = None  # as in `Backend`
+    until: float = math.inf  # when to choose again, by `time.monotonic`: a kernel is being compiled
+
+    @property
+    def expired(self) -> bool:
+        """Whether to choose again."""
+        if self.until == math.inf:
+            return False
+        return time.monotonic() > self.until or not companion.running()
 
     def run(self, *args: Any, **options: Any) -> Any:
         """Run the kernel, else the reference, and count that."""
@@ -119,7 +132,7 @@ class Op(Generic[P, R]):
         like, rest = self.case(*args, **options)
         key = forced.get() or environment(), like.device, rest  # `setting()` without its call
         bound = self.bindings.get(key)
-        if bound is None:
+        if bound is None or bound.expired:
             bound = self.bindings[key] = self._choose(like, *args, **options)
         return bound
 
@@ -164,7 +177,11 @@ class Op(Generic[P, R]):
             if not problems:
                 return self._bound(name, refused)
             refused += [f"{name}: {problem}" for problem in problems]
-        why = why or self._problems(own, args, options)
+        try:
+            why = why or self._problems(own, args, options)
+        except companion.Compiling as error:
+            provisional = self.by_reference("; ".join([*refused, str(error)]))
+            return provisional._replace(until=time.monotonic() + _RETRY_S)
         if not why:
             return self._bound(own, refused)
         return self.by_reference("; ".join([*refused, *why]))
@@ -181,13 +198,18 @@ class Op(Generic[P, R]):
         backend = self.backends.get(name)
         if backend is None:
             return [f"there is no {name} kernel for it"]
+        deferring = companion.may_defer.set(backend.exact)
         try:
             problems = list(backend.problems(*args, **options))
             if not problems:
                 backend.load(*args, **options)
             return problems
+        except companion.Compiling:
+            raise
         except Exception as error:
             return [self.failed(name, error, instead)]
+        finally:
+            companion.may_defer.reset(deferring)
 
 
 @contextmanager

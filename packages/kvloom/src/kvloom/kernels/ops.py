@@ -101,6 +101,7 @@ append = Op(
         problems=lambda new, *_, **__: append_cpu.problems(new),
         load=lambda new, *_, **__: append_cpu.compiled(new[0].dtype),
         coverage=str(append_cpu.COVERAGE),
+        exact=True,
     ),
 )
 
@@ -193,9 +194,10 @@ pack = Op(
     cpu=Backend(
         run=pack_cpu.pack,
         problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(layer_encoding, x.dtype),
-        load=lambda *_, **__: pack_cpu.compiled(),
+        load=lambda *_, **__: pack_cpu.packing(),
         coverage=str(pack_cpu.COVERAGE),
         plan=lambda x, layer_encoding, *_, **__: pack_cpu.Packer(x, layer_encoding),
+        exact=True,
     ),
     gpu=Backend(
         run=pack_triton.pack,
@@ -235,8 +237,9 @@ unpack = Op(
     cpu=Backend(
         run=pack_cpu.unpack,
         problems=_unpack_problems(pack_cpu),
-        load=lambda *_, **__: pack_cpu.compiled(),
+        load=lambda *_, **__: pack_cpu.unpacking(),
         coverage=str(pack_cpu.COVERAGE),
+        exact=True,
     ),
     gpu=Backend(
         run=pack_triton.unpack,
@@ -293,11 +296,14 @@ column_mass = Op(
 step_mass = _scores_op(
     score_reference.step_mass,
     mass_cpu.step_mass,
-    mass_cpu.compiled,
+    mass_cpu.step_kernel,
     "products that `attend` leaves",
 )
 lowest = _scores_op(
-    score_reference.lowest, mass_cpu.lowest, mass_cpu.compiled, "scores in fp32, indices in int32"
+    score_reference.lowest,
+    mass_cpu.lowest,
+    mass_cpu.lowest_kernel,
+    "scores in fp32, indices in int32",
 )
 
 

@@ -45,7 +45,7 @@ class OpPlan(Generic[P, R]):
         like, rest = self.op.case(*args, **options)
         setting = forced.get() or environment()  # `setting()` without its call
         case = setting, len(self.op.backends), like.device, rest
-        if self.bound is None or case != self._case:
+        if self.bound is None or case != self._case or self.bound.expired:
             self.bound, self._case = self._bound(*args, **options), case
         return self.bound
 

@@ -91,7 +91,7 @@ class Packer:
             mask = strides(nonpadding, 2)
         prepared = self._prepared
         static = prepared.static_encode
-        _run(compiled()[0], x, begin, self._numbers, prepared, static, mask, rope)
+        _run(packing(), x, begin, self._numbers, prepared, static, mask, rope)
 
 
 pack = unplanned(Packer)
@@ -113,16 +113,24 @@ def unpack(
     packed = PackedTensors(*(y if _contiguous_rows(y) else y.contiguous() for y in packed))
     prepared = _prepared(layer_encoding, h, d)
     static = prepared.static_decode
-    _run(compiled()[1], x, lo, _storage(packed), prepared, static, (0, 0, 0), rope)
+    _run(unpacking(), x, lo, _storage(packed), prepared, static, (0, 0, 0), rope)
     return x
 
 
 @cache
-def compiled() -> tuple[Any, Any]:
-    """Compile the kernels that pack and unpack; they cover every case."""
+def packing() -> Any:
+    """Compile the kernel that packs; it covers every case."""
     with dispatch.loading():
-        from . import pack_kernel, unpack_kernel
-    return pack_kernel.kernel(), unpack_kernel.kernel()
+        from . import pack_kernel
+    return pack_kernel.kernel()
+
+
+@cache
+def unpacking() -> Any:
+    """Compile the kernel that unpacks; it covers every case."""
+    with dispatch.loading():
+        from . import unpack_kernel
+    return unpack_kernel.kernel()
 
 
 class _Prepared(NamedTuple):

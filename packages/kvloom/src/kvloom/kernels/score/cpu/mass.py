@@ -134,7 +134,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
         scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=settings.softcap or 0.0,
         inverse_tau=1 / settings.tau, options=numbers,
     )  # fmt: skip
-    compiled().step.run(job, 1, threads)
+    step_kernel().run(job, 1, threads)
     del tensors
     return mass[..., :n]
 
@@ -153,7 +153,7 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
         heads=b * h, tokens=n, before=before, scores=scores.data_ptr(), index=index.data_ptr(),
         visible=address(see), slots=slots.data_ptr(),
     )  # fmt: skip
-    compiled().lowest.run(numbers, 0, 1)
+    lowest_kernel().run(numbers, 0, 1)
     return slots
 
 
@@ -183,12 +183,10 @@ def _options(
 
 
 class _Kernels(NamedTuple):
-    """The compiled kernels and the shape of their tiles: keys, and query rows at once."""
+    """The kernels of `column_mass` and the shape of their tiles: keys, and query rows at once."""
 
     panels: Any
     mass: Any
-    step: Any
-    lowest: Any
     tile: int
     rows: int
     pairs: bool
@@ -196,7 +194,10 @@ class _Kernels(NamedTuple):
 
 @cache
 def compiled(pairs: bool = False) -> _Kernels:
-    """Compile the kernels; they cover every case. pairs: multiply pairs of bf16 if possible."""
+    """Compile the kernels of `column_mass`; they cover every case.
+
+    pairs: multiply pairs of bf16 if possible.
+    """
     with dispatch.loading():
         from ...simd import has_pairs
         from . import mass_kernel, microkernel
@@ -205,9 +206,23 @@ def compiled(pairs: bool = False) -> _Kernels:
     return _Kernels(
         mass_kernel.panels(vectors),
         mass_kernel.mass(rows, vectors, pairs),
-        mass_kernel.step(),
-        mass_kernel.lowest(),
         mass_kernel.TILE,
         rows,
         pairs,
     )
+
+
+@cache
+def step_kernel() -> Any:
+    """Compile the kernel of `step_mass`."""
+    with dispatch.loading():
+        from . import mass_kernel
+    return mass_kernel.step()
+
+
+@cache
+def lowest_kernel() -> Any:
+    """Compile the kernel of `lowest`."""
+    with dispatch.loading():
+        from . import mass_kernel
+    return mass_kernel.lowest()

@@ -1,0 +1,28 @@
+"""`kvloom warm`: the kernels of a model's steps are on disk, and it needs no weights."""
+
+from command_line import run
+
+from kvloom.kernels import ops
+from kvloom.kernels.append.cpu import append
+from kvloom.kernels.append.cpu.append_kernel import kernel as append_kernel
+from kvloom.kernels.attend.cpu import coverage, decode_kernel
+
+
+def test_kernels_are_stored_without_weights(here, tmp_path, monkeypatch):
+    from numba import config
+
+    kernels, model = tmp_path / "kernels", tmp_path / "model"
+    model.mkdir()
+    for file in (here / "model").iterdir():
+        if file.suffix != ".safetensors":
+            (model / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(config, "CACHE_DIR", str(kernels))
+    for cached in (coverage.kernel, decode_kernel.kernel, append.compiled, append_kernel):
+        cached.cache_clear()
+    for op in ops.OPS.values():
+        monkeypatch.setattr(op, "bindings", {})
+    found = run("warm", model, "--recipes", "full")
+    assert found.exit_code == 0, found.output
+    assert "\nfull: " in f"\n{found.output}"
+    names = {path.name.partition(".")[0] for path in kernels.rglob("*.nbc")}
+    assert names == {"append_kernel", "decode_kernel"}

@@ -1,0 +1,70 @@
+"""A step of empty layers with random tokens, which compiles the kernels that such a step needs.
+
+`kernels.companion` runs `main` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from ..kernels import companion, dispatch, ops
+from ..positions.rope import Rope
+from ..recipe.spec import Recipe
+from ..store import LayerFacts
+from .inspection import fill
+from .layer import LayerCache
+
+_TOKENS = 2048  # a recipe that recalls reads fewer
+_QUERIES = 64  # at the end of the prompt, for scores
+
+
+class Rehearsal(NamedTuple):
+    """One layer, and the shape of its attention; rank of so many `layers`, as for `LayerCache`."""
+
+    recipe: Recipe
+    rank: int
+    layers: int
+    rope: Rope | None
+    facts: LayerFacts
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+@torch.inference_mode()
+def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
+    """Run a step in each layer. prompt: by kernels in its prompt too, else by the reference."""
+    for one in layers:
+        layer = LayerCache(
+            one.recipe, rank=one.rank, count=one.layers, rope=one.rope, facts=one.facts
+        )
+        scale, d = one.head_dim**-0.5, one.head_dim
+        q, k, v = (
+            torch.randn(1, heads, tokens, width).to(one.dtype)
+            for heads, tokens, width in (
+                (one.q_heads, _QUERIES, d),
+                (one.kv_heads, _TOKENS, d),
+                (one.kv_heads, _TOKENS, one.facts.value_dim or d),
+            )
+        )
+        with nullcontext() if prompt else dispatch.use("ref"):
+            fill(layer, q, k, v)
+            ops.attend_prompt.choose(q, k, v, scale)  # loads its kernel
+        layer.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scale=scale)
+        layer.end_step()
+
+
+def main() -> None:
+    """Rehearse steps of the layers whose pickle stdin has, then what follows their prompts."""
+    companion.begin_rehearsing()
+    torch.set_num_threads(1)
+    layers = pickle.load(sys.stdin.buffer)
+    rehearse(layers)
+    rehearse(layers, prompt=True)

@@ -57,7 +57,7 @@ class Steps:
             begin = time.perf_counter()
             layer.attend(q, k, v, scale=self.shape[2] ** -0.5)
             seconds.append(time.perf_counter() - begin)
-            layer.end_step()
+            layer.forget_undo()
         return seconds
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class Steps:
             sys.setprofile(profile)
             layer.attend(q, k, v, scale=self.shape[2] ** -0.5)
             sys.setprofile(None)
-            layer.end_step()
+            layer.forget_undo()
         return count / len(self.layers)
 
 

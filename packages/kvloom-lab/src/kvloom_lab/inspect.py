@@ -287,7 +287,9 @@ def _run(
     """Prefill ids and generate; return all ids that were read, and the record of each layer."""
     numbers = cache.geometry.numbers
     size = cache.geometry.kv_heads, len(ids) + new_tokens
-    layers = [LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.routed, strict=True)]
+    layers = [
+        LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.full_layers, strict=True)
+    ]
     observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]

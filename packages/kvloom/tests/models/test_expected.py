@@ -151,7 +151,7 @@ def test_any_score_that_rotates_queries_reads_positions_on_several_axes():
     cache = kvloom.Cache(model, turned())
     with torch.no_grad():
         model(**zoo.image_prompt(model, 250, 150), past_key_values=cache)
-    assert all(layer.cache.dropped > 200 for layer in cache.routed)
+    assert all(layer.cache.dropped > 200 for layer in cache.full_layers)
 
 
 @by_reference

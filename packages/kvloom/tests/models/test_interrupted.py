@@ -169,7 +169,7 @@ def test_layers_of_other_models_are_undone_too(name):
 
 def test_what_cannot_be_undone_makes_the_cache_unusable(llama, monkeypatch, tmp_path):
     model, cache = filled(llama, "full")
-    monkeypatch.setattr(cache.routed[1], "roll_back", lambda: 1 / 0)
+    monkeypatch.setattr(cache.full_layers[1], "roll_back", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(model, cache, SAVED, SAVED + 1, 200)
     monkeypatch.undo()

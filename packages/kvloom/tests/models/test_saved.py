@@ -314,7 +314,7 @@ def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_p
 def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "prefix.kv"
-    for layer in cache.routed:
+    for layer in cache.full_layers:
         layer.cache.recording = True
     step(model, cache, 70, 73)
     with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be removed; call crop"):

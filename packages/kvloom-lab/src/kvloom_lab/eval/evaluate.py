@@ -133,8 +133,8 @@ def _measure(
         cache.full_nbytes,
         prompt.seconds,
         decode_s,
-        cache.bits_per_value if cache.routed else None,
-        cache.tokens_read if cache.routed and recipe.recall is not None else None,
+        cache.bits_per_value if cache.full_layers else None,
+        cache.tokens_read if cache.full_layers and recipe.recall is not None else None,
         Traffic(*(b - a for a, b in zip(before, cache.traffic, strict=True))),
     )
 

@@ -333,14 +333,14 @@ class LayerCache:
 
     # --- undo -------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
+    def forget_undo(self) -> None:
         """Release the tensors that undoing the last step would need."""
         if self.undo is not None:
             self.undo.forget()
             self.undo = None
 
     def roll_back(self) -> None:
-        """Undo the last step, unless `end_step` was called since."""
+        """Undo the last step, unless `forget_undo` was called since."""
         self._open_step = None
         if self.undo is None:
             return

@@ -1,8 +1,8 @@
 """The attention and mask functions that transformers calls during a step with a kvloom cache.
 
-`routed` makes a model's decoder use them, for one step. Decides what computes attention. Keys that
-carry a kvloom layer go to that layer, with the padding mask that `mask` returned in the same step.
-All others (sliding layers, for example) go to the model's own implementation, with its own masks.
+`use_kvloom` makes a model's decoder use them, for one step. Decides what computes attention. Keys
+that carry a kvloom layer go to that layer, with the padding mask that `mask` returned in the same
+step. All others (sliding layers, for example) go to the model's own implementation, with its own masks.
 kvloom refuses a mask or an argument of attention that it does not know, instead of dropping it.
 """
 
@@ -40,12 +40,12 @@ _WITHOUT_EFFECT = frozenset({
 
 _LOCK = threading.Lock()
 _STOCK: dict[int, tuple[str, int]] = {}
-"""By the id of each config in a routed step: the model's own implementation, and how many steps
+"""By the id of each config within `use_kvloom`: the model's own implementation, and how many steps
 of threads run."""
 
 
 @contextmanager
-def routed(configs: Sequence[Any]) -> Iterator[None]:
+def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
     """Make the modules of these configs call kvloom's functions, within one step."""
     with _LOCK:
         for config in configs:

@@ -91,7 +91,7 @@ class Cache(RoutedCache):
     @property
     def _texts(self) -> dict[str, str]:
         """What `repr` shows, by name."""
-        likes = (layer.cache.like for layer in self.routed)
+        likes = (layer.cache.like for layer in self.full_layers)
         rows = next((len(like) for like in likes if like is not None), 1)
         return {
             "recipe": self.recipe.name,

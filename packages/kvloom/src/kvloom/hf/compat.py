@@ -193,7 +193,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
+    """Unwrap a model from `torch.compile` and peft, and refuse one that kvloom cannot route.
 
     Raises `UnsupportedModel` for peft's prefix tuning, which fills a cache of its own.
     """
@@ -213,12 +213,12 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model
 
 
-def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) -> PreTrainedModel:
-    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
+def supported_model(model: PreTrainedModel, all_heads_for: str | None = None) -> PreTrainedModel:
+    """Unwrap a model from `torch.compile` and peft, and refuse one that kvloom cannot route.
 
     Args:
         model: Any model.
-        needs_all_heads: What needs all heads of the model, as the subject of a sentence; None:
+        all_heads_for: What needs all heads of the model, as the subject of a sentence; None:
             nothing does.
 
     Raises:
@@ -251,8 +251,8 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = shard.problem(model, *_heads(config))
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
-    if needs_all_heads is not None:
-        shard.needs_whole(model, needs_all_heads)
+    if all_heads_for is not None:
+        shard.needs_whole(model, all_heads_for)
     return model
 
 

@@ -97,13 +97,13 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
 
     Raises `UnsupportedModel` if the cache compresses no layer of the model.
     """
-    if not cache.routed:
+    if not cache.full_layers:
         raise UnsupportedModel(
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
     parts = map(compressed_part, cache.layers)
     numbers = [i for i, x in enumerate(parts) if x is not None and x.window is None]
-    for layer, (number, routed) in enumerate(zip(numbers, cache.routed, strict=True)):
+    for layer, (number, routed) in enumerate(zip(numbers, cache.full_layers, strict=True)):
         routed.cache.observe()
         cache.replace(number, ObservedLayer(routed, layer, on_step))

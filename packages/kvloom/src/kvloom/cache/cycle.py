@@ -21,7 +21,7 @@ from .attention import attend_to, one_region
 from .checks import check_ids, check_range, checked_step, out_of_range
 from .commit import end_step
 from .layer_state import LayerState
-from .reading import attention_ahead, step_regions
+from .reading import attention_to_later, step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
 from .step import StepInputs
@@ -62,16 +62,16 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
         return step.attended, OpenStep(step, stored, [])
     assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
-    queries, evictor, ahead = step.queries, state.evictor, attention_ahead(state, step)
+    queries, evictor, to_later = step.queries, state.evictor, attention_to_later(state, step)
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    products_score = scores_step and state.seen > 0 and ahead is None
+    products_score = scores_step and state.seen > 0 and to_later is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     if state.facts.latent:
-        out, products, lse = _attend_to_latents(step, regions, state.plan, ahead), None, None
+        out, products, lse = _attend_to_latents(step, regions, state.plan, to_later), None, None
     else:
         out, products, lse = attend_to(
             queries.q, regions, queries.scale, queries.softcap, products_score, state.plan,
-            queries.sink_logits, ahead,
+            queries.sink_logits, to_later,
         )  # fmt: skip
     if products is not None or lse is not None or queries.q.requires_grad:
         q = queries.q.detach() if queries.q.requires_grad else queries.q
@@ -91,7 +91,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     queries = step.queries
     out, *_ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
-        sink_logits=queries.sink_logits, ahead=attention_ahead(state, step),
+        sink_logits=queries.sink_logits, to_later=attention_to_later(state, step),
     )  # fmt: skip
     return out
 
@@ -145,13 +145,13 @@ def _attend_to_latents(
     step: StepInputs,
     regions: list[Region],
     plan: OpPlan[..., AttentionState] | None = None,
-    ahead: AttentionState | None = None,
+    to_later: AttentionState | None = None,
 ) -> Tensor:
-    """Attend absorbed queries to a latent layer; plan: of one query; ahead: as for `attend_to`."""
+    """Attend absorbed queries to latents; plan: of one query; to_later: as for `attend_to`."""
     scale = step.queries.scale
     q, regions = latents.absorbed(step.queries.q, regions, scale)
     out, *_ = attend_to(
-        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, ahead=ahead
+        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, to_later=to_later
     )
     return out if step.expand is None else step.expand(out)
 

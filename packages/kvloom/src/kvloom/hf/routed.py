@@ -166,7 +166,7 @@ class RoutedLayer(CacheLayerMixin):
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
         again = self.arrived()
-        if step.queries.visible is not None or step.queries.ahead is not None:
+        if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
@@ -582,11 +582,11 @@ class RoutedCache(transformers.Cache):
 
 def on_one_device(step: StepInputs) -> StepInputs:
     """Return a step whose masks are on the device of its queries."""
-    q, visible, ahead = step.queries.q, step.queries.visible, step.queries.ahead
-    if all(x is None or x.device == q.device for x in (visible, ahead)):
+    q, visible, later_seen = step.queries.q, step.queries.visible, step.queries.later_seen
+    if all(x is None or x.device == q.device for x in (visible, later_seen)):
         return step
-    visible, ahead = (None if x is None else x.to(q.device) for x in (visible, ahead))
-    return step._replace(queries=step.queries._replace(visible=visible, ahead=ahead))
+    visible, later_seen = (None if x is None else x.to(q.device) for x in (visible, later_seen))
+    return step._replace(queries=step.queries._replace(visible=visible, later_seen=later_seen))
 
 
 def _removed(tokens: int, seen: int) -> int:

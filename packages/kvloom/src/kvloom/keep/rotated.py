@@ -67,7 +67,7 @@ class Rotated(Scorer):
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""
-        step = replace(step, products=None, ahead=None)  # as a repetition is read
+        step = replace(step, products=None, later_seen=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
         chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
         return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)

@@ -44,7 +44,7 @@ class Step:
         head: The model's number of the first key/value head, where this process has a part of them.
         norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
             `uses_input_norms`; None where the model does not give it.
-        ahead: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
+        later_seen: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ class Step:
     ids: Tensor | None = None
     head: int = 0
     norms: Tensor | None = None
-    ahead: Tensor | None = None
+    later_seen: Tensor | None = None
 
     @property
     def sink_mask(self) -> Tensor:
@@ -114,8 +114,8 @@ class Step:
         if self.products is not None and not skip and not largest and rest is None:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
-            ahead = None if self.ahead is None else self.ahead[:, skip:]
-            options |= {"largest": largest, "ahead": _if_any(ahead), "rest": rest}
+            later_seen = None if self.later_seen is None else self.later_seen[:, skip:]
+            options |= {"largest": largest, "later_seen": _if_any(later_seen), "rest": rest}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.grouped(mass.view(b, hk, -1, n))
 
@@ -131,9 +131,9 @@ class Step:
         return Noise(kind, self.seed, self.index, first, fixed, self.head)
 
 
-def _if_any(ahead: Tensor | None) -> Tensor | None:
-    """Return `Step.ahead` if it is not 0: no kernel covers it."""
-    return ahead if ahead is not None and bool(ahead.any()) else None
+def _if_any(later_seen: Tensor | None) -> Tensor | None:
+    """Return `Step.later_seen` if it is not 0: no kernel covers it."""
+    return later_seen if later_seen is not None and bool(later_seen.any()) else None
 
 
 @dataclass(frozen=True)

@@ -205,14 +205,14 @@ def attend(
     visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    ahead: Tensor | None = None,
+    later_seen: Tensor | None = None,
 ) -> AttentionState:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
     causal: the T queries are the last T of the N tokens, and see no later one. visible: bool
     [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias: fp32
-    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi). ahead:
-    int64 [B, T], the queries attend only to so many tokens behind their own, the last T of the N.
+    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi). later_seen:
+    int64 [B, T], the queries attend only to so many tokens after their own, the last T of the N.
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -232,11 +232,11 @@ def attend(
         if causal:
             later = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
             logits.masked_fill_(later.triu_(n - t + lo + 1), -torch.inf)
-        if ahead is not None:
-            behind = torch.arange(n, device=q.device) - torch.arange(
+        if later_seen is not None:
+            after = torch.arange(n, device=q.device) - torch.arange(
                 n - t + lo, n - t + hi, device=q.device
             ).unsqueeze(1)
-            seen = (behind > 0) & (behind <= ahead[:, lo:hi, None])
+            seen = (after > 0) & (after <= later_seen[:, lo:hi, None])
             logits.masked_fill_(~seen[:, None, None], -torch.inf)
         if visible is not None:
             logits.masked_fill_(~visible[:, :, None, None, :], -torch.inf)

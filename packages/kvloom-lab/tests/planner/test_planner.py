@@ -71,7 +71,8 @@ def test_every_recipe_has_the_bytes_that_it_predicts(llama):
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
+    "spec",
+    ["h2o:shared=true", "snapkv:fraction=0.5,head_share=0.2,layers=joint", "kvzip:fraction=0.5"],
 )
 def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
     found = read_model(llama)

@@ -17,7 +17,7 @@ from steps import CORE, RECIPES, SCALE, build, draw, padded
 
 KEEPING = [
     "h2o:tokens=24", "snapkv:tokens=24,window=8", "keyformer:tokens=24", "minikv:group=16",
-    "snapkv:tokens=24,window=8,heads=0.5",
+    "snapkv:tokens=24,window=8,head_share=0.5",
     "quest:tokens=40,page=4,sinks=2,recent=4,full_layers=0", "full",
 ]  # fmt: skip
 ALL = {name: RECIPES[name] for name in CORE} | {name: resolve(name) for name in KEEPING}
@@ -57,7 +57,7 @@ def test_a_draft_with_such_tokens_is_refused():
 
 def test_queries_that_wait_for_a_block_are_refused():
     keep = kvloom.Keep(
-        kvloom.Budget(fraction=0.5, recent=8, heads=1.0), Mass(), when="block", block=32
+        kvloom.Budget(fraction=0.5, recent=8, head_share=1.0), Mass(), when="block", block=32
     )
     layer = build(kvloom.Recipe(keep), *draw(0, 300))
     with pytest.raises(CacheMisuse, match="use the score rotated, or when=prompt"):

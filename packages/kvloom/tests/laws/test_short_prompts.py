@@ -60,7 +60,7 @@ def test_a_wide_window_leaves_half_of_a_fraction(recent):
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("name", ["small", "tiny", "snapkv:fraction=0.25,heads=0.2"])
+@pytest.mark.parametrize("name", ["small", "tiny", "snapkv:fraction=0.25,head_share=0.2"])
 def test_heads_compete_for_a_third_of_what_is_chosen_by_score(name, heads):
     keep, store = resolve(name).keep, resolve(name).store
     for n in range(FLOOR_TOKENS + 1, 1025):

@@ -31,7 +31,7 @@ undone_forms = pytest.mark.parametrize(
         "kivi:group=16,residual=32,rotate=true",
         "skvq:group=16,window=8,sinks=2,outliers=4",
         "small:fraction=0.8,group=16,residual=16,recent=8,chunk=50",
-        "snapkv:tokens=40,window=8,heads=0.2",
+        "snapkv:tokens=40,window=8,head_share=0.2",
         "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1",
         "full:",
     ),

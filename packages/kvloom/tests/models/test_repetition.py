@@ -129,7 +129,7 @@ def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     assert torch.equal(*logits)
 
 
-CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",heads=0,layers=joint"
+CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",head_share=0,layers=joint"
 GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
 
 
@@ -138,7 +138,7 @@ GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
     "options",
     [
         "", ",store=kivi-4", ",store=turbo", ",positions=renumbered", ",layers=variance",
-        ",fraction=0.5", ",heads=0.2,store=turbo", f"{JOINT},store=kivi-4", GROUPS,
+        ",fraction=0.5", ",head_share=0.2,store=turbo", f"{JOINT},store=kivi-4", GROUPS,
     ],
 )  # fmt: skip
 def test_predicted_bytes_are_exact(options):

@@ -77,7 +77,7 @@ SPECIAL = [
     "kivi:group=16,residual=32,rotate=true",
     "skvq:group=16,window=8,sinks=2,outliers=4",
     "small:fraction=0.8,group=16,residual=16,recent=8,chunk=50",
-    "snapkv:tokens=40,window=8,heads=0.2",
+    "snapkv:tokens=40,window=8,head_share=0.2",
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]

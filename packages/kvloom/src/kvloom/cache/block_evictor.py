@@ -153,7 +153,7 @@ class BlockEvictor(ScoreEvictor):
     def _shares(self, heads: int) -> tuple[int, int]:
         assert self.block is not None
         granted, ragged = self.block.granted, self.ragged
-        return head_budgets.whole_shares(granted, ragged.safeguard, heads, ragged.unit)
+        return head_budgets.whole_shares(granted, ragged.head_share, heads, ragged.unit)
 
     def _step(self, segment: Segment, queries: Queries) -> Step:
         """Return the input of a score: the sinks, all exact tokens, and these queries."""

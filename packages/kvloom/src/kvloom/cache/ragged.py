@@ -46,8 +46,8 @@ class RaggedTokens(Stateful):
     def __init__(self, recipe: Recipe) -> None:
         keep, store = recipe.keep, recipe.store
         assert keep is not None
-        assert keep.budget.heads is not None
-        self.safeguard, self.unit = keep.budget.heads, store.block_tokens
+        assert keep.budget.head_share is not None
+        self.head_share, self.unit = keep.budget.head_share, store.block_tokens
         self.sinks = recipe.protect.sinks
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
@@ -90,7 +90,7 @@ class RaggedTokens(Stateful):
         """Return the certain tokens of a head, and the contested ones of all heads of a row."""
         heads, n = scores.shape[1:]
         evicted = n - recent - heavy
-        return head_budgets.shares(heavy, evicted, self.safeguard, heads, self.unit)
+        return head_budgets.shares(heavy, evicted, self.head_share, heads, self.unit)
 
     def choose(
         self,

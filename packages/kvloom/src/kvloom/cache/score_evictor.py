@@ -385,7 +385,7 @@ class PromptEvictor(ScoreEvictor):
     def __init__(self, recipe: Recipe, *args: Any) -> None:
         super().__init__(recipe, *args)
         self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
-        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
+        self.ragged = None if self.keep.budget.head_share is None else RaggedTokens(recipe)
 
     def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
         """Return the scores of a repetition, or those that `queries` give: see the base class."""

@@ -116,17 +116,18 @@ def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     if keep is None or not keep.needs_all_heads:
         return problems
     option = f"layers={keep.budget.layers!r}"
-    if keep.budget.heads is not None:
-        option = f"heads={keep.budget.heads:g}"
+    if keep.budget.head_share is not None:
+        option = f"head_share={keep.budget.head_share:g}"
     if geometry.ranks > 1:
         problems.append(
             f"{option} divides a budget by the scores of all heads, and this process holds one of "
             f"{geometry.ranks} parts of them (tensor parallelism); use "
-            'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
+            'layers="uniform" or "pyramid", and equal heads (head_share=1 in a named recipe)'
         )
-    if keep.budget.heads is not None and geometry.alibi:
+    if keep.budget.head_share is not None and geometry.alibi:
         problems.append(
             f"{option} leaves heads with different tokens, and the model's attention adds a bias "
-            "by their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
+            "by their positions (ALiBi); leave out head_share, or use head_share=1 in "
+            "a named recipe"
         )
     return problems

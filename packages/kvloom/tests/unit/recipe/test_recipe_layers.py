@@ -136,7 +136,7 @@ def test_recipes_that_only_seem_equal_stay_apart():
 
 
 def test_heads_compete_over_layers_of_equal_keep_and_store():
-    own = "snapkv:fraction=0.5,heads=0.2,layers=joint"
+    own = "snapkv:fraction=0.5,head_share=0.2,layers=joint"
     together, apart = [(0, 4), (1, 4), (2, 4), (3, 4)], [(0, 3), (0, 1), (1, 3), (2, 3)]
     for store, want in (("full", together), ("kivi", apart)):
         recipe = replace(resolve(own), layers=(LayerOverride(1, store=resolve(store).store),))

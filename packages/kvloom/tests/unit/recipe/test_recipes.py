@@ -71,7 +71,7 @@ def test_any_score_evicts_at_a_limit_or_from_blocks():
     limited = resolve("evict:when=limit,limit=80,tokens=40")
     assert limited.keep == resolve("h2o:limit=80,tokens=40").keep
     assert resolve("evict:when=block,block=64,fraction=0.3,recent=8").keep == Keep(
-        Budget(fraction=0.3, recent=8, heads=1.0), Mass(), when="block", block=64
+        Budget(fraction=0.3, recent=8, head_share=1.0), Mass(), when="block", block=64
     )
 
 

@@ -38,7 +38,7 @@ class Steps:
         config = model.config
         self.shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.dtype = dtype
-        self.layers = [layer.cache for layer in kvloom.Cache(model, recipe).routed]
+        self.layers = [layer.cache for layer in kvloom.Cache(model, recipe).full_layers]
         for layer in self.layers:
             fill(layer, *self.inputs(prompt))
 

@@ -242,8 +242,8 @@ def trace_recipe(
         - packed: keys and values by token, the step after which they are packed, -1: never (None:
           the recipe packs nothing)
 
-        A layer with recall has an index, "clusters", "pages" or "topk" (None: it reads its whole
-        cache); its heads have (else None)
+        A layer with recall has an index, "clusters", "pages", "partial-keys" or "topk" (None: it
+        reads its whole cache); its heads have (else None)
 
         - read: by step, the tokens that the step read, its own included, as runs: first, length,
           first, length, ...; the union where query heads select separately

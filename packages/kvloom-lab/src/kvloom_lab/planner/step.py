@@ -68,13 +68,13 @@ class LayerKind:
             return tokens
         if keep.by_age:
             return min(tokens, self.recipe.budget_tokens(tokens))
-        return min(tokens, keep.rooms(tokens, self.count)[self.rank])
+        return min(tokens, keep.layer_tokens(tokens, self.count)[self.rank])
 
     @property
     def waits(self) -> bool:
         """Whether the whole prompt stays exact until all layers have scored it."""
         keep = self.recipe.keep
-        return keep is not None and (keep.joint or keep.scorer.repeats)
+        return keep is not None and (keep.waits_for_layers or keep.scorer.repeats)
 
 
 class CacheBytes:

@@ -43,7 +43,7 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
     by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
         state = layer._state
-        if isinstance(state.evictor, ScoreEvictor) and state.evictor.joint:
+        if isinstance(state.evictor, ScoreEvictor) and state.evictor.waits_for_layers:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():
         for state in together:

@@ -97,15 +97,15 @@ class ScoreEvictor(Evictor):
         return self.scoring
 
     @property
-    def joint(self) -> bool:
+    def waits_for_layers(self) -> bool:
         """Whether the next decision needs the scores of other layers."""
         divided = self.by_variance and self.heavy is not None
-        return self.keep.shared if divided else self.keep.joint
+        return self.keep.shared if divided else self.keep.waits_for_layers
 
     @property
     def defers(self) -> bool:
         """Whether the layer stores a prompt exactly before it evicts some of it."""
-        return self.scoring and (self.joint or self.repetition is not None)
+        return self.scoring and (self.waits_for_layers or self.repetition is not None)
 
     @property
     def budget_tokens(self) -> int:
@@ -118,12 +118,12 @@ class ScoreEvictor(Evictor):
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
-        self.keep.rooms(tokens, self.budget_rank[1])
+        self.keep.layer_tokens(tokens, self.budget_rank[1])
 
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.prompt_tokens, self.phase = prompt_tokens, Phase.EVICTING
-        self.recent = self.keep.budget.window(prompt_tokens)
+        self.recent = self.keep.budget.recent_of(prompt_tokens)
         if not self.by_variance:
             self.heavy = self.divided(None)
 
@@ -211,7 +211,7 @@ class ScoreEvictor(Evictor):
         """
         fit = self.keep.fit
         if fit is None:
-            waits = self.joint or self.repeats
+            waits = self.waits_for_layers or self.repeats
             return queries.without_queries() if waits else queries
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)

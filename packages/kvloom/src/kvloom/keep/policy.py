@@ -132,7 +132,7 @@ class Budget:
             return int(tokens * self.recent_share) + int(tokens * heavy_share)
         return int(tokens)
 
-    def window(self, prompt_tokens: int) -> int:
+    def recent_of(self, prompt_tokens: int) -> int:
         """Return how many of the tokens to keep are the newest."""
         total, share = self.resolve(prompt_tokens), self.recent_share
         if share is None:
@@ -163,7 +163,7 @@ class Budget:
         Raises:
             RecipeError: A pyramid has an empty top, or a layer no token.
         """
-        total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
+        total, window = self.resolve(prompt_tokens), self.recent_of(prompt_tokens)
         average, largest = total - window, prompt_tokens - window
         short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
         if total >= prompt_tokens or short or not layers:
@@ -342,7 +342,7 @@ class Keep:
         """
         if self.budget.head_share is None or room >= prompt_tokens:
             return room, 0
-        window = self.budget.window(prompt_tokens)
+        window = self.budget.recent_of(prompt_tokens)
         certain, contested = head_budgets.shares(
             room - window, prompt_tokens - room, self.budget.head_share, heads, unit
         )
@@ -362,12 +362,12 @@ class Keep:
             heads: Key/value heads of the layer.
             unit: Tokens that are packed together.
         """
-        count = max(0, stored - self.budget.window(prompt_tokens)) // unit * unit
+        count = max(0, stored - self.budget.recent_of(prompt_tokens)) // unit * unit
         exact = sinks + stored - count
         wanted = heads * (self.budget.resolve(prompt_tokens) - exact)
         return count, head_budgets.granted(wanted, heads, count, unit)
 
-    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+    def layer_tokens(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.
 
         A budget that depends on scores is counted as if it were uniform.
@@ -375,7 +375,7 @@ class Keep:
         budget = self.budget
         if budget.layers in budgets.BY_VARIANCE:
             budget = replace(budget, layers="uniform")
-        window = budget.window(prompt_tokens)
+        window = budget.recent_of(prompt_tokens)
         return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
 
     def drops(self, tokens: int) -> bool:
@@ -415,7 +415,7 @@ class Keep:
         return self.budget.layers in budgets.BY_VARIANCE or self.budget.head_share is not None
 
     @property
-    def joint(self) -> bool:
+    def waits_for_layers(self) -> bool:
         """Whether an eviction from the prompt needs the scores of other layers."""
         return self.shared or self.budget.layers in ("joint", *budgets.BY_VARIANCE)
 

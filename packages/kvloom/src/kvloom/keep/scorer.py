@@ -117,10 +117,10 @@ class Step:
             later_seen = None if self.later_seen is None else self.later_seen[:, skip:]
             options |= {"largest": largest, "later_seen": _if_any(later_seen), "rest": rest}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
-        return self.grouped(mass.view(b, hk, -1, n))
+        return self.join_query_heads(mass.view(b, hk, -1, n))
 
-    def grouped(self, heads: Tensor) -> Tensor:
-        """Combine those of each group, [B, Hk, R, N], as `query_heads` states: [B, Hk, N]."""
+    def join_query_heads(self, heads: Tensor) -> Tensor:
+        """Join numbers of query heads [B, Hk, R, N] as `query_heads` states: [B, Hk, N]."""
         if self.query_heads == "max":
             return heads.amax(dim=2)
         return heads.sum(dim=2) if self.query_heads == "sum" else heads.mean(dim=2)
@@ -139,6 +139,9 @@ def _if_any(later_seen: Tensor | None) -> Tensor | None:
 @dataclass(frozen=True)
 class Scorer:
     """Base class of scores; derive a frozen dataclass whose fields are the score's options.
+
+    Define `__call__` and `kind`, `join` for a score that remembers earlier steps, and the other
+    attributes where the default is wrong. Most scores need `sums_attention` alone.
 
     Attributes:
         kind: The name in recipes.

@@ -88,7 +88,7 @@ def _plain_problems(recipe: Recipe, geometry: Geometry, count: int) -> list[str]
         )
     if recipe.keep is not None and count and recipe.keep.budget.tokens is not None:
         try:  # for a long prompt; the budget of a fraction is not known before the prompt is
-            recipe.keep.rooms(1 << 30, count)
+            recipe.keep.layer_tokens(1 << 30, count)
         except RecipeError as error:
             problems.append(str(error))
     return problems

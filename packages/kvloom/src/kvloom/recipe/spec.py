@@ -545,7 +545,7 @@ def budget_key(plain: Recipe) -> Hashable:
     With layers="joint", tokens move between these layers, so their `store` is equal, too.
     """
     joint = plain.keep is not None and plain.keep.budget.layers == "joint"
-    return _exact(plain.keep), _exact(plain.store) if joint else None
+    return _typed_key(plain.keep), _typed_key(plain.store) if joint else None
 
 
 _recipes: WeakValueDictionary[Hashable, Recipe] = WeakValueDictionary()
@@ -553,11 +553,11 @@ _recipes: WeakValueDictionary[Hashable, Recipe] = WeakValueDictionary()
 
 def _interned(recipe: Recipe) -> Recipe:
     """Return the one object for all recipes equal to this one: kernels are looked up by it."""
-    return _recipes.setdefault(_exact(recipe), recipe)
+    return _recipes.setdefault(_typed_key(recipe), recipe)
 
 
-def _exact(value: Any) -> Hashable:
+def _typed_key(value: Any) -> Hashable:
     """Return a key that differs wherever the fields do: 1 == 1.0, but a budget tells them apart."""
     if is_dataclass(value):
-        return type(value), *(_exact(getattr(value, field.name)) for field in fields(value))
-    return tuple(map(_exact, value)) if isinstance(value, tuple) else (type(value), value)
+        return type(value), *(_typed_key(getattr(value, field.name)) for field in fields(value))
+    return tuple(map(_typed_key, value)) if isinstance(value, tuple) else (type(value), value)

@@ -57,7 +57,7 @@ def test_a_recipe_is_called_what_the_user_called_it(name):
 def test_a_window_is_a_share_or_a_whole_number_of_tokens():
     assert resolve("h2o:recent=0.25").keep.budget.recent == 0.25
     for name in ("h2o", "keyformer", "random", "minikv", "minikv-pyramid"):
-        assert resolve(f"{name}:recent=64").keep.budget.window(300) == 64
+        assert resolve(f"{name}:recent=64").keep.budget.recent_of(300) == 64
 
 
 def test_a_fraction_counts_where_it_is_given():

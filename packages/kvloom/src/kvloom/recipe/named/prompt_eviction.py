@@ -213,7 +213,7 @@ def triattention(
     layers: str = "uniform",
     positions: str = "original",
     store: str = "full",
-    heads: float = 1.0,
+    head_share: float = 1.0,
     furthest: int = 65536,
     block: int = 0,
 ) -> Recipe:
@@ -231,7 +231,7 @@ def triattention(
     """
     return _once(
         TriAttention(furthest), tokens, fraction, sinks, recent,
-        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
         block=block,
     )  # fmt: skip
 

@@ -262,7 +262,7 @@ def trace_recipe(
         cache = Cache(model, resolved)
         read, layers = _run(model, cache, ids, new_tokens, progress or (lambda what, units: None))
     g = cache.geometry
-    store = resolved.fitted(g).store
+    store = resolved.for_model(g).store
     return {
         "kvloom": __version__,
         "recipe": resolved.name,

@@ -198,7 +198,7 @@ class StockMask(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, visible: Tensor | None) -> Any:
-        """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
+        """Return a mask of the model, [B or 1, 1, T, N], with the tokens that are not padding."""
         mask: Any = tensor.as_subclass(cls)
         mask._kvloom_visible = visible
         return mask

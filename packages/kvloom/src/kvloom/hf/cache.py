@@ -52,13 +52,13 @@ class Cache(RoutedCache):
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
-        fitted = recipe_for(model, self.recipe)
-        facts = load_layer_facts(model, fitted)
-        ropes, learned = rotary.renumbering(model, fitted)
+        adapted = recipe_for(model, self.recipe)
+        facts = load_layer_facts(model, adapted)
+        ropes, learned = rotary.renumbering(model, adapted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(fitted, numbers, facts, ropes)
+        built = build_layers(adapted, numbers, facts, ropes)
         ranks = shard.running()
         heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)

@@ -75,12 +75,8 @@ class Adapter(NamedTuple):
     Attributes:
         attention: The class of its attention modules.
         attend: Replaces their forward.
-        alibi: See `register`; so are the others.
-        heads: None: as other models.
-        head_dim: None: as other models.
-        rope: None: as other models.
-        windows: None: as other models.
-        problem: None: every model of the type can be routed.
+        alibi, heads, head_dim, rope, windows, problem: As the arguments of `register`; None: the
+            model does as others do.
     """
 
     attention: type
@@ -471,16 +467,18 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     return set(layer_types or (kind for kind, _ in new_stock_layers(model)))
 
 
-def is_plainly_causal(config: Any, mask_function: Callable[..., Any], read_only_here: bool) -> bool:
+def is_plainly_causal(
+    config: Any, mask_function: Callable[..., Any], model_reads_no_mask: bool
+) -> bool:
     """Return whether a token sees all earlier tokens that are not padding, and no others.
 
-    mask_function: as transformers makes masks from it. read_only_here: whether the model itself
-    reads no mask; an adapter reads it in the model's place.
+    mask_function: as transformers makes masks from it. model_reads_no_mask: whether the model
+    itself reads no mask; an adapter reads it in the model's place.
     """
     if config.model_type == "falcon":  # transformers 5.10 adds a function that is always true
         return True
     is_causal = mask_function is causal_mask_function
-    return is_causal and (read_only_here or config.model_type in ADAPTERS)
+    return is_causal and (model_reads_no_mask or config.model_type in ADAPTERS)
 
 
 def padding_mask(mask: Tensor, tokens: int) -> Tensor:

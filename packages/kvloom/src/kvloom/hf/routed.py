@@ -164,7 +164,7 @@ class RoutedLayer(CacheLayerMixin):
         return again
 
     def attend(self, step: StepInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
+        """Attend as `LayerCache.run` does, once after every `update`; masks may be on any device."""
         again = self.arrived()
         if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)

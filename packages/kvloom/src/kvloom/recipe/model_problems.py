@@ -30,14 +30,14 @@ def model_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
         ]
     if geometry.latent and (reason := _latent_problem(recipe.without_rotation)):
         return [reason]
-    if (fitted := recipe.fitted(geometry)) != recipe:
-        return model_problems(fitted, geometry)
+    if (adapted := recipe.for_model(geometry)) != recipe:
+        return model_problems(adapted, geometry)
     if not recipe.layers:
         return _plain_problems(recipe, geometry, geometry.layers)
     numbers = geometry.numbers
     layers_of: dict[str, list[int]] = {}
     try:
-        for number, (_, count) in zip(numbers, recipe.budget_ranks(numbers), strict=True):
+        for number, (_, count) in zip(numbers, recipe.budget_places(numbers), strict=True):
             for problem in _plain_problems(recipe.for_layer(number, numbers), geometry, count):
                 layers_of.setdefault(problem, []).append(number)
     except RecipeError as error:

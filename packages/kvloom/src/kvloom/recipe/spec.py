@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -124,6 +124,13 @@ class Protect:
     def tokens(self) -> int:
         """The number of sinks and of exact recent tokens."""
         return self.sinks + max(self.exact_recents)
+
+
+class BudgetPlace(NamedTuple):
+    """The rank of a layer among the layers that share its budget or its score, and their number."""
+
+    rank: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -397,18 +404,18 @@ class Recipe:
             unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
         return max(0, tokens - (window - 1)) // unit * unit
 
-    def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return, for each of these layers, its rank among those of its group, and their count.
+    def budget_places(self, numbers: Sequence[int]) -> list[BudgetPlace]:
+        """Return the place of each of these layers among those that share its budget or score.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
         keys = [budget_key(self.for_layer(number, numbers)) for number in numbers]
-        return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
+        return [BudgetPlace(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
     # a model
 
-    def fitted(self, geometry: Geometry) -> Recipe:
+    def for_model(self, geometry: Geometry) -> Recipe:
         """Return the recipe as layers of a model follow it; it changes for latents and ALiBi alone.
 
         Latents have formats of their own (`Store.of_latents`). They have one key/value head, so
@@ -458,10 +465,10 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        numbers, fitted = geometry.numbers, self.fitted(geometry)
+        numbers, recipe = geometry.numbers, self.for_model(geometry)
         rows = (
-            predicted_layer_nbytes(fitted.for_layer(number, numbers), tokens, geometry, *ranks)
-            for number, ranks in zip(numbers, fitted.budget_ranks(numbers), strict=True)
+            predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *ranks)
+            for number, ranks in zip(numbers, recipe.budget_places(numbers), strict=True)
         )
         return sum(rows) * batch
 

@@ -32,7 +32,7 @@ def seeing(cache, q, k, v, later_seen, visible=None, softcap=None):
 @pytest.mark.parametrize("recipe", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("tokens", [6, 70])
 def test_a_query_that_sees_all_of_a_step_attends_as_its_last_one(recipe, tokens):
-    """Attention knows no order, so a query that sees every token may be asked behind them."""
+    """Attention knows no order, so a query that sees every token may be asked after them."""
     visible = padded([0, 11], 90 + tokens)
     before = build(recipe, *draw(0, 90, batch=2, hq=4, hk=2), visible=visible[:, :90])
     q, k, v = draw(1, tokens, batch=2, hq=4, hk=2)

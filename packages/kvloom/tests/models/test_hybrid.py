@@ -46,7 +46,7 @@ followed = pytest.mark.parametrize(
 
 @torch.no_grad()
 def step(model, cache, begin, end, rows=slice(None)):
-    """Logits of tokens begin to end behind those that the cache holds."""
+    """Logits of tokens begin to end after those that the cache holds."""
     ids, mask = BATCH["input_ids"][rows, begin:end], BATCH["attention_mask"][rows, :end]
     return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
 

@@ -88,7 +88,7 @@ def functions(model, cache, lo: int, hi: int) -> int:
 
 
 def places(model) -> list:
-    """Modules that end inside a layer, between layers and behind the last one."""
+    """Modules that end inside a layer, between layers and after the last one."""
     layers = model.model.layers
     inside = [layer.self_attn.o_proj for layer in layers]
     return [*inside, *[layer.mlp for layer in layers], model.model.norm, model.lm_head]

@@ -239,7 +239,7 @@ def eval_command(
     with user_errors():
         from kvloom.hf import geometry as model_geometry
 
-        from ..eval.evaluate import evaluate, units
+        from ..eval.evaluate import evaluate, units_to_measure
         from ..eval.results import ResultFolder
         from ..eval.sample import Source, check_ask, task_batches
         from ..eval.tasks import task_named
@@ -289,7 +289,7 @@ def eval_command(
                 "settings": settings,
             }
             folder = ResultFolder.open(out, run)
-            on_step = progress.counter(units(batches, to_measure))
+            on_step = progress.counter(units_to_measure(batches, to_measure))
             try:
                 evaluate(loaded, source, to_measure, batches, folder, on_step)
             except KeyboardInterrupt:

@@ -42,7 +42,7 @@ class OpenStep(NamedTuple):
     regions: list[Region]
 
 
-def attend(state: LayerState, inputs: StepInputs) -> Tensor:
+def run_step(state: LayerState, inputs: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
@@ -53,7 +53,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 
 
 def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
-    """Attend as `attend` does; `finish` must follow."""
+    """Attend as `run_step` does; `finish` must follow."""
     check_ids(state, inputs.queries.ids)
     step = checked_step(state, inputs)
     stored = _append(state, step)
@@ -104,7 +104,7 @@ def finish(state: LayerState, open_step: OpenStep) -> None:
 
 
 def prefill(state: LayerState, inputs: StepInputs) -> None:
-    """Store a first prompt as `attend` does, without its attention.
+    """Store a first prompt as `run_step` does, without its attention.
 
     inputs.queries: T or fewer, the last ones, for recipes that score the prompt.
     """
@@ -119,7 +119,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
 
 
 def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
-    """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
+    """Attend as `run_step` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these; None: the queries are of another layer, and no score sees them.

@@ -49,8 +49,8 @@ class LayerCache:
         window: int | None = None,
     ) -> None:
         self._state = LayerState(
-            recipe, name, place, budget_place or BudgetPlace(place, count), rope, facts or
-            LayerFacts(), window,
+            recipe, name, place, budget_place or BudgetPlace(place, count), rope,
+            facts or LayerFacts(), window,
         )  # fmt: skip
         self._verification = Verification()
         self.unusable = ""  # why no step can follow
@@ -256,7 +256,7 @@ class LayerCache:
             if self._verification.steps:
                 self._verification.end()
             if not leave_open:
-                return cycle.attend(self._state, step)
+                return cycle.run_step(self._state, step)
             out, self._open_step = cycle.begin(self._state, step)
             return out
         except BaseException as error:

@@ -140,7 +140,7 @@ class RaggedTokens(Stateful):
         visible: Tensor | None,
         index: bool,
     ) -> None:
-        """Store chosen tokens of k, v [B, Hk, N, D] behind those that each head has.
+        """Store chosen tokens of k, v [B, Hk, N, D] after those that each head has.
 
         chosen: bool [B, Hk, N], of each head `counts` int64 [B, Hk], whole units. first: the
         logical index of the first of the N tokens. visible, index: as for `fill`.
@@ -185,7 +185,7 @@ class RaggedTokens(Stateful):
         return [Region(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
-        """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
+        """Return each head's logical indices, int64 [B, Hk, longest]; -1 after its last token."""
         assert self.spans is not None
         assert self.logical_index is not None
         first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from ..kernels.attend.reference import AttentionState, attend
+from ..kernels.attend.reference import AttentionState, attend_exact
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from .latents import query_keys
@@ -48,7 +48,7 @@ def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState | 
         return None
     visible, bias = _own_masks(queries, state.seen, step.tokens)
     keys = query_keys(queries.q, k, v)
-    return attend(
+    return attend_exact(
         queries.q, keys, v, queries.scale, visible=visible, softcap=queries.softcap, bias=bias,
         later_seen=queries.later_seen,
     )  # fmt: skip

@@ -205,7 +205,7 @@ class ScoreEvictor(Evictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def needed(self, queries: Queries) -> Queries:
-        """Return the queries that a later eviction needs, of a step or a block that was scored.
+        """Return the queries that an eviction still needs, of a step or a block that was scored.
 
         Those that no fit needs are dropped where the eviction may wait.
         """

@@ -88,7 +88,7 @@ class Repetition:
             longest = prompt + self.chunk - self.least
             remedy = f"a prompt of at most {longest} tokens, or " if longest > 0 else ""
             raise CacheMisuse(
-                f"the recipe repeats the prompt, and behind its {prompt} tokens the model has no "
+                f"the recipe repeats the prompt, and after its {prompt} tokens the model has no "
                 f"positions for {self.least} more and {_LEAD + len(self.instruction)} before them; "
                 f"use {remedy}another recipe, such as snapkv"
             )

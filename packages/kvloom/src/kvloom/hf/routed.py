@@ -118,7 +118,7 @@ class RoutedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def behind_window(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the past of a window, and k, v [B, Hk, T, D] behind them."""
+        """Return keys and values of the past of a window, and k, v [B, Hk, T, D] after them."""
         past_k, past_v = self.cache.past_window()
         return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
 
@@ -164,7 +164,7 @@ class RoutedLayer(CacheLayerMixin):
         return again
 
     def attend(self, step: StepInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; masks may be on any device."""
+        """Attend as `LayerCache.run` does, once after each `update`; masks may be on any device."""
         again = self.arrived()
         if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)

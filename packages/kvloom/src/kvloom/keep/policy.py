@@ -358,7 +358,7 @@ class Keep:
         Args:
             prompt_tokens: Tokens of the first prompt.
             sinks: First tokens, which are in no block.
-            stored: The tokens behind them, so far.
+            stored: The tokens after them, so far.
             heads: Key/value heads of the layer.
             unit: Tokens that are packed together.
         """

@@ -125,7 +125,7 @@ def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
 def _sinks_of(step: Step, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slots of the sinks, int64 [B or 1, 1 or Hk, sinks], and their keys, [B, Hk, …, D].
 
-    sinks: bool [B or 1, 1 or Hk, N]. A row with fewer sinks has other tokens behind them.
+    sinks: bool [B or 1, 1 or Hk, N]. A row with fewer sinks has other tokens after them.
     """
     b, hk, _, d = step.k.shape
     slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]

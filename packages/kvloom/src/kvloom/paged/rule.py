@@ -19,7 +19,7 @@ from ..store import Packed, Store
 def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
     """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
 
-    Formats and sinks are those of the recipe. A cache packs pages behind the sinks, and an engine
+    Formats and sinks are those of the recipe. A cache packs pages after the sinks, and an engine
     from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
     has sinks have the engine's pages.
 

@@ -71,7 +71,7 @@ class Protect:
                 raise RecipeError(f"a span {span!r} must be (first, end), two numbers of tokens")
             first, end = span
             if (first < 0) == (end < 0) and first >= end:
-                raise RecipeError(f"a span {span!r} has no tokens; give an end behind the first")
+                raise RecipeError(f"a span {span!r} has no tokens; give an end after the first")
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
         recent = self.exact_recent

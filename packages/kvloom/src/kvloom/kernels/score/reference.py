@@ -78,7 +78,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """`column_mass` of a step whose attention has left its products behind.
 
     products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
-    behind the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
+    after the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
     no window.
     """
     b, hq = products.shape[:2]

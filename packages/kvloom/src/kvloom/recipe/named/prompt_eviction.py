@@ -185,7 +185,7 @@ def rotated(
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
     The queries of a repeated token are nearly its own queries, so they are rotated to the positions
-    behind the prompt. A token's score is the largest weight that such a query pays to it, over all
+    after the prompt. A token's score is the largest weight that such a query pays to it, over all
     query heads of its key/value head, times the norm of its value, over the mean norm of the
     layer's input. `Rotated` has the formula. It needs no token ids, and no positions that the model
     has not learned.

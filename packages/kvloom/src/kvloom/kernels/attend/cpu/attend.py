@@ -97,7 +97,7 @@ def _follows(region: Region, lead: Region) -> bool:
 
 
 def _joins(main: Region, spans: Region) -> bool:
-    """Whether a kernel reads spans behind another region: both have the same encodings."""
+    """Whether a kernel reads spans after another region: both have the same encodings."""
     same = main.keys.encoding, main.values.encoding
     return main.where is None and same == (spans.keys.encoding, spans.values.encoding)
 

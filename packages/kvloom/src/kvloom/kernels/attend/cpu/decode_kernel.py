@@ -3,10 +3,10 @@
 Decides the order of steps. A task is a (batch row, key/value head, range of tiles). It walks its
 range tile by tile: scores of all query rows of the group, a running softmax, then values, both
 straight from the codes. Keys and values each have a packed prefix and an exact tail, which need not
-end together. Exact tokens of their own may stand before them, and behind them tokens of which heads
+end together. Exact tokens of their own may stand before them, and after them tokens of which heads
 have different numbers. The last task of a head merges the states of all. Steps are `kernel_step`
-functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend` of the
-unpacked tokens; tolerance: 2e-6 absolute in fp32.
+functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend_exact` of
+the unpacked tokens; tolerance: 2e-6 absolute in fp32.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ...simd import (
 
 @kernel_step
 def start_task(a, head, part, padded, sets, d, own_queries, sums, queries, packed_queries, maxima):  # type: ignore[no-untyped-def]
-    """Clear sums and maxima, and write queries times scale, zeros behind the last row.
+    """Clear sums and maxima, and write queries times scale, zeros after the last row.
 
     a: the kernel's arguments. own_queries: whether packed keys have queries of their own,
     packed_queries: those of the arguments, or `query_rotation` applied to the others. The softmax
@@ -152,7 +152,7 @@ def finish_task(a, finished, task, task_sums, maxima, padded, sets, d):  # type:
 def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
-    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, visible:
+    Lanes after the last logit get weight 0. bound: how many logits this row sees. bias, visible:
     addresses or 0. top: the largest logit so far; top' includes these logits.
     """
     best = splat(np.float32(-np.inf))

@@ -102,7 +102,7 @@ class Cache(RoutedCache):
 
     def rehearsals(self) -> list[Rehearsal]:
         """Return layers of full attention that need all kernels of the cache's steps."""
-        layers = [layer.cache for layer in self.routed if layer.cache.window is None]
+        layers = [layer.cache for layer in self.full_layers]
         by_recipe: dict[str, list[int]] = {}
         for rank, layer in enumerate(layers):
             by_recipe.setdefault(repr(layer.recipe), []).append(rank)

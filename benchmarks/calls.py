@@ -38,7 +38,7 @@ class Steps:
         config = model.config
         self.shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.dtype = dtype
-        self.layers = [layer.cache for layer in kvloom.Cache(model, recipe).routed]
+        self.layers = [layer.cache for layer in kvloom.Cache(model, recipe).full_layers]
         for layer in self.layers:
             fill(layer, *self.inputs(prompt))
 
@@ -57,7 +57,7 @@ class Steps:
             begin = time.perf_counter()
             layer.attend(q, k, v, scale=self.shape[2] ** -0.5)
             seconds.append(time.perf_counter() - begin)
-            layer.end_step()
+            layer.forget_undo()
         return seconds
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class Steps:
             sys.setprofile(profile)
             layer.attend(q, k, v, scale=self.shape[2] ** -0.5)
             sys.setprofile(None)
-            layer.end_step()
+            layer.forget_undo()
         return count / len(self.layers)
 
 

@@ -45,7 +45,7 @@ from kvloom.recipe import RECIPES, Protect, Recipe, resolve
 from kvloom.store import FORMATS, Store
 from kvloom_lab.workload.text import library_text
 
-PROMPT = 376  # 120 tokens behind the second block of 128: decoding fills the third
+PROMPT = 376  # 120 tokens after the second block of 128: decoding fills the third
 STEPS = (*[1] * 9, 5, 1, 70, 1)
 BUDGET = 248  # of a keep: as long a way into a block
 ATTENTION = 2.0**-22  # four rounding errors of fp32, over the size that `held.Findings` names
@@ -87,8 +87,8 @@ def keeps() -> list[Option]:
         "no sinks": Keep(prompt, mass, when="prompt"),
         "pyramid": Keep(replace(prompt, layers="pyramid"), mass, when="prompt"),
         "variance": Keep(replace(prompt, layers="variance"), mass, when="prompt"),
-        "heads": Keep(replace(prompt, heads=0.2), mass, when="prompt"),
-        "heads, joint": Keep(replace(prompt, heads=0.2, layers="joint"), mass, when="prompt"),
+        "heads": Keep(replace(prompt, head_share=0.2), mass, when="prompt"),
+        "heads, joint": Keep(replace(prompt, head_share=0.2, layers="joint"), mass, when="prompt"),
         "shared": Keep(prompt, mass, when="prompt", shared=True),
         "shared step": Keep(prompt, mass, shared=True),
         "renumbered": Keep(prompt, mass, when="prompt", positions="renumbered"),

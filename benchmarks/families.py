@@ -106,7 +106,11 @@ def steps(name: str, config: Any, tokens: int, count: int) -> list[dict[str, Any
     times: dict[str, list[float]] = {recipe: [] for recipe in caches}
     with torch.inference_mode():
         for cache in caches.values():
-            if isinstance(cache, kvloom.Cache) and cache.recipe.keep is not None and cache.routed:
+            if (
+                isinstance(cache, kvloom.Cache)
+                and cache.recipe.keep is not None
+                and cache.full_layers
+            ):
                 model(ids, past_key_values=cache)
                 continue
             for chunk in ids.split(1024, dim=1):

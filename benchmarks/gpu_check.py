@@ -223,7 +223,7 @@ def _step(
     if why:
         raise RuntimeError(f"left to the reference: {why}")
     state = ops.attend(q, regions, d**-0.5)
-    want = attend_ref.attend(
+    want = attend_ref.attend_exact(
         q.cpu().float(), *exact, d**-0.5, causal=t > 1, visible=visible.cpu()
     )  # fmt: skip
     return max(_away(state.out, want.out), _away(state.lse, want.lse))

@@ -31,7 +31,9 @@ WORKLOADS = {  # where the text begins, in tokens, and the sizes of the steps
     "chat": ((100_000,), [60, *LATER, *([400, *LATER] * 9)]),
 }
 SIZED = {"page": 512, "long": 1024, "chat": 1024}  # tokens of recipes with a fixed budget
-UNFITTED = "rotated:fraction=0.4,recent=64,heads=0.2,layers=joint,block=256,store=near-lossless"
+UNFITTED = (
+    "rotated:fraction=0.4,recent=64,head_share=0.2,layers=joint,block=256,store=near-lossless"
+)
 
 
 def recipes(tokens: int) -> list[str]:

@@ -25,7 +25,7 @@ CONTEXT, LATER = 2048, 256
 NAMES = [
     f"{name}:fraction=0.3{heads}"
     for name in ("snapkv", "kvzip")
-    for heads in ("", ",heads=0.2", ",heads=0.2,layers=joint")
+    for heads in ("", ",head_share=0.2", ",head_share=0.2,layers=joint")
 ]
 
 

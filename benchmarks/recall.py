@@ -77,11 +77,13 @@ def prefill_once(model: Any, ids: Tensor) -> Callable[[str], Cache]:
 
     def cache_of(recipe: str) -> Cache:
         cache = Cache(model, recipe)
-        for layer, (routed, source) in enumerate(zip(cache.routed, exact.routed, strict=True)):
+        for layer, (routed, source) in enumerate(
+            zip(cache.full_layers, exact.full_layers, strict=True)
+        ):
             look, exact_tokens = looks[layer], source.cache._state.segment
             keys, values = exact_tokens.exact_keys(), exact_tokens.exact_values()
             routed.cache.prefill(StepInputs(Queries(look.q, look.scale), keys, values))
-            routed.cache.end_step()
+            routed.cache.forget_undo()
         return cache
 
     return cache_of
@@ -126,7 +128,9 @@ def hits(model: Any, text: Tensor, context: int) -> list[dict[str, Any]]:
         for budget in (256, 512, 1024):
             for steps in (1, 2):
                 cache = cache_of(f"{name}:tokens={budget},tier=host,steps={steps}")
-                layers = [x.cache for x in cache.routed if x.cache._state.retriever is not None]
+                layers = [
+                    x.cache for x in cache.full_layers if x.cache._state.retriever is not None
+                ]
                 sims = [
                     {kind: DeviceCache(layer, kind, steps) for kind in ("cluster", "whole cluster")}
                     for layer in layers

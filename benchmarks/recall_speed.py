@@ -103,7 +103,7 @@ def decode() -> list[dict[str, Any]]:
                 if isinstance(finder, ClusterFinder):
                     finder.options = replace(finder.options, iterations=1)
                 layer.prefill(StepInputs(Queries(k[:, :, :1].repeat(1, 4, 1, 1), 1.0), k, v))
-                layer.end_step()
+                layer.forget_undo()
                 calls |= parts_of(name, layer, dtype)
             calls["full"] = lambda q, k=k, v=v: F.scaled_dot_product_attention(
                 q, k, v, enable_gqa=True

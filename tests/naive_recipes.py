@@ -126,7 +126,7 @@ def kvzip(q, k, scale, sinks, chunk):
 
 
 def rotated(q, k, scale, inv_freq, sinks, chunk):
-    """Scores of one head's tokens by its queries, rotated behind each chunk; k: [N, D].
+    """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 
     A row at a time. q: [R, T, D], of the last T tokens. inv_freq: of RoPE, which q and k have;
     None: none.

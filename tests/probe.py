@@ -24,7 +24,7 @@ from kvloom.store.kv_side import KVSide
 
 def layers(cache: kvloom.Cache) -> list[LayerCache]:
     """The compressed layers of a model's cache."""
-    return [routed.cache for routed in cache.routed]
+    return [routed.cache for routed in cache.full_layers]
 
 
 def observe(cache: kvloom.Cache) -> None:

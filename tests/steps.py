@@ -105,7 +105,7 @@ def draw(seed: int, tokens: int, batch: int = 1, hq: int = 2, hk: int = 1, dim: 
 def feed(
     cache: LayerCache, q, k, v, sizes=None, visible=None, scale=SCALE, softcap=None, slopes=None
 ) -> Tensor:
-    """Attend in steps of `sizes` tokens (None: all at once); the outputs one behind the other.
+    """Attend in steps of `sizes` tokens (None: all at once); the outputs one after the other.
 
     visible: bool [B, tokens ever seen by the cache]. slopes: of ALiBi, fp32 [Hq].
     """

@@ -312,13 +312,13 @@ DEFECTS = [
     ),
     _defect(
         "kernels", "kernels/attend/reference.py",
-        "(behind > 0) & (behind <= ahead", "(behind >= 0) & (behind <= ahead",
+        "(after > 0) & (after <= later_seen", "(after >= 0) & (after <= later_seen",
         "a token of an image attends to itself twice",
-        "packages/kvloom/tests/laws/test_ahead.py",
+        "packages/kvloom/tests/laws/test_later_tokens.py",
     ),
     _defect(
         "kernels", "kernels/score/reference.py",
-        "(behind > ahead[:, lo : lo + rows, None])", "(behind > 0 * ahead[:, lo : lo + rows, None])",
+        "(after > later_seen[:, lo : lo + rows, None])", "(after > 0 * later_seen[:, lo : lo + rows, None])",
         "a score counts the tokens of an image causally",
         "packages/kvloom/tests/models/test_image_masks.py",
     ),
@@ -358,8 +358,8 @@ DEFECTS = [
     ),
     _defect(
         "kernels", "kernels/attend/cpu/softmax.py",
-        "bound = min(nt, max(0, ahead - t + m % t + 1))",
-        "bound = min(nt, max(0, ahead - t + m // t + 1))",
+        "bound = min(nt, max(0, remaining - t + m % t + 1))",
+        "bound = min(nt, max(0, remaining - t + m // t + 1))",
         "the compiled kernel takes a row's head for its query, so drafts see later tokens",
         "packages/kvloom/tests/kernels/test_cpu_attend.py", "-k", "up_to_8_queries",
     ),

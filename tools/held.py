@@ -62,7 +62,7 @@ def check(cache: RoutedCache, rope: Rope | None = None) -> Findings:
     rope: the model's rotary embedding, for recipes that renumber positions.
     """
     findings = Findings()
-    for routed in cache.routed:
+    for routed in cache.full_layers:
         routed.cache.observe()
         cache.layers[cache.layers.index(routed)] = CheckedLayer(routed.cache, findings, rope)
     return findings

@@ -46,7 +46,7 @@ def _packed(
 
 
 def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
-    """`packed_end` packed tokens and exact ones behind them, _N together."""
+    """`packed_end` packed tokens and exact ones after them, _N together."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")

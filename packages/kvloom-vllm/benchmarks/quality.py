@@ -3,7 +3,7 @@
     python benchmarks/quality.py --recipes none,fp8,near-lossless,balanced,kivi --out result.json
 
 Prompts are computed in chunks of one page, so that all tokens but those of the newest page are read
-as the format stores them. Perplexity is that of text behind --context tokens; a needle is a number
+as the format stores them. Perplexity is that of text after --context tokens; a needle is a number
 within --context tokens of text, which the answer must contain. `none` is vLLM without kvloom.
 """
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(llm: Any, context: int, new: int, texts: int, count: int) -> dict[str, Any]:
-    """Return tokens that fit, perplexity of `new` tokens behind `context`, and needles found."""
+    """Return tokens that fit, perplexity of `new` tokens after `context`, and needles found."""
     # imported late: vLLM does not start beside llvmlite
     from kvloom_lab.workload.text import library_text, tokenize
 

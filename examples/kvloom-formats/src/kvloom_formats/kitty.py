@@ -4,7 +4,7 @@ Keys are quantized per channel as by KIVI, but `boost` channels of each group of
 have 4 bits and all others 2. Values have 2 bits per token. The first tokens stay exact.
 
 A 4-bit code is two 2-bit codes: its high bits take the channel's place among the codes, its low
-bits one of `boost` columns behind the last channel, in the order of channels. A boosted channel has
+bits one of `boost` columns after the last channel, in the order of channels. A boosted channel has
 a negative scale, whose sign is not part of the number: which channels are boosted takes no bytes.
 
 Departures: the channels with the largest range are boosted, as their error is the largest. Keys
@@ -145,7 +145,7 @@ def _columns(boosted: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @njit(nogil=True, fastmath=True, cache=True)
 def read_keys(arrays, head, begin, count, out):
-    """Write keys of which boosted channels have low bits in columns behind the last channel."""
+    """Write keys of which boosted channels have low bits in columns after the last channel."""
     codes, scales, zeros = arrays
     d, unit = scales.shape[2], codes.shape[1] * 4 // scales.shape[1]
     for t in range(count):

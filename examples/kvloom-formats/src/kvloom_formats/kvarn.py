@@ -110,6 +110,7 @@ class KVarN(Format):
         numbers = tokens // self.unit * (2 * ranges + factors)
         return heads * (tokens * head_dim * self.bits // 8 + numbers * META[self.meta].itemsize)
 
+    # --8<-- [start:kernel]
     def attend_problems(
         self, q: Tensor, keys: Tensor | FormatView | PackedView,
         values: Tensor | FormatView | PackedView, *, visible: Tensor | None = None,
@@ -136,6 +137,8 @@ class KVarN(Format):
         )
         state = tiles.attend(rotate(q.float()), keys.hi - keys.lo, *sides, scale, visible)
         return state._replace(out=unrotate(state.out))
+
+    # --8<-- [end:kernel]
 
 
 def deviations(x: Tensor, live: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -242,8 +242,8 @@ def trace_recipe(
         - packed: keys and values by token, the step after which they are packed, -1: never (None:
           the recipe packs nothing)
 
-        A layer with recall has an index, "clusters", "pages" or "topk" (None: it reads its whole
-        cache); its heads have (else None)
+        A layer with recall has an index, "clusters", "pages", "partial-keys" or "topk" (None: it
+        reads its whole cache); its heads have (else None)
 
         - read: by step, the tokens that the step read, its own included, as runs: first, length,
           first, length, ...; the union where query heads select separately
@@ -262,7 +262,7 @@ def trace_recipe(
         cache = Cache(model, resolved)
         read, layers = _run(model, cache, ids, new_tokens, progress or (lambda what, units: None))
     g = cache.geometry
-    store = resolved.fitted(g).store
+    store = resolved.for_model(g).store
     return {
         "kvloom": __version__,
         "recipe": resolved.name,
@@ -287,7 +287,9 @@ def _run(
     """Prefill ids and generate; return all ids that were read, and the record of each layer."""
     numbers = cache.geometry.numbers
     size = cache.geometry.kv_heads, len(ids) + new_tokens
-    layers = [LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.routed, strict=True)]
+    layers = [
+        LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.full_layers, strict=True)
+    ]
     observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
     end = model.generation_config.eos_token_id
     ends = end if isinstance(end, list) else [end]

@@ -14,7 +14,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom_lab.cli.app import app
 from kvloom_lab.eval import evaluate as evaluate_module
 from kvloom_lab.eval.decoding import answers, greedy, read_question
-from kvloom_lab.eval.evaluate import evaluate, units
+from kvloom_lab.eval.evaluate import evaluate, units_to_measure
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Source, task_batches
 from kvloom_lab.eval.tasks import task_named
@@ -50,7 +50,7 @@ def lines(model, source, plan, tmp_path_factory):
     recipes = [resolve(name) for name in NAMES]
     evaluate(model, source, recipes, plan, folder, lambda what, n: reports.append(n))
     assert reports[0] == 0
-    assert sum(reports) == units(plan, recipes) == 5 * (1 + 1 + 10 + 8)
+    assert sum(reports) == units_to_measure(plan, recipes) == 5 * (1 + 1 + 10 + 8)
     evaluate(model, source, recipes, plan, folder, lambda what, n: again.append(n))
     assert again == [sum(reports)]  # all were finished before
     return {

@@ -13,7 +13,7 @@ from task_sources import CHAT, PROSE, only, ruler_source, source
 
 from kvloom.errors import InputError
 from kvloom_lab.eval.tasks import ruler, task_named
-from kvloom_lab.eval.tasks.ruler import PARTS, Material, Needles, largest
+from kvloom_lab.eval.tasks.ruler import PARTS, Material, Needles, largest_fitting
 from kvloom_lab.models import reference_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -180,4 +180,4 @@ def test_needles_stand_between_sentences():
 
 def test_largest_finds_the_boundary():
     for boundary in (4, 5, 7, 8, 9, 100, 1023):
-        assert largest(lambda n, most=boundary: n <= most, 4) == boundary
+        assert largest_fitting(lambda n, most=boundary: n <= most, 4) == boundary

@@ -115,7 +115,7 @@ def test_a_machine_with_a_gpu_is_not_measured(quick, config, monkeypatch):
 
 def test_the_fit_returns_the_rates_that_made_the_times():
     points = [(1, 10**6), (4, 4 * 10**6), (1, 10**8), (4, 4 * 10**8)]
-    found = machine_module.fitted([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
+    found = machine_module.fit_rate([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
     assert found.fixed_s == pytest.approx(2e-4)
     assert found.row_s == pytest.approx(3e-5)
     assert found.bytes_s == pytest.approx(5e9)
@@ -123,7 +123,7 @@ def test_the_fit_returns_the_rates_that_made_the_times():
 
 def test_no_part_of_a_fit_is_negative():
     """Times that fall with the rows: the time per row is left out."""
-    found = machine_module.fitted(
+    found = machine_module.fit_rate(
         [(1, 1000, 3e-4), (4, 4000, 2e-4), (1, 10**8, 2e-2), (4, 4 * 10**8, 8e-2)]
     )
     assert found.row_s == 0

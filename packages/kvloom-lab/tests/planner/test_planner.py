@@ -15,7 +15,7 @@ from kvloom_lab.models import load_model
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.plan_recipes import plan
 from kvloom_lab.planner.step import CacheBytes
-from kvloom_lab.planner.units import UNLIMITED, largest
+from kvloom_lab.planner.units import UNLIMITED, largest_fitting
 
 TOKENS = 300
 RECIPE_SPECS = (
@@ -71,7 +71,8 @@ def test_every_recipe_has_the_bytes_that_it_predicts(llama):
 
 
 @pytest.mark.parametrize(
-    "spec", ["h2o:shared=true", "snapkv:fraction=0.5,heads=0.2,layers=joint", "kvzip:fraction=0.5"]
+    "spec",
+    ["h2o:shared=true", "snapkv:fraction=0.5,head_share=0.2,layers=joint", "kvzip:fraction=0.5"],
 )
 def test_layers_that_wait_for_scores_hold_the_prompt(llama, spec):
     found = read_model(llama)
@@ -117,11 +118,11 @@ def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spe
 
 
 def test_the_largest_number_is_found_beyond_a_gap():
-    assert largest(lambda n: n <= 1000) == 1000
-    assert largest(lambda n: n <= 1000 or 1010 <= n <= 1013) == 1000
-    assert largest(lambda n: n <= 1000 or 1010 <= n <= 1013, beyond=20) == 1013
-    assert largest(lambda n: False) == 0
-    assert largest(lambda n: True) == UNLIMITED
+    assert largest_fitting(lambda n: n <= 1000) == 1000
+    assert largest_fitting(lambda n: n <= 1000 or 1010 <= n <= 1013) == 1000
+    assert largest_fitting(lambda n: n <= 1000 or 1010 <= n <= 1013, beyond=20) == 1013
+    assert largest_fitting(lambda n: False) == 0
+    assert largest_fitting(lambda n: True) == UNLIMITED
 
 
 def test_a_target_is_reached_up_to_the_longest_context(llama):

@@ -47,7 +47,7 @@ def test_attend_is_softmax_attention(subtests, hq, hk, n):
             q, k, v = drawn(hq, hk, t, n)
             for visible in (None, hidden(2, 1, n), hidden(2, hk, n)):
                 given = {"causal": causal, "visible": visible, "softcap": softcap}
-                agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
+                agrees(ref.attend_exact(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
 
 
 @heads
@@ -60,13 +60,13 @@ def test_a_bias_is_added_to_the_logits(subtests, hq, hk, rows):
             some, by_head = hidden(2, 1, n), hidden(2, hk, n)
             for visible, softcap in ((None, None), (some, 2.0), (by_head, None)):
                 given = {"causal": t > 1, "visible": visible, "softcap": softcap, "bias": bias}
-                agrees(ref.attend(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
+                agrees(ref.attend_exact(q, k, v, 0.25, **given), q, k, v, 0.25, **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_attended_to_in_fp32(dtype):
     q, k, v = drawn(4, 2, 3, 65, dtype=dtype)
-    agrees(ref.attend(q, k, v, 0.25, causal=True), q, k, v, 0.25, causal=True)
+    agrees(ref.attend_exact(q, k, v, 0.25, causal=True), q, k, v, 0.25, causal=True)
 
 
 @heads
@@ -77,18 +77,20 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner(hq, hk, causal):
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
     logits = (q[:, :hk] @ k.mT * 0.5).abs()
     assert logits.max() > 1e4
-    got = ref.attend(q, k, v, 0.5, causal=causal)
+    got = ref.attend_exact(q, k, v, 0.5, causal=causal)
     agrees(got, q, k, v, 0.5, causal=causal)
     assert torch.isfinite(got.out).all()
 
 
 def test_rows_that_see_nothing_give_zero_and_minus_infinity():
     q, k, v = drawn(4, 2, 5, 3)
-    got = ref.attend(q, k, v, 1.0, causal=True)  # queries 0 and 1 stand before the first token
+    got = ref.attend_exact(
+        q, k, v, 1.0, causal=True
+    )  # queries 0 and 1 stand before the first token
     assert not got.out[:, :, :2].any()
     assert (got.lse[:, :, :2] == -torch.inf).all()
     assert torch.isfinite(got.lse[:, :, 2:]).all()
-    none = ref.attend(q, k, v, 1.0, visible=torch.zeros(2, 1, 3, dtype=torch.bool))
+    none = ref.attend_exact(q, k, v, 1.0, visible=torch.zeros(2, 1, 3, dtype=torch.bool))
     assert not none.out.any()
     assert (none.lse == -torch.inf).all()
 
@@ -96,9 +98,11 @@ def test_rows_that_see_nothing_give_zero_and_minus_infinity():
 def test_hidden_tokens_may_hold_anything_finite():
     q, k, v = drawn(4, 2, 3, 20)
     visible = hidden(2, 1, 20)
-    want = ref.attend(q, k, v, 0.25, visible=visible)
+    want = ref.attend_exact(q, k, v, 0.25, visible=visible)
     at = (~visible)[..., None]
-    got = ref.attend(q, k.masked_fill(at, 3e38), v.masked_fill(at, -3e38), 0.25, visible=visible)
+    got = ref.attend_exact(
+        q, k.masked_fill(at, 3e38), v.masked_fill(at, -3e38), 0.25, visible=visible
+    )
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.lse, want.lse)
 
@@ -106,16 +110,19 @@ def test_hidden_tokens_may_hold_anything_finite():
 def test_memory_layout_does_not_matter():
     q, k, v = drawn(4, 2, 6, 40, d=32)
     flip = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, :, ::2, ::2] for x in (q, k, v)]
-    got, want = ref.attend(*flip, 0.25), ref.attend(*(x.contiguous() for x in flip), 0.25)
+    got, want = (
+        ref.attend_exact(*flip, 0.25),
+        ref.attend_exact(*(x.contiguous() for x in flip), 0.25),
+    )
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_of_query_rows_leave_no_seam(monkeypatch, causal):
     q, k, v = drawn(4, 2, 17, 33)
-    whole = ref.attend(q, k, v, 0.25, causal=causal, softcap=5.0)
+    whole = ref.attend_exact(q, k, v, 0.25, causal=causal, softcap=5.0)
     monkeypatch.setattr(ref, "_BLOCK_NUMEL", 2 * 4 * 33 * 5)  # five rows at a time
-    blocks = ref.attend(q, k, v, 0.25, causal=causal, softcap=5.0)
+    blocks = ref.attend_exact(q, k, v, 0.25, causal=causal, softcap=5.0)
     torch.testing.assert_close(blocks, whole, rtol=0, atol=1e-6)
 
 
@@ -133,7 +140,7 @@ def test_sdpa_is_attend(subtests, hq, hk, masked, layout):
                 q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
             visible = None if masked is None else hidden(2, 1 if masked == "a row" else hk, n)
             got = ref.sdpa(q, k, v, 0.25, causal=t > 1, visible=visible)
-            want = ref.attend(q, k, v, 0.25, causal=t > 1, visible=visible)
+            want = ref.attend_exact(q, k, v, 0.25, causal=t > 1, visible=visible)
             assert got.shape == q.shape
             sees = want.lse > -torch.inf  # a row that sees nothing is padding: anything but NaN
             torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
@@ -151,7 +158,7 @@ def test_sdpa_of_one_query_takes_a_bias(subtests, hq, hk, n, rows):
         with subtests.test(name):
             given = {"visible": visible, "bias": bias}
             got = ref.sdpa(q, k, v, 0.25, causal=False, **given)
-            want = ref.attend(q, k, v, 0.25, **given)
+            want = ref.attend_exact(q, k, v, 0.25, **given)
             sees = want.lse > -torch.inf
             torch.testing.assert_close(got[sees], want.out[sees], rtol=0, atol=2e-6)
             assert not got.isnan().any()
@@ -171,7 +178,7 @@ def parts(draw):
     scale = draw(st.sampled_from([0.25, 20.0]))
     edges = [0, *cuts, 40]
     states = [
-        ref.attend(
+        ref.attend_exact(
             q,
             k[:, :, a:b],
             v[:, :, a:b],
@@ -180,7 +187,7 @@ def parts(draw):
         )
         for a, b in itertools.pairwise(edges)
     ]
-    return states, ref.attend(q, k, v, scale, visible=visible)
+    return states, ref.attend_exact(q, k, v, scale, visible=visible)
 
 
 def close(a: ref.AttentionState, b: ref.State) -> None:
@@ -227,7 +234,7 @@ def test_the_empty_part_is_the_identity(drawn_parts):
 
 def test_merge_of_nothing_seen_is_nothing_seen():
     q, k, v = drawn(4, 2, 3, 0)
-    empty = ref.attend(q, k, v, 1.0)
+    empty = ref.attend_exact(q, k, v, 1.0)
     merged = ref.merge([empty, empty])
     assert not merged.out.any()
     assert (merged.lse == -torch.inf).all()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import naive
-from kvloom.kernels.attend.reference import attend
+from kvloom.kernels.attend.reference import attend_exact
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import Noise
@@ -134,7 +134,7 @@ def test_other_keys_take_their_part_of_each_row(backend, dtype, largest):
     given = {"softcap": 3.0, "largest": largest} | options(["left padding"], g)
     given["visible"] = given["visible"] & (torch.rand(2, 1, N, generator=g) > 0.2)
     seen = given["visible"]
-    others = attend(q, k[:, :, first:], k[:, :, first:], 0.3, softcap=3.0, causal=True,
+    others = attend_exact(q, k[:, :, first:], k[:, :, first:], 0.3, softcap=3.0, causal=True,
                     visible=seen[..., first:])  # fmt: skip
     want = backend.column_mass(q, k, 0.3, **given)[..., :first]
     given["visible"] = seen[..., :first]

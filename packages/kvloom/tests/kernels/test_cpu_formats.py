@@ -110,7 +110,7 @@ def test_a_layer_with_padding_sinks_and_keys_before_rope_attends_as_by_the_refer
     keys, values, d = SKVQ
     recipe = Recipe(store=Store(keys, values), protect=Protect(3, (7, 7)))
     visible = torch.ones(2, 207, dtype=torch.bool)
-    visible[1, :150] = False  # the second row begins far behind the first tile
+    visible[1, :150] = False  # the second row begins far after the first tile
     found = {}
     dispatch.ran.clear()
     for backend in dispatch.CHOICES:

@@ -119,7 +119,7 @@ def kv_view(fmt, packed_end, n, d, dtype, known, seed):
     held = PackedTokens(fmt, layer_encoding)
     held.append(x[:, :, :packed_end].contiguous())
     view = held.view()
-    if fmt.meta != "fp8":  # what lies behind the last group is not read
+    if fmt.meta != "fp8":  # what lies after the last group is not read
         view = view._replace(
             scale=torch.nn.functional.pad(view.scale, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
             zero=torch.nn.functional.pad(view.zero, (0, 0, 0, 1), value=torch.nan)[:, :, :-1],
@@ -150,7 +150,7 @@ def agrees(form, hq, t, n, packed_end, **options):
     keys, values, k, v = both(form, n, packed_end)
     assert problems(t, keys.tail, keys.encoding, values.encoding) == []
     got = attend(q, keys, values, 0.125, by=gpu.attend, **options)
-    close(got, ref.attend(q.float(), k, v, 0.125, **options), form[3])
+    close(got, ref.attend_exact(q.float(), k, v, 0.125, **options), form[3])
 
 
 def hidden(b, h, n, seed=0):
@@ -215,7 +215,7 @@ def test_one_program_or_many_give_the_same(monkeypatch):
 @needs_interpreter
 def test_memory_layout_does_not_matter():
     q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 100, 100)))
-    want = ref.attend(q, k, v, 0.1)
+    want = ref.attend_exact(q, k, v, 0.1)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     apart = [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)]
     for a, b, c in (turned, apart):
@@ -227,7 +227,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 64), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)
     got = gpu.attend(q, [Region.exact(k, v)], 0.5)
-    want = ref.attend(q, k, v, 0.5)
+    want = ref.attend_exact(q, k, v, 0.5)
     assert want.lse.abs().max() > 1e4
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-6, atol=0)

@@ -27,7 +27,7 @@ HQ, HK, LAYERS = 4, 2, 3
 RECENT, BLOCK, SINKS = 8, 32, 4
 ROPE = Rope(1e4 ** (-torch.arange(0, D, 2) / D))
 EXACT = f"rotated:fraction=0.4,recent={RECENT},block={BLOCK}"
-JOINT = f"{EXACT},heads=0.2,layers=joint"
+JOINT = f"{EXACT},head_share=0.2,layers=joint"
 PACKED = f"{JOINT},fit=true,store=kivi-4"
 recipes = pytest.mark.parametrize("spec", [EXACT, JOINT, PACKED])
 
@@ -301,8 +301,8 @@ def test_a_long_text_is_bounded():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("rotated:tokens=64,block=32", "a budget with a fraction and heads"),
-        ("kvzip:fraction=0.5,heads=0.2", None),
+        ("rotated:tokens=64,block=32", "a budget with a fraction and head_share"),
+        ("kvzip:fraction=0.5,head_share=0.2", None),
         ("rotated:fraction=0.5,block=-1", "block=-1 must be a whole number"),
         ("rotated:fraction=0.5,block=32,positions=renumbered", "needs equal numbers"),
     ],
@@ -316,12 +316,17 @@ def test_what_does_not_combine_is_refused(spec, message):
 
 
 def test_blocks_need_a_fraction_and_a_score_that_repeats_nothing():
-    budget = Budget(fraction=0.5, heads=0.2)
+    budget = Budget(fraction=0.5, head_share=0.2)
     with pytest.raises(RecipeError, match='give a block with when="block"'):
         Keep(budget, Rotated(), when="prompt", block=32)
     with pytest.raises(RecipeError, match="repeats the first prompt"):
         Keep(budget, resolve("kvzip").keep.scorer, when="block", block=32)
     with pytest.raises(RecipeError, match="the same fraction in all layers"):
-        Keep(Budget(fraction=0.5, heads=0.2, layers="pyramid"), Rotated(), when="block", block=32)
+        Keep(
+            Budget(fraction=0.5, head_share=0.2, layers="pyramid"),
+            Rotated(),
+            when="block",
+            block=32,
+        )
     recipe = resolve(PACKED)
     assert Recipe.from_toml(recipe.to_toml()) == recipe

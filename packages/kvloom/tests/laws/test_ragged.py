@@ -36,7 +36,9 @@ stores = pytest.mark.parametrize("store", STORES)
 def recipe(store="exact", heads=0.2, layers="uniform", tokens=80, recent=7, sinks=4) -> Recipe:
     """A recipe whose scores are lengths of keys, which a test can compute as well."""
     stored = resolve(STORES[store][0])
-    keep = Keep(Budget(tokens, recent=recent, layers=layers, heads=heads), KeyNorm(), when="prompt")
+    keep = Keep(
+        Budget(tokens, recent=recent, layers=layers, head_share=heads), KeyNorm(), when="prompt"
+    )
     return Recipe(keep, stored.store, protect=Protect(sinks, stored.protect.exact_recent))
 
 
@@ -83,7 +85,7 @@ def expected_tokens(one: Recipe, keys: list[torch.Tensor], store: str, row: int,
     """
     unit, budget = STORES[store][1], one.keep.budget
     recent, heavy = budget.recent, budget.tokens - budget.recent
-    contested = HK * int(heavy * (1 - budget.heads) + 1e-9) // unit * unit  # of all heads
+    contested = HK * int(heavy * (1 - budget.head_share) + 1e-9) // unit * unit  # of all heads
     certain = heavy - math.ceil(contested / HK)
     scores = [-k[row, :, pad : PROMPT - recent].double().norm(dim=-1).numpy() for k in keys]
     for each in scores:
@@ -202,7 +204,7 @@ def test_predicted_bytes_are_measured_bytes(store, layers):
 @stores
 def test_a_share_of_one_is_the_uniform_budget(store):
     one, qkv = recipe(store, heads=1.0), prompts()
-    uniform = replace(one, keep=replace(one.keep, budget=replace(one.keep.budget, heads=None)))
+    uniform = replace(one, keep=replace(one.keep, budget=replace(one.keep.budget, head_share=None)))
     for a, b, (q, k, v) in zip(filled(one, qkv), filled(uniform, qkv), qkv, strict=True):
         assert_same_state(state(a), state(b))
         assert a.nbytes == b.nbytes

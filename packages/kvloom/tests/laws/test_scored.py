@@ -23,15 +23,15 @@ NAMES = (
     "dilated:tokens=20",
     "keyformer:noise=none,tau_end=1.5",
     "snapkv:tokens=24,window=8",
-    "snapkv:tokens=24,window=8,heads=0.2",
+    "snapkv:tokens=24,window=8,head_share=0.2",
     "minikv:group=16,residual=32",
     "minikv-snap:window=8,residual=32",
 )
 SIZES = [1, 1, 5, 1, 1, 1]
 every = pytest.mark.parametrize("name", slow_except(
     NAMES, "h2o:tokens=30,recent=0.0", "h2o:tokens=20,limit=40,damping=0.9",
-    "keyformer:noise=none,tau_end=1.5", "dilated:tokens=20", "snapkv:tokens=24,window=8,heads=0.2",
-    "minikv:group=16,residual=32",
+    "keyformer:noise=none,tau_end=1.5", "dilated:tokens=20",
+    "snapkv:tokens=24,window=8,head_share=0.2", "minikv:group=16,residual=32",
 ))  # fmt: skip
 
 
@@ -86,7 +86,8 @@ def test_scores_and_kept_tokens_follow_the_beams(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["h2o:tokens=20", "snapkv:tokens=20,window=4", "snapkv:tokens=20,window=4,heads=0.2"]
+    "name",
+    ["h2o:tokens=20", "snapkv:tokens=20,window=4", "snapkv:tokens=20,window=4,head_share=0.2"],
 )
 def test_a_padded_row_keeps_what_it_keeps_alone(name):
     q, k, v = draw(0, 60, batch=2)

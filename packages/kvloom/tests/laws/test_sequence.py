@@ -29,7 +29,7 @@ from steps import (
 
 UNITS = "store:bits=2,residual=128,unit=16,group=16"
 seeds = st.integers(0, 999)
-# steps of one token, of a few, and of more than are written behind the tail before attention
+# steps of one token, of a few, and of more than are written after the tail before attention
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 9), st.integers(60, 100)), max_size=6).map(
     lambda s: [*s, 1]
 )

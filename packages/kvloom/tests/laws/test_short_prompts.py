@@ -29,7 +29,7 @@ def kept(recipe: Recipe, tokens: int) -> int:
     """The tokens of a prompt that all layers keep, averaged over heads, by the budget."""
     if recipe.keep.by_age:
         return LAYERS * min(tokens, recipe.budget_tokens(tokens))
-    return sum(min(tokens, room) for room in recipe.keep.rooms(tokens, LAYERS))
+    return sum(min(tokens, room) for room in recipe.keep.layer_tokens(tokens, LAYERS))
 
 
 @every_recipe
@@ -48,7 +48,7 @@ def test_a_quarter_of_the_budget_is_chosen_by_score(recipe):
     if recipe.keep.by_age:
         return
     for n in range(FLOOR_TOKENS, 1025):
-        window, budget = recipe.keep.budget.window(n), recipe.keep.budget.resolve(n)
+        window, budget = recipe.keep.budget.recent_of(n), recipe.keep.budget.resolve(n)
         assert 4 * (budget - window - recipe.protect.sinks) >= budget
 
 
@@ -56,15 +56,15 @@ def test_a_quarter_of_the_budget_is_chosen_by_score(recipe):
 def test_a_wide_window_leaves_half_of_a_fraction(recent):
     for n in LENGTHS:
         budget = resolve(f"tiny:recent={recent}").keep.budget
-        assert budget.window(n) <= budget.resolve(n) / 2
+        assert budget.recent_of(n) <= budget.resolve(n) / 2
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8])
-@pytest.mark.parametrize("name", ["small", "tiny", "snapkv:fraction=0.25,heads=0.2"])
+@pytest.mark.parametrize("name", ["small", "tiny", "snapkv:fraction=0.25,head_share=0.2"])
 def test_heads_compete_for_a_third_of_what_is_chosen_by_score(name, heads):
     keep, store = resolve(name).keep, resolve(name).store
     for n in range(FLOOR_TOKENS + 1, 1025):
-        room, window = keep.budget.resolve(n), keep.budget.window(n)
+        room, window = keep.budget.resolve(n), keep.budget.recent_of(n)
         if room < n:
             _, contested = keep.head_shares(n, room, heads, store.block_tokens)
             assert 3 * contested >= heads * (room - window)

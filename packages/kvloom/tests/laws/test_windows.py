@@ -58,7 +58,7 @@ def feed_window(cache: LayerCache, qkv, sizes: list[int], visible: Tensor, windo
             attended = exact_attention(q, *both, window, held)
         step = StepInputs(Queries(q, SCALE, see[:, None]), k, v, attended)
         outs.append(cache.run(step))
-        cache.end_step()
+        cache.forget_undo()
     return torch.cat(outs, dim=2)
 
 

@@ -15,7 +15,7 @@ pytestmark = by_reference
 
 def test_a_supported_model_is_returned_without_its_wrapper():
     model = zoo.build("llama-gqa")
-    assert supported_model(torch.compile(model), needs_all_heads="a test") is model
+    assert supported_model(torch.compile(model), all_heads_for="a test") is model
     with pytest.raises(kvloom.UnsupportedModel, match="expected a transformers PreTrainedModel"):
         supported_model(torch.nn.Linear(1, 1))
 

@@ -60,7 +60,7 @@ def test_right_padding_gives_the_logits_of_plain_transformers(model):
 
 
 def decode(model, cache, ids, **step):
-    """Logits of tokens 110 to 134, one a step behind a prompt: fp32 [1, 25, vocabulary]."""
+    """Logits of tokens 110 to 134, one a step after a prompt: fp32 [1, 25, vocabulary]."""
     with torch.no_grad():
         model(input_ids=ids[:, :110], past_key_values=cache)
         steps = [

@@ -61,7 +61,7 @@ def batch(model, inputs, new=NEW, count=1, **changes):
 def alone(model, recipe, prompt, new=NEW, cuts=()):
     """Return the new tokens of a prompt with kvloom's cache, which reads it in parts.
 
-    Pages of a cache begin behind the sinks, so there is padding (see `paged`).
+    Pages of a cache begin after the sinks, so there is padding (see `paged`).
     """
     rule = paged(recipe, PAGE, "", "")
     pad = rule.protect.sinks
@@ -201,7 +201,7 @@ def test_prefix_hits(llama, watch):
 
 
 @pytest.mark.parametrize("sharing", [True, False])
-@pytest.mark.parametrize("tokens", [75, 96])  # 96: the first token behind the fork fills a page
+@pytest.mark.parametrize("tokens", [75, 96])  # 96: the first token after the fork fills a page
 def test_forks(llama, watch, sharing, tokens):
     (prompt,) = prompts([tokens])
     with kvloom.continuous(llama, KIVI):

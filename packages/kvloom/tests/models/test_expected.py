@@ -151,7 +151,7 @@ def test_any_score_that_rotates_queries_reads_positions_on_several_axes():
     cache = kvloom.Cache(model, turned())
     with torch.no_grad():
         model(**zoo.image_prompt(model, 250, 150), past_key_values=cache)
-    assert all(layer.cache.dropped > 200 for layer in cache.routed)
+    assert all(layer.cache.dropped > 200 for layer in cache.full_layers)
 
 
 @by_reference
@@ -172,7 +172,7 @@ def test_any_score_may_name_the_one_that_takes_its_place(name, monkeypatch):
 
 
 @pytest.mark.parametrize("store", ["full", "turbo"])
-@pytest.mark.parametrize("layers", ["uniform", "joint,heads=0.2"])
+@pytest.mark.parametrize("layers", ["uniform", "joint,head_share=0.2"])
 def test_a_fit_does_not_depend_on_what_scored(layers, store):
     """Where sinks and recent tokens are the budget, a repetition keeps the same tokens."""
     model, budget = zoo.build("llama-gqa"), f"tokens=24,recent=20,layers={layers},store={store}"
@@ -218,7 +218,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
         "expected:fraction=0.5,positions=renumbered",
         "expected:tokens=40,layers=pyramid",
         "rotated:tokens=40,recent=8,store=kivi-4",
-        "rotated:fraction=0.5,heads=0.2,layers=joint",
+        "rotated:fraction=0.5,head_share=0.2,layers=joint",
         "rotated:tokens=40,recent=8,start=400",
         "knorm:tokens=40,recent=8",
         "knorm:tokens=160,store=kivi",

@@ -162,7 +162,7 @@ def test_a_prompt_with_an_image_is_shared():
         for follower, recipe in zip(followers[:2], recipes, strict=False):
             alone = kvloom.Cache(model, recipe)
             model(**prompt, past_key_values=alone)
-            for one, two in zip(alone.routed, follower.cache.routed, strict=True):
+            for one, two in zip(alone.full_layers, follower.cache.full_layers, strict=True):
                 assert torch.equal(*(x.cache.exact_tokens()[0] for x in (one, two)))
     assert [follower.error is None for follower in followers] == [True, True, False]
     assert "positions on several axes" in str(followers[2].error)

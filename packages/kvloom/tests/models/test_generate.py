@@ -145,11 +145,11 @@ def test_a_plain_turn_after_an_assisted_one_packs_again():
         ids[:, :50], max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=3,
         past_key_values=cache, attention_mask=torch.ones(1, 50, dtype=torch.long),
     )  # fmt: skip
-    assert all(layer.cache.recording for layer in cache.routed)
+    assert all(layer.cache.recording for layer in cache.full_layers)
     longer = torch.cat([turn, ids[:, 50:]], dim=1)
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
     model.generate(longer, **options, past_key_values=cache, attention_mask=torch.ones_like(longer))
-    assert not any(layer.cache.recording for layer in cache.routed)
+    assert not any(layer.cache.recording for layer in cache.full_layers)
     assert cache.nbytes < 0.7 * cache.full_nbytes
 
 
@@ -331,7 +331,7 @@ def test_bytes_held_after_a_prompt(name, recipe):
     cache = kvloom.Cache(model, recipe)
     with torch.no_grad():
         model(input_ids=ids, past_key_values=cache)
-    sliding = [layer for layer in cache.layers if layer not in cache.routed]
+    sliding = [layer for layer in cache.layers if layer not in cache.full_layers]
     stock = sum(x.untyped_storage().nbytes() for y in sliding for x in (y.keys, y.values))
     assert stock == len(sliding) * 2 * ids.numel() * cache.geometry.kv_heads * 16 * 4
     assert cache.nbytes == stock + cache.recipe.nbytes(61, cache.geometry, 2)

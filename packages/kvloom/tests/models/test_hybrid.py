@@ -46,7 +46,7 @@ followed = pytest.mark.parametrize(
 
 @torch.no_grad()
 def step(model, cache, begin, end, rows=slice(None)):
-    """Logits of tokens begin to end behind those that the cache holds."""
+    """Logits of tokens begin to end after those that the cache holds."""
     ids, mask = BATCH["input_ids"][rows, begin:end], BATCH["attention_mask"][rows, :end]
     return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
 
@@ -256,7 +256,7 @@ def test_observed_steps_are_those_of_the_cache(name):
     observe_steps(cache, lambda observed: seen.append((observed.layer, observed.keys.shape[2])))
     step(model, cache, 0, PROMPT)
     assert torch.equal(continued(model, cache), expected)
-    assert seen[: len(cache.routed)] == [(i, PROMPT) for i in range(len(cache.routed))]
+    assert seen[: len(cache.full_layers)] == [(i, PROMPT) for i in range(len(cache.full_layers))]
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def test_scores_are_those_of_the_attention_of_transformers(model, recipe):
     model.set_attn_implementation("eager")
     plain = model(**batch, output_attentions=True)
     cache = kvloom.Cache(model, recipe)
-    traces = [layer.cache.observe() for layer in cache.routed]
+    traces = [layer.cache.observe() for layer in cache.full_layers]
     assert torch.equal(model(**batch, past_key_values=cache).logits, plain.logits)
     for trace, weights in zip(traces, plain.attentions, strict=True):
         _, scores = trace.scored
@@ -172,8 +172,8 @@ def test_every_score_reads_a_prompt_with_an_image(name, recipe):
         model(prompt["input_ids"][:, :200], past_key_values=cache)  # text has one position
         return
     assert torch.equal(model(**prompt, past_key_values=cache).logits, model(**prompt).logits)
-    assert sum(layer.cache.dropped for layer in cache.routed) > 200 * len(cache.routed)
-    stored = sum(layer.cache.nbytes for layer in cache.routed)
+    assert sum(layer.cache.dropped for layer in cache.full_layers) > 200 * len(cache.full_layers)
+    stored = sum(layer.cache.nbytes for layer in cache.full_layers)
     assert stored == cache.recipe.nbytes(404, cache.geometry)
     out = model(torch.tensor([[5]]), past_key_values=cache)
     assert out.logits.isfinite().all()

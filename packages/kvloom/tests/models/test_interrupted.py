@@ -31,7 +31,7 @@ undone_forms = pytest.mark.parametrize(
         "kivi:group=16,residual=32,rotate=true",
         "skvq:group=16,window=8,sinks=2,outliers=4",
         "small:fraction=0.8,group=16,residual=16,recent=8,chunk=50",
-        "snapkv:tokens=40,window=8,heads=0.2",
+        "snapkv:tokens=40,window=8,head_share=0.2",
         "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1",
         "full:",
     ),
@@ -88,7 +88,7 @@ def functions(model, cache, lo: int, hi: int) -> int:
 
 
 def places(model) -> list:
-    """Modules that end inside a layer, between layers and behind the last one."""
+    """Modules that end inside a layer, between layers and after the last one."""
     layers = model.model.layers
     inside = [layer.self_attn.o_proj for layer in layers]
     return [*inside, *[layer.mlp for layer in layers], model.model.norm, model.lm_head]
@@ -169,7 +169,7 @@ def test_layers_of_other_models_are_undone_too(name):
 
 def test_what_cannot_be_undone_makes_the_cache_unusable(llama, monkeypatch, tmp_path):
     model, cache = filled(llama, "full")
-    monkeypatch.setattr(cache.routed[1], "roll_back", lambda: 1 / 0)
+    monkeypatch.setattr(cache.full_layers[1], "roll_back", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(model, cache, SAVED, SAVED + 1, 200)
     monkeypatch.undo()

@@ -51,7 +51,7 @@ def filled(model, recipe, tokens=61, **changes):
 def stored(cache):
     """transformers' cache with the tokens that a kvloom cache stores, unpacked."""
     plain = tf.DynamicCache()
-    for number, layer in enumerate(cache.routed):
+    for number, layer in enumerate(cache.full_layers):
         state = layer.cache._state
         parts = [view.tensor() for view in state.storage.region(None, 0)[:2]]
         if state.sinks is not None:
@@ -94,7 +94,7 @@ def test_a_step_reads_packed_latents_by_a_kernel(model):
     cache = filled(model, "near-lossless:group=16,residual=16")
     dispatch.ran.clear()
     model(torch.tensor([[5]]), past_key_values=cache)
-    plan = cache.routed[0].cache._state.plan
+    plan = cache.full_layers[0].cache._state.plan
     assert (plan.bound.kernel is None) == (dispatch.setting() == "ref"), plan.bound.why
 
 
@@ -105,7 +105,7 @@ def test_the_score_is_the_attention_of_all_heads(model):
     eager.set_attn_implementation("eager")
     weights = eager(**batch, output_attentions=True).attentions
     cache = filled(model, "h2o:tokens=24,recent=8")
-    for layer, weight in zip(cache.routed, weights, strict=True):
+    for layer, weight in zip(cache.full_layers, weights, strict=True):
         mass = weight[0].sum(dim=(0, 1))
         best = mass[:-8].topk(16).indices
         want = sorted([*best.tolist(), *range(53, 61)])

@@ -20,7 +20,8 @@ SPANS = ((2, 6), (-15, -11), (-400, 1))  # the last one is cut
 SYSTEM = kvloom.Role((7, 8), (9,))
 RECIPES = [
     "snapkv:tokens=24,window=8", "h2o:tokens=24", "kvzip:tokens=24,recent=8", "keyformer:tokens=24",
-    "snapkv:tokens=24,window=8,heads=0.2", "kvzip:tokens=24,recent=8,heads=0.2,layers=joint",
+    "snapkv:tokens=24,window=8,head_share=0.2",
+    "kvzip:tokens=24,recent=8,head_share=0.2,layers=joint",
     "small:recent=8,group=16,residual=16,fraction=0.3",
     "evict:score=observation,tokens=24,window=4",
 ]  # fmt: skip

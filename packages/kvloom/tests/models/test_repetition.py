@@ -129,7 +129,7 @@ def test_the_repetition_leaves_the_cache_as_it_was(monkeypatch, name):
     assert torch.equal(*logits)
 
 
-CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",heads=0,layers=joint"
+CHUNKS, JOINT = "kvzip:tokens=200,recent=6,chunk=100", ",head_share=0,layers=joint"
 GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
 
 
@@ -138,7 +138,7 @@ GROUPS = f"{JOINT},store=kivi-4@1={CHUNKS}{JOINT},store=turbo"
     "options",
     [
         "", ",store=kivi-4", ",store=turbo", ",positions=renumbered", ",layers=variance",
-        ",fraction=0.5", ",heads=0.2,store=turbo", f"{JOINT},store=kivi-4", GROUPS,
+        ",fraction=0.5", ",head_share=0.2,store=turbo", f"{JOINT},store=kivi-4", GROUPS,
     ],
 )  # fmt: skip
 def test_predicted_bytes_are_exact(options):
@@ -160,13 +160,13 @@ def test_a_prompt_within_the_budget_is_not_repeated(monkeypatch, recording):
     model, calls = zoo.build("llama-gqa", max_position_embeddings=64), []
     model.model.layers[0].mlp.register_forward_hook(lambda *args: calls.append(1))
     cache = kvloom.Cache(model, KVZIP.replace("tokens=24", "tokens=70"))
-    for layer in cache.routed:
+    for layer in cache.full_layers:
         layer.cache.recording = recording
     with torch.no_grad():
         model(**IDS, past_key_values=cache)
     cache.crop(0)
     assert len(calls) == 1
-    for layer in cache.routed:
+    for layer in cache.full_layers:
         layer.cache.recording = False
     mask = torch.cat([IDS["attention_mask"], torch.ones(3, 1, dtype=torch.long)], dim=1)
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_a_prompt_under_assisted_decoding_waits_for_the_crop():
     model = zoo.build("llama-gqa")
     drafted, plain = kvloom.Cache(model, KVZIP), prefilled(model, KVZIP)
     probe.observe(drafted)
-    for layer in drafted.routed:
+    for layer in drafted.full_layers:
         layer.activate_past_recording()
     with torch.no_grad():
         model(**IDS, past_key_values=drafted)

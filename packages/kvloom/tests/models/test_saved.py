@@ -77,7 +77,7 @@ SPECIAL = [
     "kivi:group=16,residual=32,rotate=true",
     "skvq:group=16,window=8,sinks=2,outliers=4",
     "small:fraction=0.8,group=16,residual=16,recent=8,chunk=50",
-    "snapkv:tokens=40,window=8,heads=0.2",
+    "snapkv:tokens=40,window=8,head_share=0.2",
     "snapkv:tokens=40,window=8,positions=renumbered",
     "window:tokens=40,limit=200",
 ]
@@ -314,7 +314,7 @@ def test_a_calibration_that_is_gone_or_says_other_things_is_refused(llama, tmp_p
 def test_a_cache_in_the_middle_of_something_is_not_saved(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "prefix.kv"
-    for layer in cache.routed:
+    for layer in cache.full_layers:
         layer.cache.recording = True
     step(model, cache, 70, 73)
     with pytest.raises(CacheMisuse, match=r"newest 3 tokens may still be removed; call crop"):

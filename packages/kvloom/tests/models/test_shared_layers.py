@@ -14,7 +14,7 @@ from kvloom.hf.routed import RoutedLayer
 
 RECIPES = [
     "full", "near-lossless:group=16,residual=16", "kivi:group=16,residual=16",
-    "snapkv:tokens=20,window=8", "snapkv:tokens=20,window=8,heads=0.2,layers=joint",
+    "snapkv:tokens=20,window=8", "snapkv:tokens=20,window=8,head_share=0.2,layers=joint",
     "h2o:tokens=24", "quest:tokens=24,page=4,sinks=2,recent=4,full_layers=0", "rtn:group=16",
     "small:fraction=0.5,group=16,residual=16,recent=8", "streaming:tokens=24,sinks=4",
 ]  # fmt: skip

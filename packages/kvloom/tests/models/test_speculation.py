@@ -20,7 +20,7 @@ RECIPES = (
     "h2o:fraction=0.5",
     "keyformer:fraction=0.5",
     "snapkv:tokens=40,window=8",
-    "snapkv:tokens=40,window=8,heads=0.2",
+    "snapkv:tokens=40,window=8,head_share=0.2",
     "minikv:residual=16",
     "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
@@ -53,7 +53,7 @@ def steps_of(model, **kwargs):
 @pytest.mark.sample
 @pytest.mark.parametrize("recipe", slow_except(
     RECIPES, "kivi:group=16,residual=32", "turbo", "store:recent=5,sinks=3",
-    "streaming:tokens=40", "keyformer:fraction=0.5", "snapkv:tokens=40,window=8,heads=0.2",
+    "streaming:tokens=40", "keyformer:fraction=0.5", "snapkv:tokens=40,window=8,head_share=0.2",
     "minikv:residual=16", "kivi:group=16,residual=32,start=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
@@ -74,7 +74,7 @@ def test_prompt_lookup_generates_the_same_tokens(recipe, draft):
 
 
 @pytest.mark.parametrize("recipe", slow_except(
-    RECIPES, "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,heads=0.2",
+    RECIPES, "kivi:group=16,residual=32", "snapkv:tokens=40,window=8,head_share=0.2",
     "streaming:tokens=40", "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
 ))  # fmt: skip
 def test_an_assistant_generates_the_same_tokens(recipe, assistant):

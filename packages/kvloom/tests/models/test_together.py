@@ -21,14 +21,14 @@ from kvloom_lab.workload.passes import ForwardRequest, run_alone, run_batch
 from near import assert_near
 
 pytestmark = by_reference
-BLOCKS = "rotated:fraction=0.5,block=32,recent=8,layers=joint,heads=0.2"
+BLOCKS = "rotated:fraction=0.5,block=32,recent=8,layers=joint,head_share=0.2"
 BY_IDS = replace(
     resolve("snapkv:tokens=40,window=8,start=72"), protect=Protect(ids=tuple(range(3, 100, 3)))
 )  # the ids of later steps decide, too, until 72 tokens are seen
 FORMS = (
     "full", "kivi:group=16,residual=32", "h2o:tokens=20", "snapkv:tokens=20,window=8",
     "streaming:tokens=24,positions=renumbered", "quest:tokens=24,page=4,sinks=4,recent=8",
-    "snapkv:tokens=20,window=8,heads=0.2,layers=joint", BLOCKS, BY_IDS,
+    "snapkv:tokens=20,window=8,head_share=0.2,layers=joint", BLOCKS, BY_IDS,
 )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ def test_nothing_is_lost_within_the_budget(plain, name, positions):
     model = zoo.build(model_name)
     recipe = resolve(name).with_budget(72)
     alike = positions == "renumbered" or compat.geometry(model).alibi
-    if recipe.keep.budget.heads is not None and alike:  # heads with other tokens are refused
-        recipe = resolve(f"{name}:heads=1").with_budget(72)
+    if recipe.keep.budget.head_share is not None and alike:  # heads with other tokens are refused
+        recipe = resolve(f"{name}:head_share=1").with_budget(72)
     fit = None if positions == "renumbered" else recipe.keep.fit  # together, they are refused
     keep = replace(recipe.keep, positions=positions, fit=fit)
     recipe = replace(recipe, keep=keep, store=Store())

@@ -224,7 +224,7 @@ WITH_IMAGES = {
         video_token_id=193,
     ),
 }  # fmt: skip
-"""Models that read images: whose tokens see each other, behind a bidirectional prefix, causal,
+"""Models that read images: whose tokens see each other, after a bidirectional prefix, causal,
 causal with positions on three axes, and with images that layers read, too."""
 
 

@@ -72,7 +72,7 @@ def test_minikv_snap_keeps_what_snapkv_keeps(tokens, heads):
 @pytest.mark.parametrize("window", [8, 32])
 def test_pyramidkv_divides_its_budget_as_kvcache_factory(layers, window):
     for budget in (100, 256, 512, 1024):
-        rooms = resolve(f"pyramidkv:tokens={budget},window={window}").keep.rooms
+        rooms = resolve(f"pyramidkv:tokens={budget},window={window}").keep.layer_tokens
         average = budget - window
         for tokens in (budget // 2, budget - 1, budget, budget + 1, 2 * average - 1):
             want = rules.pyramidkv(tokens, budget, window, layers)
@@ -92,7 +92,7 @@ def test_pyramidkv_keeps_snapkvs_tokens_in_every_layer(tokens, heads):
     recipe, layers = resolve("pyramidkv:tokens=80,window=8"), 4
     caches = [LayerCache(recipe, f"layer {i}", i, layers) for i in range(layers)]
     coordinate(caches)
-    rooms = recipe.keep.rooms(tokens, layers)
+    rooms = recipe.keep.layer_tokens(tokens, layers)
     assert (rooms == [80] * layers) == (tokens < 144)
     for i, cache in enumerate(caches):
         for kept, q, k in kept_by_head(cache, sharp(i, tokens, heads)):

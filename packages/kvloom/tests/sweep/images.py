@@ -69,13 +69,13 @@ def _features(model: PreTrainedModel, pixels: Inputs) -> int | None:
 
 
 def _with_tokens(model: PreTrainedModel, text: Inputs, tokens: int | None) -> Inputs:
-    """Return the prompts with `tokens` image tokens behind the padding of each row."""
+    """Return the prompts with `tokens` image tokens after the padding of each row."""
     ids, mask = text["input_ids"].clone(), text["attention_mask"].clone()
     names = [name for name in TOKEN_NAMES if getattr(model.config, name, None) is not None]
     if not tokens or not names:
         return {"input_ids": ids, "attention_mask": mask}
     image = torch.full((len(ids), tokens), getattr(model.config, names[0]))
-    start = int((mask == 0).sum(1).max()) + 1  # behind the longest padding
+    start = int((mask == 0).sum(1).max()) + 1  # after the longest padding
     ids = torch.cat([ids[:, :start], image, ids[:, start:]], dim=1)
     mask = torch.cat([mask[:, :start], torch.ones_like(image), mask[:, start:]], dim=1)
     inputs = {"input_ids": ids, "attention_mask": mask}

@@ -149,7 +149,7 @@ def measure(
     compresses; the model is left as it was. progress: called with units that sum to
     tokens - context + 1. Raises what `Cache` and `observe_steps` raise.
     """
-    supported_model(model, needs_all_heads="an analysis")
+    supported_model(model, all_heads_for="an analysis")
     on_step = progress or (lambda what, units: None)
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():
@@ -159,7 +159,7 @@ def measure(
         for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             on_step("reading the prompt" if lo == 0 else "decoding", 0)
             read_tokens(model, text[:, lo:hi], cache)
-            for layer, routed in zip(layers, cache.routed, strict=True):
+            for layer, routed in zip(layers, cache.full_layers, strict=True):
                 layer.after_step(routed.cache)
             on_step("decoding", 1)
     return [layer.figures() for layer in layers]

@@ -95,7 +95,7 @@ def measure(
     `IncompatibleRecipe` without a calibration, `UnsupportedModel` for a layer that kvloom does not
     compress.
     """
-    shape = geometry(supported_model(model, needs_all_heads="an analysis"))
+    shape = geometry(supported_model(model, all_heads_for="an analysis"))
     recipe.check(shape)
     distributions: list[Distribution] = []
     with attachment_restored(model):

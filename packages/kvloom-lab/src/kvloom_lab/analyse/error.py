@@ -55,7 +55,7 @@ def measure(
     ids: int64 [M, T], contexts. queries: sampled queries of a context. progress: called with one
     unit a context. The model is left as it was. Raises `IncompatibleRecipe`.
     """
-    shape = geometry(supported_model(model, needs_all_heads="an analysis"))
+    shape = geometry(supported_model(model, all_heads_for="an analysis"))
     for recipe in recipes:
         recipe.check(shape)
     facts = {recipe.name: load_layer_facts(model, recipe) for recipe in recipes}

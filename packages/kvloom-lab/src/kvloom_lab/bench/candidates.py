@@ -234,7 +234,7 @@ def generate_candidates(
     def recipe(name: str) -> list[Candidate]:
         with torch.no_grad():  # in inference mode, the model's steps could not write to it
             cache = filled_cache(routed, resolve(name), shape, context)
-        layers = [layer.cache for layer in cache.routed]
+        layers = [layer.cache for layer in cache.full_layers]
         return [
             step(
                 name, routed, cache, lambda: cache.nbytes, lambda: sum(map(read_nbytes, layers))

@@ -115,15 +115,15 @@ def compare_command(
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
         settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
-        share = None if budget is None else parse_budget(budget)
+        size = None if budget is None else parse_budget(budget)
         # A wrong budget is refused before anything is loaded.
-        with_budget(chosen, share, context or DEFAULT_CONTEXT)
+        with_budget(chosen, size, context or DEFAULT_CONTEXT)
         check_outputs(json, plot=plot)
         source, chosen_model = ChosenText(files, text), ChosenModel(model, dtype)
         task = evaluation.prepare(
             chosen_model.config, chosen_model.tokenizer, source.content, settings
         )
-        chosen = evaluation.with_full(with_budget(chosen, share, task.context))
+        chosen = evaluation.with_full(with_budget(chosen, size, task.context))
         with show_progress() as progress:
             loaded = chosen_model.load(progress)
             environment = evaluation.environment(loaded, chosen_model.name, task, seed, source.name)
@@ -136,8 +136,8 @@ def compare_command(
         missing = [recipe.name for recipe in chosen[len(rows) :]]
         if missing:
             environment["missing"] = missing
-        if share is not None:
-            environment["budget"] = share
+        if size is not None:
+            environment["budget"] = size
             environment["without_budget"] = [r.name for r in chosen if not r.budgeted]
         if plot and rows:
             comparison_plot(rows, environment, plot)
@@ -239,7 +239,7 @@ def eval_command(
     with user_errors():
         from kvloom.hf import geometry as model_geometry
 
-        from ..eval.evaluate import evaluate, units
+        from ..eval.evaluate import evaluate, units_to_measure
         from ..eval.results import ResultFolder
         from ..eval.sample import Source, check_ask, task_batches
         from ..eval.tasks import task_named
@@ -268,9 +268,9 @@ def eval_command(
 
         def planned(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
             """Return the recipes to measure and the settings of the run."""
-            measured = _with_bytes(chosen, shares, lengths[0], geometry)
-            return measured, {
-                "tasks": tasks, "recipes": {r.name: r.to_dict() for r in measured},
+            to_measure = _with_bytes(chosen, shares, lengths[0], geometry)
+            return to_measure, {
+                "tasks": tasks, "recipes": {r.name: r.to_dict() for r in to_measure},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
                 "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
                 "text": chosen_text.name, "data": None if data is None else data.name,
@@ -282,16 +282,16 @@ def eval_command(
         with show_progress() as progress:
             loaded = chosen_model.load(progress)
             geometry = model_geometry(loaded)
-            measured, settings = planned(geometry)
+            to_measure, settings = planned(geometry)
             run = {
                 "environment": machine(loaded),
                 "model": model_facts(loaded, chosen_model.name, geometry),
                 "settings": settings,
             }
             folder = ResultFolder.open(out, run)
-            on_step = progress.counter(units(batches, measured))
+            on_step = progress.counter(units_to_measure(batches, to_measure))
             try:
-                evaluate(loaded, source, measured, batches, folder, on_step)
+                evaluate(loaded, source, to_measure, batches, folder, on_step)
             except KeyboardInterrupt:
                 progress.line(
                     f"kvloom: interrupted; {out} has the finished samples. Run the same command "
@@ -313,8 +313,8 @@ def eval_command(
 
 def _with_budget(recipes: list[Recipe], budget: str | None, lengths: list[int]) -> list[Recipe]:
     """Return the recipes with a budget; raises `InputError` if it differs between lengths."""
-    share = None if budget is None else parse_budget(budget)
-    first, *others = (with_budget(recipes, share, length) for length in lengths)
+    size = None if budget is None else parse_budget(budget)
+    first, *others = (with_budget(recipes, size, length) for length in lengths)
     for other in others:
         for recipe, different in zip(first, other, strict=True):
             if recipe != different:
@@ -333,12 +333,12 @@ def _with_bytes(
 
     if shares:
         recipes = [at_share(r, share, context, geometry) for share in shares for r in recipes]
-    measured = with_full(recipes)
-    names = [recipe.name for recipe in measured]
+    to_measure = with_full(recipes)
+    names = [recipe.name for recipe in to_measure]
     for name in names:
         if names.count(name) > 1:
             raise InputError(f"two different recipes have the name {name!r}; rename one of them")
-    return measured
+    return to_measure
 
 
 def report_command(

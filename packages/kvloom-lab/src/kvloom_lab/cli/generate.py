@@ -178,10 +178,10 @@ def _sizes(cache: Cache) -> list[str]:
 
     nbytes, full, recipe = cache.nbytes, cache.full_nbytes, cache.recipe
     sizes = [f"{nbytes / 2**20:.2f} MiB in the cache"]
-    if not cache.routed:
+    if not cache.full_layers:
         return [*sizes, "no layer compressed: sliding windows limit all of them already"]
     begin = first_packed_at(recipe)
-    if begin is not None and not any(holds_packed(layer.cache) for layer in cache.routed):
+    if begin is not None and not any(holds_packed(layer.cache) for layer in cache.full_layers):
         unit = "kept tokens" if recipe.keep is not None else "tokens"
         return [*sizes, f"nothing packed yet: {recipe.name} starts to pack at {begin} {unit}"]
     if full < 1.05 * nbytes:

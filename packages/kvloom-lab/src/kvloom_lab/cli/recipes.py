@@ -197,7 +197,7 @@ def plan_command(
         rate = None if target is None else parse_rate(target)
         check_outputs(json, plot=plot)
         from ..planner import plan
-        from ..planner.plan_recipes import RECIPES
+        from ..planner.plan_recipes import PLAN_RECIPES
         from ..show.plots import plan_plot
         from ..show.tables import plan_table
 
@@ -210,7 +210,7 @@ def plan_command(
                 return progress.counter(units)
 
             planned = plan(
-                model, chosen or RECIPES, context=tokens, batch=batch, memory=nbytes,
+                model, chosen or PLAN_RECIPES, context=tokens, batch=batch, memory=nbytes,
                 hardware=hardware, target=rate, on_step=on_step,
             )  # fmt: skip
         if plot:

@@ -99,8 +99,8 @@ class Row:
         perplexity: Of the continuation.
         agreement: Fraction of positions with the same greedy next token as `full`.
         needle: Fraction of questions answered correctly; None without questions.
-        tokens_read: Tokens of a row that the last step read, the mean over compressed layers; None
-            for a recipe without recall, which reads its whole cache.
+        tokens_read: Tokens of a row that the last step read, the mean over layers of full
+            attention; None for a recipe without recall, which reads its whole cache.
         moved_bytes: Bytes copied from a tier to the device in a step, whole batch; None without a
             tier, or if nothing was read from it.
         ready: Fraction of the selected tokens that were on the device already; None as

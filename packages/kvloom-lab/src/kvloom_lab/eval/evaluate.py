@@ -133,8 +133,8 @@ def _measure(
         cache.full_nbytes,
         prompt.seconds,
         decode_s,
-        cache.bits_per_value if cache.routed else None,
-        cache.tokens_read if cache.routed and recipe.recall is not None else None,
+        cache.bits_per_value if cache.full_layers else None,
+        cache.tokens_read if cache.full_layers and recipe.recall is not None else None,
         Traffic(*(b - a for a, b in zip(before, cache.traffic, strict=True))),
     )
 
@@ -161,7 +161,7 @@ def evaluate(
     supported_model(model)
     on_step = progress or (lambda what, units: None)
     pending = Pending(tasks, recipes, folder)
-    on_step("", units(tasks, recipes) - pending.units)
+    on_step("", units_to_measure(tasks, recipes) - pending.units)
     with attachment_restored(model):
         for task, batches in tasks:
             for i, batch in enumerate(batches):
@@ -253,7 +253,7 @@ class Pending:
         return (task.name, sample, recipe.name) not in self.finished
 
 
-def units(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
+def units_to_measure(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:
     """Return how many (sample, recipe) pairs `evaluate` measures or finds finished."""
     return len(recipes) * sum(len(b.samples) for _, batches in tasks for b in batches)
 

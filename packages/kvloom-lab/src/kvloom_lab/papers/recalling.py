@@ -76,7 +76,7 @@ def recall_rates(
     finders: dict[tuple[str, int], Any] = {}
 
     def on_step(observed: ObservedStep) -> None:
-        if observed.q.shape[2] > 1 or observed.layer < full_layers:
+        if observed.q.shape[2] > 1 or observed.layer < exact_layers:
             return
         keys = observed.keys[:, :, SINKS:context]
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
@@ -101,7 +101,7 @@ def recall_rates(
 
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
-        full_layers = FULL_LAYERS if len(cache.routed) > FULL_LAYERS else 0
+        exact_layers = FULL_LAYERS if len(cache.full_layers) > FULL_LAYERS else 0
         observe_steps(cache, on_step)
         progress("recall rates: reading the context", 0)
         read_tokens(model, text[:, :context].to(model.device), cache)

@@ -111,7 +111,7 @@ def auto(
         raise InputError("give either memory, in bytes, or a share of the exact cache, such as 0.2")
     if share is not None and not 0 < share <= 1:
         raise InputError(f"share={share:g} must be above 0 and at most 1")
-    model = supported_model(model, needs_all_heads="kvloom_lab.auto")
+    model = supported_model(model, all_heads_for="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
     planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)

@@ -93,10 +93,10 @@ class Machine:
             kv += layer.layers * layer.nbytes / rate.bytes_s
             fixed += layer.layers * (rate.fixed_s + rate.row_s * work.batch)
         return StepTime(
-            _within(reading.low, reading.best, reading.high),
-            _within(kv, kv, kv),
-            _within(*vars(products.above(reading)).values()),
-            _within(fixed, fixed, fixed),
+            _widened(reading.low, reading.best, reading.high),
+            _widened(kv, kv, kv),
+            _widened(*vars(products.above(reading)).values()),
+            _widened(fixed, fixed, fixed),
         )
 
     def describe(self) -> str:
@@ -176,11 +176,11 @@ def layer_key(layer: LayerWork, g: Geometry) -> str:
     data.pop("name"), data.pop("start", None)
     if keep := data.get("keep"):
         keep.pop("budget", None), keep.pop("seed", None), keep.pop("limit", None)
-    text = "{}" if _exact(layer.kind.recipe) else json.dumps(data, sort_keys=True)
+    text = "{}" if _acts_as_full(layer.kind.recipe) else json.dumps(data, sort_keys=True)
     return f"{shape} {text}"
 
 
-def _exact(recipe: Recipe) -> bool:
+def _acts_as_full(recipe: Recipe) -> bool:
     """Return whether a layer with this plain recipe does what one with `full` does."""
     parts = recipe.keep, recipe.recall, recipe.protect.outliers
     return recipe.store.exact and parts == (None, None, None) and not recipe.protect.sinks
@@ -192,7 +192,7 @@ def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict
     return {key: layer for key, layer in layers.items() if key not in machine.layers}
 
 
-def _within(low: float, best: float, high: float) -> Range:
+def _widened(low: float, best: float, high: float) -> Range:
     """Return a range widened by the tolerance."""
     return Range(low * (1 - TOLERANCE), best, high * (1 + TOLERANCE))
 
@@ -344,10 +344,10 @@ def layer_rate(recipe: Recipe, g: Geometry) -> LayerRate:
         shape = LayerShape(g.q_heads, g.kv_heads, g.head_dim, rows, g.dtype)
         seconds, nbytes = _layer_seconds(measured_recipe(recipe, tokens), shape, tokens)
         measured.append((rows, nbytes, seconds))
-    return fitted(measured)
+    return fit_rate(measured)
 
 
-def fitted(measured: Sequence[tuple[int, int, float]]) -> LayerRate:
+def fit_rate(measured: Sequence[tuple[int, int, float]]) -> LayerRate:
     """Return the rate that fits (rows, bytes, seconds) with the least relative errors.
 
     No part is negative: one that would be is left out, and the others are fitted again.

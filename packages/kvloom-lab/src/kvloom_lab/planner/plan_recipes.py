@@ -19,7 +19,7 @@ from .hardware import PRESETS, Hardware, read_hardware
 from .machine import Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
 from .step import CacheBytes, StepWork, step_work
-from .units import Range, largest, show_bytes, show_rate
+from .units import Range, largest_fitting, show_bytes, show_rate
 
 
 @dataclass(frozen=True)
@@ -187,12 +187,12 @@ class RecipePlanner:
         return replace(
             row,
             fits=self.fits(cache, self.context, self.batch),
-            longest_context=largest(
+            longest_context=largest_fitting(
                 lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
             ),
-            largest_batch=largest(lambda b: self.fits(cache, self.context, b)),
+            largest_batch=largest_fitting(lambda b: self.fits(cache, self.context, b)),
             fits_in_chunks=self.fits_in_chunks(cache, self.context),
-            longest_in_chunks=largest(
+            longest_in_chunks=largest_fitting(
                 lambda n: self.fits_in_chunks(cache, n), beyond=cache.sawtooth
             ),
         )
@@ -218,7 +218,9 @@ class RecipePlanner:
             return row
         return replace(
             row,
-            longest_at_target=largest(lambda n: self.on_target(cache, n), beyond=cache.sawtooth),
+            longest_at_target=largest_fitting(
+                lambda n: self.on_target(cache, n), beyond=cache.sawtooth
+            ),
             reaches=self.on_target(cache, self.context),
         )
 
@@ -336,7 +338,7 @@ def _target_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[st
 
 
 THIS = "this"
-RECIPES = (
+PLAN_RECIPES = (
     "full", *RECOMMENDED, "kivi", "skvq", "turbo", "minikv", "h2o", "snapkv", "streaming",
     "clusterkv", "quest",
 )  # fmt: skip
@@ -344,7 +346,7 @@ RECIPES = (
 
 def plan(
     model: str | Path | PreTrainedConfig,
-    recipes: Sequence[Recipe | str | Path] = RECIPES,
+    recipes: Sequence[Recipe | str | Path] = PLAN_RECIPES,
     *,
     context: int | None = None,
     batch: int = 1,

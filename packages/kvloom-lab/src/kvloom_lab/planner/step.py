@@ -68,24 +68,24 @@ class LayerKind:
             return tokens
         if keep.by_age:
             return min(tokens, self.recipe.budget_tokens(tokens))
-        return min(tokens, keep.rooms(tokens, self.count)[self.rank])
+        return min(tokens, keep.layer_tokens(tokens, self.count)[self.rank])
 
     @property
     def waits(self) -> bool:
         """Whether the whole prompt stays exact until all layers have scored it."""
         keep = self.recipe.keep
-        return keep is not None and (keep.joint or keep.scorer.repeats)
+        return keep is not None and (keep.waits_for_layers or keep.scorer.repeats)
 
 
 class CacheBytes:
     """The bytes of a recipe's cache on a model."""
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
-        recipe, numbers = recipe.fitted(model.geometry), model.geometry.numbers
+        recipe, numbers = recipe.for_model(model.geometry), model.geometry.numbers
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
-        for number, budget_rank in zip(numbers, recipe.budget_ranks(numbers), strict=True):
+        for number, budget_place in zip(numbers, recipe.budget_places(numbers), strict=True):
             plain = recipe.for_layer(number, numbers)
-            rank, count = budget_rank if _unequal(plain) else (0, 1)
+            rank, count = budget_place if _unequal(plain) else (0, 1)
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry = model.geometry

@@ -47,7 +47,7 @@ UNLIMITED = 1 << 40
 """The largest number that is tried: of tokens, or of rows."""
 
 
-def largest(fits: Callable[[int], bool], beyond: int = 0) -> int:
+def largest_fitting(fits: Callable[[int], bool], beyond: int = 0) -> int:
     """Return the largest number up to `UNLIMITED` that fits; 0 if none does.
 
     beyond: how far to search after a number that does not fit, where a larger one may fit again.

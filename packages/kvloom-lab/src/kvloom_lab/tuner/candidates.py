@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     share: float
     scorer: Scorer
     query_heads: str
-    heads: float | None = None
+    head_share: float | None = None
 
 
 KEPT: dict[str, Kept | None] = {
@@ -164,8 +164,8 @@ def parts(choice: Choice, shape: RecipeShape, share: float | None = None) -> dic
     if kept is not None:
         share = kept.share if share is None else share
         recent = max(shape.recent, shape.window)
-        layers = "uniform" if kept.heads is None else shape.layers
-        budget = Budget(fraction=share, recent=recent, layers=layers, heads=kept.heads)
+        layers = "uniform" if kept.head_share is None else shape.layers
+        budget = Budget(fraction=share, recent=recent, layers=layers, head_share=kept.head_share)
         keep = Keep(budget, kept.scorer, when="prompt", query_heads=kept.query_heads)
     keys = FORMATS["keys"][choice.keys]
     if isinstance(keys, Packed) and keys.rotation != "none":
@@ -183,7 +183,7 @@ def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
     """Return the recipe of all layers but a scored one; their heads keep equally many tokens."""
     recipe = uniform(choice, shape)
     assert recipe.keep is not None
-    budget = replace(recipe.keep.budget, heads=None)
+    budget = replace(recipe.keep.budget, head_share=None)
     return replace(recipe, keep=replace(recipe.keep, budget=budget))
 
 

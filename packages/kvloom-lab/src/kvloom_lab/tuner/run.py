@@ -162,7 +162,7 @@ def tune(
     """
     settings = replace(settings or Settings(), context=context)
     with attachment_restored(model), torch.inference_mode():
-        supported_model(model, needs_all_heads="tuning")
+        supported_model(model, all_heads_for="tuning")
         sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
         bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
@@ -231,7 +231,7 @@ def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int
     """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
     cache = Cache(model, recipe)
     read_tokens(model, ids, cache)
-    return sum(layer.cache.nbytes for layer in cache.routed)
+    return sum(layer.cache.nbytes for layer in cache.full_layers)
 
 
 def score(

@@ -127,8 +127,8 @@ def filled_cache(model: Any, recipe: Recipe, shape: LayerShape, tokens: int) -> 
     """Return a filled `kvloom.Cache` of a Llama."""
     q, k, v = random_qkv(shape, tokens)
     cache = Cache(model, "full")
-    layers = empty_layers(recipe, shape, len(cache.routed))
-    for routed, layer in zip(cache.routed, layers, strict=True):
+    layers = empty_layers(recipe, shape, len(cache.full_layers))
+    for routed, layer in zip(cache.full_layers, layers, strict=True):
         routed.cache = layer
         fill(layer, q, k, v)
     return cache

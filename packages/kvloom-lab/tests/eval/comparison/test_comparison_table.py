@@ -49,7 +49,7 @@ def test_bytes_copied_per_step_are_shown_for_recipes_with_a_tier(model, tokenize
     spec = "quest:tokens=48,page=4,sinks=4,recent=8,full_layers=1,tier=host"
     row = work.compare(model, [spec], task)[1]
     config, rows = model.config, task.text.shape[0]
-    chosen = 48 - 4 - 8  # tokens a step, of each row and head of the layers behind the first
+    chosen = 48 - 4 - 8  # tokens a step, of each row and head of the layers after the first
     heads = rows * config.num_key_value_heads * (config.num_hidden_layers - 1)
     token = 2 * config.head_dim * 4  # keys and values in fp32
     assert 0 < row.ready < 1

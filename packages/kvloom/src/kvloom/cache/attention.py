@@ -29,15 +29,15 @@ def attend_to(
     products: bool = False,
     plan: OpPlan[..., reference.AttentionState] | None = None,
     sink_logits: Tensor | None = None,
-    ahead: reference.AttentionState | None = None,
+    to_later: reference.AttentionState | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend q [B, Hq, T, D] to all regions.
 
     products: whether the kernel may return scale * q @ k too (see `ops.attend`). plan: the
     operation as a layer keeps it (None: bind it for this call). sink_logits: fp32 [Hq], of
-    attention sinks that the model has learned. ahead: the attention of q to later tokens. Returns
-    [B, Hq, T, D] in q's dtype; and, if a kernel returned them (else None), the products, and the
-    log-sum-exp of a prompt's logits, fp32 [B, Hq, T], without attention sinks.
+    attention sinks that the model has learned. to_later: the attention of q to later tokens.
+    Returns [B, Hq, T, D] in q's dtype; and, if a kernel returned them (else None), the products,
+    and the log-sum-exp of a prompt's logits, fp32 [B, Hq, T], without attention sinks.
     """
     sole_region = regions[0] if len(regions) == 1 else None
     if sole_region is None or not _is_first_prompt(sole_region):
@@ -47,11 +47,11 @@ def attend_to(
             state = bound.run(
                 q, regions, scale, softcap=softcap, products=products, sink_logits=sink_logits
             )
-            out = state.out if ahead is None else reference.merge([state, ahead]).out
+            out = state.out if to_later is None else reference.merge([state, to_later]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products, None
         if sole_region is not None and not _has_format(sole_region):
             dispatch.ran[bound.counted] += 1
-    if sole_region is not None and ahead is None and _fused(sole_region, q.shape[2], softcap):
+    if sole_region is not None and to_later is None and _fused(sole_region, q.shape[2], softcap):
         prompt_state = _of_prompt(q, sole_region, scale)
         if prompt_state is not None:
             lse = prompt_state.lse
@@ -64,7 +64,7 @@ def attend_to(
             sink_logits=sink_logits,
         )  # fmt: skip
         return out, None, None
-    states = [] if ahead is None else [ahead]
+    states = [] if to_later is None else [to_later]
     for region in regions:
         if _has_format(region):
             states += _by_format(q, region, scale, softcap)

@@ -72,7 +72,7 @@ class BlockEvictor(ScoreEvictor):
     def due(self, segment: Segment) -> DueBlock | None:
         """Return the block whose turn it is; None: there are too few exact tokens yet.
 
-        The block and the recent tokens behind it score it; all tokens do so in a first prompt,
+        The block and the recent tokens after it score it; all tokens do so in a first prompt,
         whose budget includes the tokens that stay exact. What rounding to whole units leaves of a
         block's budget is granted to the next block.
         """
@@ -117,7 +117,7 @@ class BlockEvictor(ScoreEvictor):
         return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
 
     def take_queries(self, queries: Queries, later: int) -> Queries:
-        """Return the held queries and those of a step behind them, without the `later` newest.
+        """Return the held queries and those of a step after them, without the `later` newest.
 
         From now on, it holds those alone.
         """
@@ -153,7 +153,7 @@ class BlockEvictor(ScoreEvictor):
     def _shares(self, heads: int) -> tuple[int, int]:
         assert self.block is not None
         granted, ragged = self.block.granted, self.ragged
-        return head_budgets.whole_shares(granted, ragged.safeguard, heads, ragged.unit)
+        return head_budgets.whole_shares(granted, ragged.head_share, heads, ragged.unit)
 
     def _step(self, segment: Segment, queries: Queries) -> Step:
         """Return the input of a score: the sinks, all exact tokens, and these queries."""

@@ -23,15 +23,15 @@ def build_layers(
     numbers: the model's numbers of these layers. facts, ropes: of each of them. A rope rotates
     keys where the recipe renumbers positions; None: no layer rotates them.
     """
-    layers, budget_ranks = [], recipe.budget_ranks(numbers)
-    for rank, (number, budget_rank) in enumerate(zip(numbers, budget_ranks, strict=True)):
+    layers, budget_places = [], recipe.budget_places(numbers)
+    for place, (number, budget_place) in enumerate(zip(numbers, budget_places, strict=True)):
         plain = recipe.for_layer(number, numbers)
         renumbers = plain.keep is not None and plain.keep.positions != "original"
-        rope = ropes[rank] if ropes is not None and renumbers else None
+        rope = ropes[place] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(
-                plain, f"layer {number}", rank, len(numbers), rope, facts[rank],
-                budget_rank,
+                plain, f"layer {number}", place, len(numbers), rope, facts[place],
+                budget_place,
             )
         )  # fmt: skip
     coordinate(layers)
@@ -43,7 +43,7 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
     by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
         state = layer._state
-        if isinstance(state.evictor, ScoreEvictor) and state.evictor.joint:
+        if isinstance(state.evictor, ScoreEvictor) and state.evictor.waits_for_layers:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():
         for state in together:

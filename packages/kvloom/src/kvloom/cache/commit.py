@@ -182,7 +182,7 @@ def _evict_or_wait(state: LayerState, queries: Queries, scores: Tensor) -> None:
     """
     evictor = state.score_evictor
     scores = evictor.marked(scores)
-    if not evictor.joint:
+    if not evictor.waits_for_layers:
         evict(state, queries, Decision(scores))
         return
     evictor.wait(Phase.DECIDING, queries, scores)

@@ -21,7 +21,7 @@ from .attention import attend_to, one_region
 from .checks import check_ids, check_range, checked_step, out_of_range
 from .commit import end_step
 from .layer_state import LayerState
-from .reading import attention_ahead, step_regions
+from .reading import attention_to_later, step_regions
 from .score_evictor import StepEvictor
 from .slot_storage import SlotStorage
 from .step import StepInputs
@@ -42,7 +42,7 @@ class OpenStep(NamedTuple):
     regions: list[Region]
 
 
-def attend(state: LayerState, inputs: StepInputs) -> Tensor:
+def run_step(state: LayerState, inputs: StepInputs) -> Tensor:
     """Run one step of a layer; returns [B, Hq, T, D] in the dtype of the queries.
 
     Raises `CacheMisuse` or `NotFinite`; the caller then undoes the step.
@@ -53,7 +53,7 @@ def attend(state: LayerState, inputs: StepInputs) -> Tensor:
 
 
 def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
-    """Attend as `attend` does; `finish` must follow."""
+    """Attend as `run_step` does; `finish` must follow."""
     check_ids(state, inputs.queries.ids)
     step = checked_step(state, inputs)
     stored = _append(state, step)
@@ -62,16 +62,16 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
         return step.attended, OpenStep(step, stored, [])
     assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
-    queries, evictor, ahead = step.queries, state.evictor, attention_ahead(state, step)
+    queries, evictor, to_later = step.queries, state.evictor, attention_to_later(state, step)
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    products_score = scores_step and state.seen > 0 and ahead is None
+    products_score = scores_step and state.seen > 0 and to_later is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     if state.facts.latent:
-        out, products, lse = _attend_to_latents(step, regions, state.plan, ahead), None, None
+        out, products, lse = _attend_to_latents(step, regions, state.plan, to_later), None, None
     else:
         out, products, lse = attend_to(
             queries.q, regions, queries.scale, queries.softcap, products_score, state.plan,
-            queries.sink_logits, ahead,
+            queries.sink_logits, to_later,
         )  # fmt: skip
     if products is not None or lse is not None or queries.q.requires_grad:
         q = queries.q.detach() if queries.q.requires_grad else queries.q
@@ -91,7 +91,7 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     queries = step.queries
     out, *_ = attend_to(
         queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
-        sink_logits=queries.sink_logits, ahead=attention_ahead(state, step),
+        sink_logits=queries.sink_logits, to_later=attention_to_later(state, step),
     )  # fmt: skip
     return out
 
@@ -104,7 +104,7 @@ def finish(state: LayerState, open_step: OpenStep) -> None:
 
 
 def prefill(state: LayerState, inputs: StepInputs) -> None:
-    """Store a first prompt as `attend` does, without its attention.
+    """Store a first prompt as `run_step` does, without its attention.
 
     inputs.queries: T or fewer, the last ones, for recipes that score the prompt.
     """
@@ -119,7 +119,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
 
 
 def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
-    """Attend as `attend` does, but store nothing: the step ends with a repetition of the prompt.
+    """Attend as `run_step` does, but store nothing: the step ends with a repetition of the prompt.
 
     repeated: (first, end) of the prompt's tokens that are repeated. An evictor that scores by
     repetition scores these; None: the queries are of another layer, and no score sees them.
@@ -145,13 +145,13 @@ def _attend_to_latents(
     step: StepInputs,
     regions: list[Region],
     plan: OpPlan[..., AttentionState] | None = None,
-    ahead: AttentionState | None = None,
+    to_later: AttentionState | None = None,
 ) -> Tensor:
-    """Attend absorbed queries to a latent layer; plan: of one query; ahead: as for `attend_to`."""
+    """Attend absorbed queries to latents; plan: of one query; to_later: as for `attend_to`."""
     scale = step.queries.scale
     q, regions = latents.absorbed(step.queries.q, regions, scale)
     out, *_ = attend_to(
-        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, ahead=ahead
+        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, to_later=to_later
     )
     return out if step.expand is None else step.expand(out)
 

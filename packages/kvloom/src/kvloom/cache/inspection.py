@@ -113,7 +113,7 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
         first = tokens - q.shape[2]
         layer.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         layer.end_repetition()
-    layer.end_step()
+    layer.forget_undo()
 
 
 def read_nbytes(layer: LayerCache) -> int:

@@ -17,7 +17,7 @@ from ..keep import Keep
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recall import Traffic
-from ..recipe.spec import Recipe
+from ..recipe.spec import BudgetPlace, Recipe
 from ..state import Mutable, Undo
 from ..store import LayerFacts
 from . import checks, commit, cycle, reading
@@ -30,26 +30,27 @@ class LayerCache:
     """The cache of one layer, for all batch rows.
 
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
-    in errors. rank, count: this layer's place among the layers of the cache. budget_rank: the same
-    pair among the layers that divide one budget (default: all). rope: rotates keys where the recipe
-    renumbers positions. facts: what the store's formats need of this layer. window: the tokens
-    that a query sees, its own included (None: all); the recipe is then `Recipe.in_windows`.
+    in errors. place, count: the layer is number `place` of the `count` layers of the cache.
+    budget_place: its place among the layers that share one budget (default: all). rope: rotates
+    keys where the recipe renumbers positions. facts: what the store's formats need of this layer.
+    window: the tokens that a query sees, its own included (None: all); the recipe is then
+    `Recipe.in_windows`.
     """
 
     def __init__(
         self,
         recipe: Recipe,
         name: str = "this layer",
-        rank: int = 0,
+        place: int = 0,
         count: int = 1,
         rope: Rope | None = None,
         facts: LayerFacts | None = None,
-        budget_rank: tuple[int, int] | None = None,
+        budget_place: BudgetPlace | None = None,
         window: int | None = None,
     ) -> None:
         self._state = LayerState(
-            recipe, name, rank, budget_rank or (rank, count), rope, facts or LayerFacts(),
-            window,
+            recipe, name, place, budget_place or BudgetPlace(place, count), rope,
+            facts or LayerFacts(), window,
         )  # fmt: skip
         self._verification = Verification()
         self.unusable = ""  # why no step can follow
@@ -135,7 +136,7 @@ class LayerCache:
         return Traffic() if store is None else store.traffic
 
     @property
-    def largest(self) -> tuple[float, ...]:
+    def max_abs(self) -> tuple[float, ...]:
         """The largest magnitudes of keys and of values that the layer can store."""
         return self._state.max_abs
 
@@ -255,7 +256,7 @@ class LayerCache:
             if self._verification.steps:
                 self._verification.end()
             if not leave_open:
-                return cycle.attend(self._state, step)
+                return cycle.run_step(self._state, step)
             out, self._open_step = cycle.begin(self._state, step)
             return out
         except BaseException as error:
@@ -333,14 +334,14 @@ class LayerCache:
 
     # --- undo -------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
+    def forget_undo(self) -> None:
         """Release the tensors that undoing the last step would need."""
         if self.undo is not None:
             self.undo.forget()
             self.undo = None
 
     def roll_back(self) -> None:
-        """Undo the last step, unless `end_step` was called since."""
+        """Undo the last step, unless `forget_undo` was called since."""
         self._open_step = None
         if self.undo is None:
             return

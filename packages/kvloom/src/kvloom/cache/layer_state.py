@@ -16,7 +16,7 @@ from ..errors import CacheMisuse
 from ..kernels import ops
 from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
-from ..recipe.spec import Recipe
+from ..recipe.spec import BudgetPlace, Recipe
 from ..state import Stateful
 from ..store import KVSide, LayerFacts
 from .block_evictor import BlockEvictor
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, type[ScoreEvictor]] = {
 class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, rank, budget_rank, rope, facts, window: as for `LayerCache`. together: the
+    recipe, name, place, budget_place, rope, facts, window: as for `LayerCache`. together: the
     layers that decide together, in the order in which a step runs them; empty where this one
     decides alone. trace: the decisions of each step; None if `observe` was not called.
 
@@ -60,8 +60,8 @@ class LayerState(Stateful):
         self,
         recipe: Recipe,
         name: str,
-        rank: int,
-        budget_rank: tuple[int, int],
+        place: int,
+        budget_place: BudgetPlace,
         rope: Rope | None,
         facts: LayerFacts,
         window: int | None = None,
@@ -70,7 +70,7 @@ class LayerState(Stateful):
             raise CacheMisuse(
                 f"{name}: keys before RoPE need the model's rotary embedding; give it as facts.rope"
             )
-        self.recipe, self.name, self.rank, self.budget_rank = recipe, name, rank, budget_rank
+        self.recipe, self.name, self.place, self.budget_place = recipe, name, place, budget_place
         self.rope, self.facts, self.window = rope, facts, window
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
@@ -82,7 +82,7 @@ class LayerState(Stateful):
 
     def reset(self) -> None:
         """Remove all tokens."""
-        recipe, facts, rank = self.recipe, self.facts, self.rank
+        recipe, facts, place = self.recipe, self.facts, self.place
         keep, recents, sinks = recipe.keep, recipe.protect.exact_recents, recipe.protect.sinks
         scored = keep is not None and not keep.by_age
         in_blocks = keep is not None and keep.block is not None
@@ -99,14 +99,14 @@ class LayerState(Stateful):
         if keep is not None and scored:
             ropes = self.rope, facts.rope
             strategy = STRATEGIES[keep.when]
-            self.evictor = strategy(recipe, rank, self.budget_rank, *ropes, facts.head)
+            self.evictor = strategy(recipe, place, self.budget_place, *ropes, facts.head)
             if isinstance(self.evictor, BlockEvictor):
                 self.sinks = self.evictor.sinks_store
         elif keep is not None:
             self.evictor = AgeEvictor(recipe)
         self.retriever = None if recipe.recall is None else Retriever(recipe, facts.latent)
         rule = recipe.protect.outliers
-        self.outliers = None if rule is None else OutlierTokens(rule, sinks, rank, facts.head)
+        self.outliers = None if rule is None else OutlierTokens(rule, sinks, place, facts.head)
         self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0

@@ -46,8 +46,8 @@ class RaggedTokens(Stateful):
     def __init__(self, recipe: Recipe) -> None:
         keep, store = recipe.keep, recipe.store
         assert keep is not None
-        assert keep.budget.heads is not None
-        self.safeguard, self.unit = keep.budget.heads, store.block_tokens
+        assert keep.budget.head_share is not None
+        self.head_share, self.unit = keep.budget.head_share, store.block_tokens
         self.sinks = recipe.protect.sinks
         self.keys, self.values = KVSide(store.keys), KVSide(store.values)
         self.spans: Spans | None = None
@@ -90,7 +90,7 @@ class RaggedTokens(Stateful):
         """Return the certain tokens of a head, and the contested ones of all heads of a row."""
         heads, n = scores.shape[1:]
         evicted = n - recent - heavy
-        return head_budgets.shares(heavy, evicted, self.safeguard, heads, self.unit)
+        return head_budgets.shares(heavy, evicted, self.head_share, heads, self.unit)
 
     def choose(
         self,
@@ -140,7 +140,7 @@ class RaggedTokens(Stateful):
         visible: Tensor | None,
         index: bool,
     ) -> None:
-        """Store chosen tokens of k, v [B, Hk, N, D] behind those that each head has.
+        """Store chosen tokens of k, v [B, Hk, N, D] after those that each head has.
 
         chosen: bool [B, Hk, N], of each head `counts` int64 [B, Hk], whole units. first: the
         logical index of the first of the N tokens. visible, index: as for `fill`.
@@ -185,7 +185,7 @@ class RaggedTokens(Stateful):
         return [Region(self.keys.kv_view(), self.values.kv_view(), self.spans, mask)]
 
     def logical(self) -> Tensor:
-        """Return each head's logical indices, int64 [B, Hk, longest]; -1 behind its last token."""
+        """Return each head's logical indices, int64 [B, Hk, longest]; -1 after its last token."""
         assert self.spans is not None
         assert self.logical_index is not None
         first, count = self.spans.bounds.split(1, dim=-1)  # [B, Hk, 1] each

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from ..kernels.attend.reference import AttentionState, attend
+from ..kernels.attend.reference import AttentionState, attend_exact
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from .latents import query_keys
@@ -38,19 +38,19 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
     return regions
 
 
-def attention_ahead(state: LayerState, step: StepInputs) -> AttentionState | None:
+def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState | None:
     """Attend to the later tokens of a step that its queries see; None: they see no later ones.
 
     No kernel and no region knows such tokens, so this is merged with the attention to the others.
     """
     queries, k, v, *_ = step
-    if queries.ahead is None:
+    if queries.later_seen is None:
         return None
     visible, bias = _own_masks(queries, state.seen, step.tokens)
     keys = query_keys(queries.q, k, v)
-    return attend(
+    return attend_exact(
         queries.q, keys, v, queries.scale, visible=visible, softcap=queries.softcap, bias=bias,
-        ahead=queries.ahead,
+        later_seen=queries.later_seen,
     )  # fmt: skip
 
 

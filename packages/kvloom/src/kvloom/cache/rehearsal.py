@@ -43,7 +43,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
     """Run a step in each layer. prompt: by kernels in its prompt too, else by the reference."""
     for one in layers:
         layer = LayerCache(
-            one.recipe, rank=one.rank, count=one.layers, rope=one.rope, facts=one.facts
+            one.recipe, place=one.rank, count=one.layers, rope=one.rope, facts=one.facts
         )
         scale, d = one.head_dim**-0.5, one.head_dim
         q, k, v = (
@@ -58,7 +58,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
             fill(layer, q, k, v)
             ops.attend_prompt.choose(q, k, v, scale)  # loads its kernel
         layer.attend(q[:, :, -1:], k[:, :, -1:], v[:, :, -1:], scale=scale)
-        layer.end_step()
+        layer.forget_undo()
 
 
 def main() -> None:

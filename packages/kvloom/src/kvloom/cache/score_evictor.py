@@ -20,7 +20,7 @@ from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
-from ..recipe.spec import Recipe
+from ..recipe.spec import BudgetPlace, Recipe
 from .evictor import Evictor, Phase
 from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer
@@ -44,10 +44,10 @@ class Decision(NamedTuple):
 class ScoreEvictor(Evictor):
     """Drops the tokens of a layer with the lowest running scores, down to its budget.
 
-    layer: number of the layer among those of the cache, which seeds noise. budget_rank: (rank,
-    count) of the layer among those that divide a budget. rope: rotates keys again where the recipe
-    renumbers positions. score_rope: the model's rotary embedding, for scores that need it. head:
-    the model's number of the first key/value head, which seeds noise.
+    layer: number of the layer among those of the cache, which seeds noise. budget_place: among the
+    layers that divide a budget. rope: rotates keys again where the recipe renumbers positions.
+    score_rope: the model's rotary embedding, for scores that need it. head: the model's number of
+    the first key/value head, which seeds noise.
 
     heavy, recent: the budget: heavy hitters (None: not known yet) and newest tokens. prompt_tokens:
     of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
@@ -64,14 +64,14 @@ class ScoreEvictor(Evictor):
         self,
         recipe: Recipe,
         layer: int,
-        budget_rank: tuple[int, int],
+        budget_place: BudgetPlace,
         rope: Rope | None = None,
         score_rope: Rope | None = None,
         head: int = 0,
     ) -> None:
         super().__init__(recipe)
         keep = self.keep
-        self.budget_rank, self.rope, self.sinks = budget_rank, rope, recipe.protect.sinks
+        self.budget_place, self.rope, self.sinks = budget_place, rope, recipe.protect.sinks
         self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
         self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
@@ -97,15 +97,15 @@ class ScoreEvictor(Evictor):
         return self.scoring
 
     @property
-    def joint(self) -> bool:
+    def waits_for_layers(self) -> bool:
         """Whether the next decision needs the scores of other layers."""
         divided = self.by_variance and self.heavy is not None
-        return self.keep.shared if divided else self.keep.joint
+        return self.keep.shared if divided else self.keep.waits_for_layers
 
     @property
     def defers(self) -> bool:
         """Whether the layer stores a prompt exactly before it evicts some of it."""
-        return self.scoring and (self.joint or self.repetition is not None)
+        return self.scoring and (self.waits_for_layers or self.repetition is not None)
 
     @property
     def budget_tokens(self) -> int:
@@ -118,12 +118,12 @@ class ScoreEvictor(Evictor):
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
-        self.keep.rooms(tokens, self.budget_rank[1])
+        self.keep.layer_tokens(tokens, self.budget_place.layers)
 
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.prompt_tokens, self.phase = prompt_tokens, Phase.EVICTING
-        self.recent = self.keep.budget.window(prompt_tokens)
+        self.recent = self.keep.budget.recent_of(prompt_tokens)
         if not self.by_variance:
             self.heavy = self.divided(None)
 
@@ -132,7 +132,7 @@ class ScoreEvictor(Evictor):
 
         variances: of the scores of each layer (None: the recipe does not divide by variance).
         """
-        rank, count = self.budget_rank
+        rank, count = self.budget_place
         return self.keep.budget.heavy(self.prompt_tokens, count, variances)[rank]
 
     # --- its scores -------------------------------------------------------------------------------
@@ -205,13 +205,13 @@ class ScoreEvictor(Evictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def needed(self, queries: Queries) -> Queries:
-        """Return what of the queries of a step or a block an eviction needs, once they scored.
+        """Return the queries that an eviction still needs, of a step or a block that was scored.
 
         Those that no fit needs are dropped where the eviction may wait.
         """
         fit = self.keep.fit
         if fit is None:
-            waits = self.joint or self.repeats
+            waits = self.waits_for_layers or self.repeats
             return queries.without_queries() if waits else queries
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)
@@ -385,7 +385,7 @@ class PromptEvictor(ScoreEvictor):
     def __init__(self, recipe: Recipe, *args: Any) -> None:
         super().__init__(recipe, *args)
         self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
-        self.ragged = None if self.keep.budget.heads is None else RaggedTokens(recipe)
+        self.ragged = None if self.keep.budget.head_share is None else RaggedTokens(recipe)
 
     def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
         """Return the scores of a repetition, or those that `queries` give: see the base class."""

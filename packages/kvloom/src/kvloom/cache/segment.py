@@ -257,7 +257,7 @@ class Segment(Stateful):
     def positions(self, lo: int, hi: int) -> Tensor:
         """Return positions of tokens lo..hi, padding not counted: int64 [B or 1, Hk or 1, hi - lo].
 
-        Right for padding in front; behind padding, too high by a constant, which cancels when a
+        Right for padding in front; after padding, too high by a constant, which cancels when a
         key is rotated back and forth.
         """
         like = self.start if self.logical_index is None else self.logical_index

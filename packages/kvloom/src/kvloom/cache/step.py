@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from ..positions.alibi import Alibi
+from ..registry.fields import renamed
 from ..state import Stateful
 
-_BY_QUERY = "ids", "norms", "ahead"  # fields [B, T]; also of `keep.Step`
+_BY_QUERY = "ids", "norms", "later_seen"  # fields [B, T]; also of `keep.Step`
 _SAVED = "q", "scale", "visible", "softcap", *_BY_QUERY  # the next step brings its own ALiBi
 
 
@@ -29,9 +30,9 @@ class Queries(NamedTuple):
     products: scale * q @ k, where attention left it (see `ops.step_mass`). lse: fp32 [B, Hq, T],
     the log-sum-exp of the logits, where a prompt's attention left it. sink_logits: fp32 [Hq], of
     attention sinks, where the model has them; scores leave them out. norms: fp32 [B, T], the norm
-    of the layer's input at each query, where a score reads it. ahead: int64 [B, T], how many later
-    tokens each query sees by a mask of the model, as those of an image do (None: none). sees_past:
-    False where such a mask hides earlier tokens, which no score knows.
+    of the layer's input at each query, where a score reads it. later_seen: int64 [B, T], how many
+    later tokens each query sees by a mask of the model, as those of an image do (None: none).
+    sees_past: False where such a mask hides earlier tokens, which no score knows.
     """
 
     q: Tensor
@@ -44,7 +45,7 @@ class Queries(NamedTuple):
     lse: Tensor | None = None
     sink_logits: Tensor | None = None
     norms: Tensor | None = None
-    ahead: Tensor | None = None
+    later_seen: Tensor | None = None
     sees_past: bool = True
 
     @property
@@ -64,8 +65,8 @@ class Queries(NamedTuple):
 
     @property
     def see_later(self) -> bool:
-        """Whether a query sees tokens behind its own."""
-        return self.ahead is not None and bool(self.ahead.any())
+        """Whether a query sees tokens after its own."""
+        return self.later_seen is not None and bool(self.later_seen.any())
 
     def slice(self, begin: int, end: int) -> Queries:
         """Return the queries begin to end, which see the tokens up to them; without products."""
@@ -87,12 +88,12 @@ class Queries(NamedTuple):
         return self._replace(q=self.q[:, :, :0].clone(), products=None, lse=None, **none)
 
     def after(self, earlier: Queries | None) -> Queries:
-        """Return the queries of an earlier step and these behind them."""
+        """Return the queries of an earlier step, and these after them."""
         if earlier is None:
             return self
         q, before, both = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
-        if earlier.ahead is not None or self.ahead is not None:
-            before["ahead"], both["ahead"] = earlier._tokens_ahead, self._tokens_ahead
+        if earlier.later_seen is not None or self.later_seen is not None:
+            before["later_seen"], both["later_seen"] = earlier._later_seen, self._later_seen
         for name, x in both.items():
             old = before[name]
             both[name] = None if x is None or old is None else torch.cat([old, x], dim=1)
@@ -122,10 +123,10 @@ class Queries(NamedTuple):
         )
 
     @property
-    def _tokens_ahead(self) -> Tensor:
-        """`ahead`, of zeros where it is None."""
-        if self.ahead is not None:
-            return self.ahead
+    def _later_seen(self) -> Tensor:
+        """`later_seen`, of zeros where it is None."""
+        if self.later_seen is not None:
+            return self.later_seen
         return self.q.new_zeros(self.q.shape[0], self.tokens, dtype=torch.long)
 
     def _map_by_query(self, fn: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
@@ -200,6 +201,7 @@ class Uncommitted(Stateful):
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: see `Stateful`."""
         super().load_state(state, like)
+        state = renamed(state, "ahead", "later_seen")
         self.queries = Queries(**{name: state[name] for name in _SAVED})
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..state import Mutable, Undo
-from .cycle import attend
+from .cycle import run_step
 from .layer_state import LayerState
 from .step import StepInputs
 
@@ -78,7 +78,7 @@ class Verification:
         state.recording = False
         if sure:
             self.end()
-            outs.append(attend(state, step.slice(0, sure)))
+            outs.append(run_step(state, step.slice(0, sure)))
         if sure < step.tokens:
             draft = step.slice(sure, step.tokens)
             if draft.queries.see_later:
@@ -131,4 +131,4 @@ def _oldest(steps: tuple[StepInputs, ...], tokens: int) -> Iterator[StepInputs]:
 
 def _attend_each(state: LayerState, steps: Iterator[StepInputs]) -> list[Tensor]:
     state.storage = state.storage.undoable()
-    return [attend(state, step) for step in steps]
+    return [run_step(state, step) for step in steps]

@@ -77,7 +77,7 @@ class ReadPrompt:
         cache = Cache(model, Recipe())
         self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
         self.layers = cache.layers  # after the prompt
-        routed = zip(self.numbers, cache.routed, strict=True)
+        routed = zip(self.numbers, cache.full_layers, strict=True)
         self.readers = {number: _Reader(layer.cache, queries) for number, layer in routed}
         for number, reader in self.readers.items():
             cache.replace(number, reader)
@@ -135,12 +135,12 @@ class ReadPrompt:
                 self._repeat(member.recipe)
             member.take_repetition(self.repeated[number])
             outside_inference_mode(member.end_repetition)()
-        member.end_step()
+        member.forget_undo()
         return member
 
     def _stored(self, number: int, cache: Cache) -> LayerCache:
         """Store the prompt in one layer of a cache, and return it."""
-        member = cache.routed[list(self.numbers).index(number)].cache
+        member = cache.full_layers[list(self.numbers).index(number)].cache
         outside_inference_mode(member.prefill)(self.readers[number].inputs)
         return member
 
@@ -150,7 +150,7 @@ class ReadPrompt:
         repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
         assert repetition is not None
         members = {number: self._stored(number, cache) for number in self.numbers}
-        with attention.routed(self.model._kvloom.configs):
+        with attention.use_kvloom(self.model._kvloom.configs):
             repetition.score()
         self.repeated |= {number: member.repetition_scores for number, member in members.items()}
 
@@ -262,7 +262,7 @@ class _Candidates(TogetherLayer):
         """Attend in each cache with its row of the batch."""
         out = super().attend(step._replace(queries=step.queries._replace(visible=None)))
         for member in self.members:
-            member.end_step()
+            member.forget_undo()
         return out
 
 

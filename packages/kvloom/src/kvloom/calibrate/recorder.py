@@ -68,7 +68,7 @@ class RecordingLayer(RoutedLayer):
             return attend_causally(step)
         queries, k, v, *_ = step
         check_shapes(self.cache.name, None, k, v, v.shape[3])
-        check_range(self.cache.name, self.cache.largest, k, v)
+        check_range(self.cache.name, self.cache.max_abs, k, v)
         bias = alibi_bias(queries, k)
         inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
         self.observer(self.number, inputs)
@@ -83,7 +83,7 @@ def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
             f"{type(model).__name__} stores latents (MLA), which have neither keys nor values to "
             "calibrate or analyse; use a format without a calibration"
         )
-    for number, layer in zip(cache.geometry.numbers, cache.routed, strict=True):
+    for number, layer in zip(cache.geometry.numbers, cache.full_layers, strict=True):
         cache.replace(number, RecordingLayer(layer, number, observer))
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

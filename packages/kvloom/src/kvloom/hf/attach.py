@@ -181,10 +181,10 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
-    fitted = recipe_for(model, recipe)
-    if recipe.rotates_queries and not fitted.rotates_queries:
+    adapted = recipe_for(model, recipe)
+    if recipe.rotates_queries and not adapted.rotates_queries:
         instead = "another score takes the place of the recipe's"
-        if fitted.repeats_prompt:
+        if adapted.repeats_prompt:
             instead = "it reads each prompt twice, as with kvzip"
         notes.append(
             f"note: the model's queries cannot be rotated to other positions, so {instead}, and "

@@ -1,9 +1,10 @@
 """The attention and mask functions that transformers calls during a step with a kvloom cache.
 
-`routed` makes a model's decoder use them, for one step. Decides what computes attention. Keys that
-carry a kvloom layer go to that layer, with the padding mask that `mask` returned in the same step.
-All others (sliding layers, for example) go to the model's own implementation, with its own masks.
-kvloom refuses a mask or an argument of attention that it does not know, instead of dropping it.
+`use_kvloom` makes a model's decoder use them, for one step. Decides what computes attention. Keys
+that carry a kvloom layer go to that layer, with the padding mask that `mask` returned in the same
+step. All others (sliding layers, for example) go to the model's own implementation, with its own
+masks. kvloom refuses a mask or an argument of attention that it does not know, instead of dropping
+it.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _WITHOUT_EFFECT = frozenset({
 
 _LOCK = threading.Lock()
 _STOCK: dict[int, tuple[str, int]] = {}
-"""By the id of each config in a routed step: the model's own implementation, and how many steps
+"""By the id of each config within `use_kvloom`: the model's own implementation, and how many steps
 of threads run."""
 
 
 @contextmanager
-def routed(configs: Sequence[Any]) -> Iterator[None]:
+def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
     """Make the modules of these configs call kvloom's functions, within one step."""
     with _LOCK:
         for config in configs:
@@ -87,10 +88,10 @@ def attention(
         return attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     attended, first, several = None, not layer.cache.seen, query.shape[2] > 1
     in_window = layer.window is not None
-    ahead, sees_past = None, True
+    later_seen, sees_past = None, True
     if isinstance(attention_mask, StockMask) and not in_window:
-        ahead, sees_past = _later_tokens(layer, attention_mask)
-    causal = ahead is None and sees_past
+        later_seen, sees_past = _later_tokens(layer, attention_mask)
+    causal = later_seen is None and sees_past
     visible = (tokens_in_window if in_window else visible_tokens)(layer, attention_mask)
     if attention_mask is None and several and not _causal(module, kwargs):
         raise _not_causal(layer)
@@ -101,7 +102,7 @@ def attention(
         attended = _by_model(module, query, k, v, attention_mask, scaling, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     queries = Queries(
-        query, scale, visible, kwargs.get("softcap"), ahead=ahead, sees_past=sees_past
+        query, scale, visible, kwargs.get("softcap"), later_seen=later_seen, sees_past=sees_past
     )
     if (sinks := kwargs.get("s_aux")) is not None:
         queries = queries._replace(sink_logits=_sink_logits(module, layer, query, sinks))
@@ -197,7 +198,7 @@ class StockMask(Tensor):
 
     @classmethod
     def of(cls, tensor: Tensor, visible: Tensor | None) -> Any:
-        """Return the mask `made`, [B or 1, 1, T, N], of `visible` tokens."""
+        """Return a mask of the model, [B or 1, 1, T, N], with the tokens that are not padding."""
         mask: Any = tensor.as_subclass(cls)
         mask._kvloom_visible = visible
         return mask
@@ -302,20 +303,20 @@ def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:
 
 
 def _later_tokens(layer: RoutedLayer, mask: Any) -> tuple[Tensor | None, bool]:
-    """Return `Queries.ahead` and `Queries.sees_past` of a mask of the model, [B or 1, 1, T, N].
+    """Return `later_seen` and `sees_past` of `Queries`, of a model's mask [B or 1, 1, T, N].
 
     Raises `CacheMisuse` where it hides stored tokens: packed tokens have no mask for each query.
     """
     if not hasattr(mask, "_kvloom_later"):
         mask._kvloom_later = _measured(mask)
-    ahead, sees_past = mask._kvloom_later
+    later_seen, sees_past = mask._kvloom_later
     if layer.cache.seen and not sees_past:
         raise _not_causal(layer)
-    return ahead, sees_past
+    return later_seen, sees_past
 
 
 def _measured(mask: Any) -> tuple[Tensor | None, bool]:
-    """Return how far behind its own token each query sees, and whether it sees all up to there."""
+    """Return how many tokens after its own each query sees, and whether it sees all up to there."""
     visible = mask._kvloom_visible
     sees = (mask if mask.dtype == torch.bool else mask == 0).as_subclass(Tensor)[:, :1]
     rows, _, t, n = sees.shape if visible is None else (len(visible), *sees.shape[1:])
@@ -325,11 +326,11 @@ def _measured(mask: Any) -> tuple[Tensor | None, bool]:
     if visible is not None:
         real = visible[:, 0].to(sees.device)
     last = n - 1 - sees.flip(-1).byte().argmax(dim=-1)
-    ahead = ((last - own) * real[:, n - t :]).clamp(min=0)
-    wanted = (index <= (own + ahead)[..., None]) & real[:, None]
+    later_seen = ((last - own) * real[:, n - t :]).clamp(min=0)
+    wanted = (index <= (own + later_seen)[..., None]) & real[:, None]
     same = (sees == wanted).all(dim=-1) | ~real[:, n - t :]
     alone = mask.shape[1] == 1  # else a mask for each head
-    return ahead if bool(ahead.any()) else None, alone and bool(same.all())
+    return later_seen if bool(later_seen.any()) else None, alone and bool(same.all())
 
 
 def tokens_in_window(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:

@@ -52,13 +52,13 @@ class Cache(RoutedCache):
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
-        fitted = recipe_for(model, self.recipe)
-        facts = load_layer_facts(model, fitted)
-        ropes, learned = rotary.renumbering(model, fitted)
+        adapted = recipe_for(model, self.recipe)
+        facts = load_layer_facts(model, adapted)
+        ropes, learned = rotary.renumbering(model, adapted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
         numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(fitted, numbers, facts, ropes)
+        built = build_layers(adapted, numbers, facts, ropes)
         ranks = shard.running()
         heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)
@@ -91,7 +91,7 @@ class Cache(RoutedCache):
     @property
     def _texts(self) -> dict[str, str]:
         """What `repr` shows, by name."""
-        likes = (layer.cache.like for layer in self.routed)
+        likes = (layer.cache.like for layer in self.full_layers)
         rows = next((len(like) for like in likes if like is not None), 1)
         return {
             "recipe": self.recipe.name,
@@ -102,7 +102,7 @@ class Cache(RoutedCache):
 
     def rehearsals(self) -> list[Rehearsal]:
         """Return layers of full attention that need all kernels of the cache's steps."""
-        layers = [layer.cache for layer in self.routed if layer.cache.window is None]
+        layers = [layer.cache for layer in self.full_layers]
         by_recipe: dict[str, list[int]] = {}
         for rank, layer in enumerate(layers):
             by_recipe.setdefault(repr(layer.recipe), []).append(rank)

@@ -75,12 +75,8 @@ class Adapter(NamedTuple):
     Attributes:
         attention: The class of its attention modules.
         attend: Replaces their forward.
-        alibi: See `register`; so are the others.
-        heads: None: as other models.
-        head_dim: None: as other models.
-        rope: None: as other models.
-        windows: None: as other models.
-        problem: None: every model of the type can be routed.
+        alibi, heads, head_dim, rope, windows, problem: As the arguments of `register`; None: the
+            model does as others do.
     """
 
     attention: type
@@ -193,7 +189,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
+    """Unwrap a model from `torch.compile` and peft, and refuse one that kvloom cannot route.
 
     Raises `UnsupportedModel` for peft's prefix tuning, which fills a cache of its own.
     """
@@ -213,12 +209,12 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model
 
 
-def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) -> PreTrainedModel:
-    """Return the transformers model inside the wrapper of `torch.compile` or peft, or `model`.
+def supported_model(model: PreTrainedModel, all_heads_for: str | None = None) -> PreTrainedModel:
+    """Unwrap a model from `torch.compile` and peft, and refuse one that kvloom cannot route.
 
     Args:
         model: Any model.
-        needs_all_heads: What needs all heads of the model, as the subject of a sentence; None:
+        all_heads_for: What needs all heads of the model, as the subject of a sentence; None:
             nothing does.
 
     Raises:
@@ -251,8 +247,8 @@ def supported_model(model: PreTrainedModel, needs_all_heads: str | None = None) 
         reason = shard.problem(model, *_heads(config))
     if reason:
         raise UnsupportedModel(f"{type(model).__name__} cannot be used with kvloom: {reason}")
-    if needs_all_heads is not None:
-        shard.needs_whole(model, needs_all_heads)
+    if all_heads_for is not None:
+        shard.needs_whole(model, all_heads_for)
     return model
 
 
@@ -471,16 +467,18 @@ def layer_kinds(model: PreTrainedModel) -> set[str]:
     return set(layer_types or (kind for kind, _ in new_stock_layers(model)))
 
 
-def is_plainly_causal(config: Any, mask_function: Callable[..., Any], read_only_here: bool) -> bool:
+def is_plainly_causal(
+    config: Any, mask_function: Callable[..., Any], model_reads_no_mask: bool
+) -> bool:
     """Return whether a token sees all earlier tokens that are not padding, and no others.
 
-    mask_function: as transformers makes masks from it. read_only_here: whether the model itself
-    reads no mask; an adapter reads it in the model's place.
+    mask_function: as transformers makes masks from it. model_reads_no_mask: whether the model
+    itself reads no mask; an adapter reads it in the model's place.
     """
     if config.model_type == "falcon":  # transformers 5.10 adds a function that is always true
         return True
     is_causal = mask_function is causal_mask_function
-    return is_causal and (read_only_here or config.model_type in ADAPTERS)
+    return is_causal and (model_reads_no_mask or config.model_type in ADAPTERS)
 
 
 def padding_mask(mask: Tensor, tokens: int) -> Tensor:

@@ -69,10 +69,10 @@ class RoutedForward:
         _check_arguments(self.model, cache, kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
-        routed = attention.routed(self.model._kvloom.configs if cache.compressed else ())
+        kernels = attention.use_kvloom(self.model._kvloom.configs if cache.compressed else ())
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
-        with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), routed:
+        with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), kernels:
             with reading:
                 out = self._run(args, kwargs)
             if repeated is not None:
@@ -163,7 +163,7 @@ def _check_positions(kwargs: dict[str, Any]) -> None:
     positions, cache = kwargs.get("position_ids"), kwargs["past_key_values"]
     if positions is None or positions.dim() != 3 or bool((positions[-3:] == positions[-1]).all()):
         return
-    for layer in cache.routed:
+    for layer in cache.full_layers:
         layer.check_axes()
 
 
@@ -213,7 +213,7 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
     if positions is None:
         seen = cache.get_seq_length()
         positions = torch.arange(seen, seen + tokens, device=new.device)[None]
-    dropped = cache.routed[0].cache.dropped if cache.routed else 0
+    dropped = cache.full_layers[0].cache.dropped if cache.full_layers else 0
     evicted = dropped - torch.as_tensor(padding, device=positions.device)
     return positions - evicted.clamp(min=0)
 
@@ -224,7 +224,7 @@ def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterat
 
     Raises `CacheMisuse` for a call by embeddings, before anything is changed.
     """
-    layers = [layer for layer in cache.routed if layer.needs_ids]
+    layers = [layer for layer in cache.full_layers if layer.needs_ids]
     ids = kwargs.get("input_ids", args[0] if args else None)
     if layers and ids is None:
         raise CacheMisuse(

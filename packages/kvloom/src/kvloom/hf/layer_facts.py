@@ -132,14 +132,14 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
 
 
 def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
-    """Return the recipe as the layers of a model follow it: see `Recipe.fitted`."""
-    fitted = recipe.fitted(compat.geometry(model))
-    if fitted.rotates_queries:
+    """Return the recipe as the layers of a model follow it: see `Recipe.for_model`."""
+    adapted = recipe.for_model(compat.geometry(model))
+    if adapted.rotates_queries:
         try:
             rotary.layer_ropes(model)
         except UnsupportedModel:
-            return fitted.without_rotation
-    return fitted
+            return adapted.without_rotation
+    return adapted
 
 
 def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | None:

@@ -26,7 +26,7 @@ class ObservedStep(NamedTuple):
 
     Both as the model gives them, at their own positions also where the recipe renumbers. layer:
     number of the layer among those of the cache. cache: the layer, before the step. bias: ALiBi's
-    of all tokens, fp32 [B, Hq, N], where the model has it. ahead: as of `Queries`.
+    of all tokens, fp32 [B, Hq, N], where the model has it. later_seen: as of `Queries`.
     """
 
     layer: int
@@ -36,13 +36,13 @@ class ObservedStep(NamedTuple):
     scale: float
     softcap: float | None
     bias: Tensor | None
-    ahead: Tensor | None = None
+    later_seen: Tensor | None = None
 
     def mass(self) -> Tensor:
         """Return the attention of the step's queries to each token, summed, fp32 [B, Hq, N]."""
         q, keys, scale = self.q, self.keys, self.scale
         return ops.column_mass(
-            q, keys, scale, softcap=self.softcap, bias=self.bias, ahead=self.ahead
+            q, keys, scale, softcap=self.softcap, bias=self.bias, later_seen=self.later_seen
         )
 
 
@@ -69,7 +69,7 @@ class ObservedLayer(RoutedLayer):
         keys = self.exact.view()
         q, scale, softcap = step.queries.q, step.queries.scale, step.queries.softcap
         bias = alibi_bias(step.queries, keys)
-        shown = q, keys, scale, softcap, bias, step.queries.ahead
+        shown = q, keys, scale, softcap, bias, step.queries.later_seen
         self.on_step(ObservedStep(self.layer, self.cache, *shown))
         return super().attend(step)
 
@@ -97,13 +97,13 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
 
     Raises `UnsupportedModel` if the cache compresses no layer of the model.
     """
-    if not cache.routed:
+    if not cache.full_layers:
         raise UnsupportedModel(
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
     parts = map(compressed_part, cache.layers)
     numbers = [i for i, x in enumerate(parts) if x is not None and x.window is None]
-    for layer, (number, routed) in enumerate(zip(numbers, cache.routed, strict=True)):
+    for layer, (number, routed) in enumerate(zip(numbers, cache.full_layers, strict=True)):
         routed.cache.observe()
         cache.replace(number, ObservedLayer(routed, layer, on_step))

@@ -75,7 +75,7 @@ def _read(
 
 
 def _part(kwargs: dict[str, Any], begin: int, end: int) -> dict[str, Any]:
-    """Return the arguments of a call that reads the tokens begin to end behind those before."""
+    """Return the arguments of a call that reads the tokens begin to end after those before."""
     part = {n: kwargs[n][..., begin:end] for n in _ALONG if kwargs.get(n) is not None}
     if kwargs.get("attention_mask") is not None:
         part["attention_mask"] = kwargs["attention_mask"][:, :end]

@@ -184,7 +184,7 @@ class PromptStore:
             if not torch.equal(save.prompt_ids(path)[None], ids.to("cpu", torch.int64)):
                 raise ValueError("its token ids are others")
             save.fill(cache, path, about)
-            if {layer.get_seq_length() for layer in cache.routed} - {ids.shape[1]}:
+            if {layer.get_seq_length() for layer in cache.full_layers} - {ids.shape[1]}:
                 raise ValueError("its layers have another number of tokens")
         except Exception as error:
             cache.reset()

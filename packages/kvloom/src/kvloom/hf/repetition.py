@@ -88,7 +88,7 @@ class Repetition:
             longest = prompt + self.chunk - self.least
             remedy = f"a prompt of at most {longest} tokens, or " if longest > 0 else ""
             raise CacheMisuse(
-                f"the recipe repeats the prompt, and behind its {prompt} tokens the model has no "
+                f"the recipe repeats the prompt, and after its {prompt} tokens the model has no "
                 f"positions for {self.least} more and {_LEAD + len(self.instruction)} before them; "
                 f"use {remedy}another recipe, such as snapkv"
             )
@@ -99,7 +99,7 @@ class Repetition:
 
         Two caches with equal rules get equal scores.
         """
-        return tuple(layer.cache.repetition_rule for layer in self.cache.routed)
+        return tuple(layer.cache.repetition_rule for layer in self.cache.full_layers)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -140,13 +140,13 @@ class Repetition:
         """Take the scores of another cache with an equal rule, instead of `score`."""
         if not self.needed:
             return
-        for layer, source in zip(self.cache.routed, repetition.cache.routed, strict=True):
+        for layer, source in zip(self.cache.full_layers, repetition.cache.full_layers, strict=True):
             if layer.cache.scores_repetition:
                 layer.cache.take_repetition(source.cache.repetition_scores)
 
     def evict(self) -> None:
         """Evict in every layer that waits for scores."""
-        for layer in self.cache.routed:
+        for layer in self.cache.full_layers:
             outside_inference_mode(layer.cache.end_repetition)()
         self.given, self.layer_images = {}, []
 
@@ -232,7 +232,7 @@ def of_prompt(
 
     Raises `CacheMisuse` where the prompt cannot be repeated.
     """
-    layers = [layer.cache for layer in cache.routed]
+    layers = [layer.cache for layer in cache.full_layers]
     waiting = [layer for layer in layers if not layer.seen and layer.scores_repetition]
     keeps = [keep for layer in waiting if (keep := layer.recipe.keep) is not None]
     if not keeps:

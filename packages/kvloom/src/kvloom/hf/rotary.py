@@ -205,7 +205,7 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
     finally:
         decoder.train(training)
     geometry = compat.geometry(model)
-    side = "values" if geometry.latent else "keys"  # the positional part comes behind the latent
+    side = "values" if geometry.latent else "keys"  # the positional part comes after the latent
     return [getattr(stock[number], side) for number in geometry.numbers]
 
 

@@ -118,7 +118,7 @@ class RoutedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def behind_window(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the past of a window, and k, v [B, Hk, T, D] behind them."""
+        """Return keys and values of the past of a window, and k, v [B, Hk, T, D] after them."""
         past_k, past_v = self.cache.past_window()
         return torch.cat([past_k, k], dim=2), torch.cat([past_v, v], dim=2)
 
@@ -164,9 +164,9 @@ class RoutedLayer(CacheLayerMixin):
         return again
 
     def attend(self, step: StepInputs) -> Tensor:
-        """Attend as `LayerCache.run` does, once after every `update`; `visible`: on any device."""
+        """Attend as `LayerCache.run` does, once after each `update`; masks may be on any device."""
         again = self.arrived()
-        if step.queries.visible is not None or step.queries.ahead is not None:
+        if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
@@ -360,12 +360,12 @@ class RoutedCache(transformers.Cache):
 
     @property
     def compressed(self) -> list[RoutedLayer]:
-        """The layers that kvloom compresses: `routed`, and packed windows."""
+        """The layers that kvloom compresses: `full_layers`, and packed windows."""
         parts = map(compressed_part, self.layers)
         return [layer for layer in parts if layer is not None]
 
     @property
-    def routed(self) -> list[RoutedLayer]:
+    def full_layers(self) -> list[RoutedLayer]:
         """The layers of full attention that kvloom compresses."""
         return [layer for layer in self.compressed if layer.window is None]
 
@@ -396,14 +396,14 @@ class RoutedCache(transformers.Cache):
 
     @property
     def tokens_read(self) -> float:
-        """Tokens that the last step read in a layer: the mean of compressed layers."""
-        read = [layer.cache.tokens_read for layer in self.routed]
+        """Tokens that the last step read in a layer: the mean of `full_layers`."""
+        read = [layer.cache.tokens_read for layer in self.full_layers]
         return sum(read) / len(read) if read else 0.0
 
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        each = [layer.cache.traffic for layer in self.routed]
+        each = [layer.cache.traffic for layer in self.full_layers]
         return Traffic(*(sum(x) for x in zip(*each, strict=True)))
 
     @property
@@ -421,7 +421,7 @@ class RoutedCache(transformers.Cache):
         """
         with self.guard.step():
             for layer in self.compressed:
-                layer.cache.end_step()
+                layer.cache.forget_undo()
             restore_stock = stock.remember(self.stock_layers)
             try:
                 yield
@@ -439,11 +439,11 @@ class RoutedCache(transformers.Cache):
                     raise
                 raise unreached from error
             for layer in self.compressed:
-                layer.cache.end_step()
+                layer.cache.forget_undo()
 
     def finish_shared(self) -> None:
         """Store the step's tokens in layers that others share, once all have attended to them."""
-        for layer in self.routed:
+        for layer in self.full_layers:
             if layer.shared:
                 layer.cache.finish()
 
@@ -458,17 +458,17 @@ class RoutedCache(transformers.Cache):
 
         Raises `CacheMisuse` if the calling model is not routed through kvloom.
         """
-        self._check_routed()
+        self._check_within_step()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Pass a layer of linear attention its state, with the checks of `update`."""
-        self._check_routed()
+        self._check_within_step()
         return super().update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Pass a layer of linear attention its state, with the checks of `update`."""
-        self._check_routed()
+        self._check_within_step()
         return super().update_recurrent_state(*args, **kwargs)
 
     def get_linear_cache(self, layer_idx: int) -> Tensor | None:
@@ -477,11 +477,11 @@ class RoutedCache(transformers.Cache):
 
     def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
         """Set the state of a layer of MiniMax, with the checks of `update`."""
-        self._check_routed()
+        self._check_within_step()
         stock.set_recurrent_state(self.layers[layer_idx], linear_cache)
 
-    def _check_routed(self) -> None:
-        """Raise `CacheMisuse` in a step of a model that kvloom does not route."""
+    def _check_within_step(self) -> None:
+        """Raise `CacheMisuse` outside a step: a model that kvloom does not route calls."""
         if not self.guard.running and self.compressed:
             raise CacheMisuse(
                 "this model's attention is not routed through kvloom, so it would not see the "
@@ -582,11 +582,11 @@ class RoutedCache(transformers.Cache):
 
 def on_one_device(step: StepInputs) -> StepInputs:
     """Return a step whose masks are on the device of its queries."""
-    q, visible, ahead = step.queries.q, step.queries.visible, step.queries.ahead
-    if all(x is None or x.device == q.device for x in (visible, ahead)):
+    q, visible, later_seen = step.queries.q, step.queries.visible, step.queries.later_seen
+    if all(x is None or x.device == q.device for x in (visible, later_seen)):
         return step
-    visible, ahead = (None if x is None else x.to(q.device) for x in (visible, ahead))
-    return step._replace(queries=step.queries._replace(visible=visible, ahead=ahead))
+    visible, later_seen = (None if x is None else x.to(q.device) for x in (visible, later_seen))
+    return step._replace(queries=step.queries._replace(visible=visible, later_seen=later_seen))
 
 
 def _removed(tokens: int, seen: int) -> int:

@@ -242,7 +242,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 
 def calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
-    facts = [layer.cache.facts for layer in cache.routed]
+    facts = [layer.cache.facts for layer in cache.full_layers]
     tables = {
         f"{i}.{side}.{name}": x
         for i, layer in enumerate(facts)

@@ -147,8 +147,8 @@ def _read_prompt(
     """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
     fan_out = RoutedCache(list(leader.layers), leader.fingerprint)
     for i, number in enumerate(leader.geometry.numbers):
-        parts = [(follower, follower.cache.routed[i]) for follower in followers]
-        fan_out.replace(number, _FanOutLayer(leader.routed[i], parts, clock))
+        parts = [(follower, follower.cache.full_layers[i]) for follower in followers]
+        fan_out.replace(number, _FanOutLayer(leader.full_layers[i], parts, clock))
     fan_out.learned_positions = leader.learned_positions
     begin = clock()
     logits = compat.last_logits(model, fan_out, **inputs)
@@ -156,11 +156,11 @@ def _read_prompt(
     for follower in followers:
         follower.seconds += forward
         _copy_other_layers(leader, follower)
-    with attention.routed(model._kvloom.configs):
+    with attention.use_kvloom(model._kvloom.configs):
         _repeat(followers, clock)
     for follower in followers:
-        for layer in follower.cache.routed:
-            layer.cache.end_step()
+        for layer in follower.cache.full_layers:
+            layer.cache.forget_undo()
     return logits, forward
 
 
@@ -350,7 +350,7 @@ def _step_of(member: LayerCache, step: StepInputs) -> StepInputs:
 
 
 def _rows(cache: Cache) -> int:
-    like = cache.routed[0].cache.like
+    like = cache.full_layers[0].cache.like
     if like is None:
         raise CacheMisuse("a cache is empty; give caches that have read a prompt")
     return like.shape[0]

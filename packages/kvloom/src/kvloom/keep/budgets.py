@@ -16,7 +16,7 @@ POLICIES = {
     "pyramid": "MiniKV: from 2x - x/7 at the bottom layer to x/7 at the top one, linearly",
     "pyramidkv": "PyramidKV: from 2x - x/20 at the bottom layer to x/20 at the top one, linearly; "
     "uniform where the prompt is shorter than 2x",
-    "joint": "the heads of all layers compete for one budget, with heads=",
+    "joint": "the heads of all layers compete for one budget, with head_share=",
     "variance": "in proportion to the variance of a layer's attention mass",
     "inverse-variance": "in inverse proportion to that variance",
 }

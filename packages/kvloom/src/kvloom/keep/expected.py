@@ -56,7 +56,7 @@ class Expected(Scorer):
             logits += step.bias.view(-1, hk, logits.shape[2], n)
         hidden = first if step.visible is None else first | ~step.visible
         weights = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(dim=-1).nan_to_num(0.0)
-        scores = (step.grouped(weights) + self.epsilon) * step.v.float().norm(dim=-1)
+        scores = (step.join_query_heads(weights) + self.epsilon) * step.v.float().norm(dim=-1)
         return torch.where(first, scores.amax(dim=-1, keepdim=True), scores)
 
     def _queries(self, step: Step, counted: Tensor) -> tuple[Tensor, Tensor]:

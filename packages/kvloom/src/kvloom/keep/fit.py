@@ -26,9 +26,10 @@ _COUNTED = 8  # every so many-th row is counted where the values that change are
 class Fit:
     """Change the values of the tokens that stay, so that attention to them replaces all tokens.
 
-    The prompt's queries, rotated behind the prompt as by `Rotated`, attend to all tokens of a chunk
-    and the sinks: Y = softmax(A) V. Attention to the tokens that stay, with their keys as they are
-    stored, has the weights X. Ridge regression finds the values closest to the kept ones:
+    The prompt's queries, rotated to positions after the prompt as by `Rotated`, attend to all
+    tokens of a chunk and the sinks: Y = softmax(A) V. Attention to the tokens that stay, with their
+    keys as they are stored, has the weights X. Ridge regression finds the values closest to the
+    kept ones:
 
         V' = V + (X'X + 30 d 1)^-1 X' (Y - X V),  d the median of the diagonal of X'X
 
@@ -127,7 +128,7 @@ class Fit:
     ) -> Tensor:
         """Return the values of a chunk of one row, [Hk, N, D].
 
-        q, y: [Hq, M, D], of the queries behind the chunk. keys: as they are stored. values: as they
+        q, y: [Hq, M, D], of the queries after the chunk. keys: as they are stored. values: as they
         are by now. kept: bool [Hk, N]. free: bool [Hk, N], the values that may change.
         """
         heads = len(keys)
@@ -165,7 +166,7 @@ def _attend(
     if step.softcap is None:
         state = ops.attend_prompt(*inputs, causal=False, visible=shown)
     else:
-        state = reference.attend(*inputs, visible=shown, softcap=step.softcap)
+        state = reference.attend_exact(*inputs, visible=shown, softcap=step.softcap)
     return reference.AttentionState(state.out[0], state.lse[0])
 
 

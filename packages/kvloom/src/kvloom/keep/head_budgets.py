@@ -1,6 +1,6 @@
 """How heads that compete for tokens divide a budget (AdaKV, arXiv:2407.11550, section 3).
 
-Every head is certain of a share of its uniform budget, the safeguard, for its best tokens. All
+Every head is certain of a share of its uniform budget, `head_share`, for its best tokens. All
 other tokens go to the heads with the highest scores. Decides numbers and slots, not scores.
 """
 
@@ -14,25 +14,25 @@ from torch import Tensor
 from .select import PROTECTED
 
 
-def shares(heavy: int, evicted: int, safeguard: float, heads: int, unit: int) -> tuple[int, int]:
+def shares(heavy: int, evicted: int, head_share: float, heads: int, unit: int) -> tuple[int, int]:
     """Return the tokens of which every head is certain, and those that `heads` heads compete for.
 
     heavy, evicted: tokens of a head that a uniform budget keeps by score, and that it drops. A head
-    is certain of at least the share `safeguard` of `heavy`. The contested tokens, those of all
+    is certain of at least the share `head_share` of `heavy`. The contested tokens, those of all
     heads together, are whole units, and no more than the heads can win. Rounding leaves less than
     one token a head unused.
     """
-    most = math.floor(round(heavy * (1 - safeguard), 6))
+    most = math.floor(round(heavy * (1 - head_share), 6))
     units = min(heads * most // unit, heads * ((most + evicted) // unit))
     return heavy - -(-units * unit // heads), units * unit
 
 
-def whole_shares(granted: int, safeguard: float, heads: int, unit: int) -> tuple[int, int]:
+def whole_shares(granted: int, head_share: float, heads: int, unit: int) -> tuple[int, int]:
     """Return such shares of `granted` tokens of all heads together, both in whole units.
 
     granted: whole units. The first share is of each head, the second of all of them.
     """
-    certain = int(granted * safeguard) // (heads * unit) * unit
+    certain = int(granted * head_share) // (heads * unit) * unit
     return certain, granted - heads * certain
 
 

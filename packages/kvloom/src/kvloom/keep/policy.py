@@ -45,11 +45,11 @@ class Budget:
             1 is one token, 1.0 is all. The others are heavy hitters, chosen by score. Of a
             fraction, a number takes at most half.
         layers: How heavy hitters are divided over the layers: "uniform", "pyramid", "pyramidkv",
-            "variance", "inverse-variance", "joint" (see heads), or one weight for each layer.
+            "variance", "inverse-variance", "joint" (see head_share), or one weight for each layer.
         round_shares: Round the recent share and the heavy share of the prompt down separately, as
             MiniKV's code does; otherwise round the budget down, and then its recent share.
-        heads: The share of its heavy hitters that every key/value head is certain of (AdaKV). The
-            heads of a layer, or with layers="joint" of all layers with an equal keep and store,
+        head_share: The share of its heavy hitters that every key/value head is certain of (AdaKV).
+            The heads of a layer, or with layers="joint" of all layers with an equal keep and store,
             compete for the rest. None: all heads keep the same number.
 
     Raises:
@@ -61,10 +61,10 @@ class Budget:
     recent: int | float = 1.0
     layers: str | tuple[float, ...] = "uniform"
     round_shares: bool = False
-    heads: float | None = None
+    head_share: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "recent", "layers", "round_shares", "heads")
+        check_fields(self, "recent", "layers", "round_shares", "head_share")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError(
                 "a budget is either tokens or a fraction of the prompt, not "
@@ -91,17 +91,20 @@ class Budget:
             raise RecipeError(
                 f"layers={self.layers!r} must be one weight a layer, 0 or more, not all 0"
             )
-        if self.heads is not None and not 0 <= self.heads <= 1:
-            raise RecipeError(f"heads={self.heads!r} must lie in [0, 1]; use 0.2 as AdaKV does")
-        if self.layers == "joint" and self.heads is None:
+        if self.head_share is not None and not 0 <= self.head_share <= 1:
             raise RecipeError(
-                'layers="joint" divides a budget over heads; give heads, such as 0.2, too'
+                f"head_share={self.head_share!r} must lie in [0, 1]; use 0.2 as AdaKV does"
+            )
+        if self.layers == "joint" and self.head_share is None:
+            raise RecipeError(
+                'layers="joint" divides a budget over heads; give head_share, such as 0.2, too'
             )
 
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `round_shares`."""
-        return renamed(table, "apart", "round_shares")
+        """Return the fields of a table that may have former names of two."""
+        table = renamed(table, "apart", "round_shares")
+        return renamed(table, "heads", "head_share")
 
     @property
     def recent_tokens(self) -> int | None:
@@ -129,7 +132,7 @@ class Budget:
             return int(tokens * self.recent_share) + int(tokens * heavy_share)
         return int(tokens)
 
-    def window(self, prompt_tokens: int) -> int:
+    def recent_of(self, prompt_tokens: int) -> int:
         """Return how many of the tokens to keep are the newest."""
         total, share = self.resolve(prompt_tokens), self.recent_share
         if share is None:
@@ -160,7 +163,7 @@ class Budget:
         Raises:
             RecipeError: A pyramid has an empty top, or a layer no token.
         """
-        total, window = self.resolve(prompt_tokens), self.window(prompt_tokens)
+        total, window = self.resolve(prompt_tokens), self.recent_of(prompt_tokens)
         average, largest = total - window, prompt_tokens - window
         short = self.layers == "pyramidkv" and prompt_tokens < 2 * average
         if total >= prompt_tokens or short or not layers:
@@ -254,7 +257,7 @@ class Keep:
             )
         if self.block is not None:
             self._check_blocks()
-        if self.budget.heads is not None:
+        if self.budget.head_share is not None:
             self._check_heads()
         if self.by_age:
             self._check_age()
@@ -273,10 +276,10 @@ class Keep:
     def _check_blocks(self) -> None:
         """Check what eviction from blocks cannot do."""
         budget = self.budget
-        if budget.fraction is None or budget.heads is None:
+        if budget.fraction is None or budget.head_share is None:
             raise RecipeError(
                 'when="block" keeps a fraction of each block, which heads divide among them; give '
-                "a budget with a fraction and heads (1: heads do not compete)"
+                "a budget with a fraction and head_share (1: heads do not compete)"
             )
         if budget.layers not in ("uniform", "joint"):
             raise RecipeError(
@@ -311,7 +314,7 @@ class Keep:
 
     def _check_heads(self) -> None:
         """Check what heads with different numbers of tokens cannot do."""
-        heads = f"heads={self.budget.heads:g}"
+        heads = f"head_share={self.budget.head_share:g}"
         if not self.scores_once or self.by_age:
             raise RecipeError(
                 f"{heads} divides a budget over heads by the scores of the prompt, once; use it "
@@ -337,11 +340,11 @@ class Keep:
             heads: Key/value heads of the layer.
             unit: Tokens that are packed together.
         """
-        if self.budget.heads is None or room >= prompt_tokens:
+        if self.budget.head_share is None or room >= prompt_tokens:
             return room, 0
-        window = self.budget.window(prompt_tokens)
+        window = self.budget.recent_of(prompt_tokens)
         certain, contested = head_budgets.shares(
-            room - window, prompt_tokens - room, self.budget.heads, heads, unit
+            room - window, prompt_tokens - room, self.budget.head_share, heads, unit
         )
         return certain + window, contested
 
@@ -355,16 +358,16 @@ class Keep:
         Args:
             prompt_tokens: Tokens of the first prompt.
             sinks: First tokens, which are in no block.
-            stored: The tokens behind them, so far.
+            stored: The tokens after them, so far.
             heads: Key/value heads of the layer.
             unit: Tokens that are packed together.
         """
-        count = max(0, stored - self.budget.window(prompt_tokens)) // unit * unit
+        count = max(0, stored - self.budget.recent_of(prompt_tokens)) // unit * unit
         exact = sinks + stored - count
         wanted = heads * (self.budget.resolve(prompt_tokens) - exact)
         return count, head_budgets.granted(wanted, heads, count, unit)
 
-    def rooms(self, prompt_tokens: int, layers: int) -> list[int]:
+    def layer_tokens(self, prompt_tokens: int, layers: int) -> list[int]:
         """Return the tokens that each layer keeps at most, averaged over its heads.
 
         A budget that depends on scores is counted as if it were uniform.
@@ -372,7 +375,7 @@ class Keep:
         budget = self.budget
         if budget.layers in budgets.BY_VARIANCE:
             budget = replace(budget, layers="uniform")
-        window = budget.window(prompt_tokens)
+        window = budget.recent_of(prompt_tokens)
         return [heavy + window for heavy in budget.heavy(prompt_tokens, layers)]
 
     def drops(self, tokens: int) -> bool:
@@ -409,10 +412,10 @@ class Keep:
     @property
     def needs_all_heads(self) -> bool:
         """Whether a decision for one head needs the scores of all heads of its layer."""
-        return self.budget.layers in budgets.BY_VARIANCE or self.budget.heads is not None
+        return self.budget.layers in budgets.BY_VARIANCE or self.budget.head_share is not None
 
     @property
-    def joint(self) -> bool:
+    def waits_for_layers(self) -> bool:
         """Whether an eviction from the prompt needs the scores of other layers."""
         return self.shared or self.budget.layers in ("joint", *budgets.BY_VARIANCE)
 

@@ -19,7 +19,7 @@ from .scorer import Scorer, Step
 class Reconstruction(Scorer):
     """The largest attention weight while the model repeats the prompt (KVzip, arXiv:2505.23416).
 
-    Section 3.2: after the prompt, the model reads it again in chunks, each behind the instruction.
+    Section 3.2: after the prompt, the model reads it again in chunks, each after the instruction.
     A repeated token attends to the sinks, to its chunk in the prompt and to the repeated tokens up
     to itself.
 

@@ -67,7 +67,7 @@ class Rotated(Scorer):
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""
-        step = replace(step, products=None, ahead=None)  # as a repetition is read
+        step = replace(step, products=None, later_seen=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
         chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
         return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)
@@ -125,7 +125,7 @@ def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
 def _sinks_of(step: Step, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the slots of the sinks, int64 [B or 1, 1 or Hk, sinks], and their keys, [B, Hk, …, D].
 
-    sinks: bool [B or 1, 1 or Hk, N]. A row with fewer sinks has other tokens behind them.
+    sinks: bool [B or 1, 1 or Hk, N]. A row with fewer sinks has other tokens after them.
     """
     b, hk, _, d = step.k.shape
     slots = (~sinks).byte().argsort(dim=-1, stable=True)[..., : step.sinks]

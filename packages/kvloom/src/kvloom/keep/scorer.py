@@ -44,7 +44,7 @@ class Step:
         head: The model's number of the first key/value head, where this process has a part of them.
         norms: fp32 [B, T], the norm of the layer's input at each query, for scores with
             `uses_input_norms`; None where the model does not give it.
-        ahead: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
+        later_seen: int64 [B, T], how many later tokens each query sees, as in an image; None: none.
     """
 
     q: Tensor
@@ -67,7 +67,7 @@ class Step:
     ids: Tensor | None = None
     head: int = 0
     norms: Tensor | None = None
-    ahead: Tensor | None = None
+    later_seen: Tensor | None = None
 
     @property
     def sink_mask(self) -> Tensor:
@@ -114,13 +114,13 @@ class Step:
         if self.products is not None and not skip and not largest and rest is None:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
-            ahead = None if self.ahead is None else self.ahead[:, skip:]
-            options |= {"largest": largest, "ahead": _if_any(ahead), "rest": rest}
+            later_seen = None if self.later_seen is None else self.later_seen[:, skip:]
+            options |= {"largest": largest, "later_seen": _if_any(later_seen), "rest": rest}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
-        return self.grouped(mass.view(b, hk, -1, n))
+        return self.join_query_heads(mass.view(b, hk, -1, n))
 
-    def grouped(self, heads: Tensor) -> Tensor:
-        """Combine those of each group, [B, Hk, R, N], as `query_heads` states: [B, Hk, N]."""
+    def join_query_heads(self, heads: Tensor) -> Tensor:
+        """Join numbers of query heads [B, Hk, R, N] as `query_heads` states: [B, Hk, N]."""
         if self.query_heads == "max":
             return heads.amax(dim=2)
         return heads.sum(dim=2) if self.query_heads == "sum" else heads.mean(dim=2)
@@ -131,14 +131,17 @@ class Step:
         return Noise(kind, self.seed, self.index, first, fixed, self.head)
 
 
-def _if_any(ahead: Tensor | None) -> Tensor | None:
-    """Return `Step.ahead` if it is not 0: no kernel covers it."""
-    return ahead if ahead is not None and bool(ahead.any()) else None
+def _if_any(later_seen: Tensor | None) -> Tensor | None:
+    """Return `Step.later_seen` if it is not 0: no kernel covers it."""
+    return later_seen if later_seen is not None and bool(later_seen.any()) else None
 
 
 @dataclass(frozen=True)
 class Scorer:
     """Base class of scores; derive a frozen dataclass whose fields are the score's options.
+
+    Define `__call__` and `kind`, `join` for a score that remembers earlier steps, and the other
+    attributes where the default is wrong. Most scores need `sums_attention` alone.
 
     Attributes:
         kind: The name in recipes.

@@ -55,7 +55,7 @@ class TriAttention(Scorer):
                 -1, -2
             )
         hidden = sinks if step.visible is None else sinks | ~step.visible
-        scores = step.grouped(_standardized(scores, ~hidden[:, :, None]))
+        scores = step.join_query_heads(_standardized(scores, ~hidden[:, :, None]))
         best = scores.masked_fill(hidden, -torch.inf).amax(dim=-1, keepdim=True)
         return torch.where(sinks, best.clamp_min(0.0), scores)
 

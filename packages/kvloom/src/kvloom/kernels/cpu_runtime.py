@@ -245,7 +245,7 @@ class Kernel:
     def run(self, arguments: bytes, counters: int, threads: int) -> array:
         """Run the kernel on packed `Arguments`, and return the numbers as the kernel left them.
 
-        counters: zeros behind the arguments. The first number is the task counter.
+        counters: zeros after the arguments. The first number is the task counter.
         """
         job = array("q", arguments + bytes(8 * counters))
         address, _ = job.buffer_info()

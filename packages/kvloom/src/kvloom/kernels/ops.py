@@ -259,7 +259,7 @@ def _mass_case(
     scale: float,
     *,
     noise: Noise | None = None,
-    ahead: Tensor | None = None,
+    later_seen: Tensor | None = None,
     rest: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Hashable]:
@@ -267,7 +267,7 @@ def _mass_case(
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
     gradient = q.requires_grad and torch.is_grad_enabled()
-    return k, (shape, q.dtype, k.dtype, kind, ahead is None, rest is None, gradient)
+    return k, (shape, q.dtype, k.dtype, kind, later_seen is None, rest is None, gradient)
 
 
 column_mass = Op(
@@ -276,16 +276,16 @@ column_mass = Op(
     _mass_case,
     cpu=Backend(
         run=mass_cpu.column_mass,
-        problems=lambda q, k, *_, noise=None, ahead=None, **__: mass_cpu.problems(
-            q, k, noise, ahead
+        problems=lambda q, k, *_, noise=None, later_seen=None, **__: mass_cpu.problems(
+            q, k, noise, later_seen
         ),
         load=lambda *_, **__: mass_cpu.compiled(),
         coverage=str(mass_cpu.COVERAGE),
     ),
     gpu=Backend(
         run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, ahead=None, rest=None, **__: mass_triton.problems(
-            q, k, noise, ahead, rest
+        problems=lambda q, k, *_, noise=None, later_seen=None, rest=None, **__: (
+            mass_triton.problems(q, k, noise, later_seen, rest)
         ),
         load=lambda *_, **__: mass_triton.kernels(),
         coverage=str(mass_triton.COVERAGE),

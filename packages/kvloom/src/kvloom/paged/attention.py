@@ -145,7 +145,7 @@ class PagedAttention:
         return k, v
 
     def keep(self, row: PagedRow, block: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store the exact tokens behind the last full page, of what `store` returned."""
+        """Store the exact tokens after the last full page, of what `store` returned."""
         rest = row.stop % self.page
         if rest:
             begin = k.shape[2] - rest

@@ -65,7 +65,7 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The byte behind the last."""
+        """The byte after the last."""
         return self.begin + prod(self.shape) * self.dtype.itemsize
 
 

@@ -19,7 +19,7 @@ from ..store import Packed, Store
 def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
     """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
 
-    Formats and sinks are those of the recipe. A cache packs pages behind the sinks, and an engine
+    Formats and sinks are those of the recipe. A cache packs pages after the sinks, and an engine
     from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
     has sinks have the engine's pages.
 
@@ -43,10 +43,11 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
         )
     for store in named.stores:
         for fmt in store.quantized.values():
-            if page % fmt.whole:
+            if page % fmt.block_tokens:
                 raise ValueError(
-                    f"recipe {named.name!r} packs whole groups of {fmt.whole} tokens, and a page "
-                    f"has {page}; use {option}{-(-page // fmt.whole) * fmt.whole}"
+                    f"recipe {named.name!r} packs whole groups of {fmt.block_tokens} tokens, and a "
+                    f"page has {page}; use {option}"
+                    f"{-(-page // fmt.block_tokens) * fmt.block_tokens}"
                 )
     return replace(
         named,

@@ -96,8 +96,8 @@ def _check_keep(recipe: Recipe, keep: Keep) -> None:
             f"a budget of {tokens} tokens leaves nothing beside {protected} protected tokens; "
             f"use {protected + 1} or more"
         )
-    if keep.budget.heads is not None:
-        _check_heads(recipe, f"heads={keep.budget.heads:g}")
+    if keep.budget.head_share is not None:
+        _check_heads(recipe, f"head_share={keep.budget.head_share:g}")
 
 
 def _check_heads(recipe: Recipe, heads: str) -> None:

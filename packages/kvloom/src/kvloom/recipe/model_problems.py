@@ -30,14 +30,14 @@ def model_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
         ]
     if geometry.latent and (reason := _latent_problem(recipe.without_rotation)):
         return [reason]
-    if (fitted := recipe.fitted(geometry)) != recipe:
-        return model_problems(fitted, geometry)
+    if (adapted := recipe.for_model(geometry)) != recipe:
+        return model_problems(adapted, geometry)
     if not recipe.layers:
         return _plain_problems(recipe, geometry, geometry.layers)
     numbers = geometry.numbers
     layers_of: dict[str, list[int]] = {}
     try:
-        for number, (_, count) in zip(numbers, recipe.budget_ranks(numbers), strict=True):
+        for number, (_, count) in zip(numbers, recipe.budget_places(numbers), strict=True):
             for problem in _plain_problems(recipe.for_layer(number, numbers), geometry, count):
                 layers_of.setdefault(problem, []).append(number)
     except RecipeError as error:
@@ -88,7 +88,7 @@ def _plain_problems(recipe: Recipe, geometry: Geometry, count: int) -> list[str]
         )
     if recipe.keep is not None and count and recipe.keep.budget.tokens is not None:
         try:  # for a long prompt; the budget of a fraction is not known before the prompt is
-            recipe.keep.rooms(1 << 30, count)
+            recipe.keep.layer_tokens(1 << 30, count)
         except RecipeError as error:
             problems.append(str(error))
     return problems
@@ -116,17 +116,18 @@ def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     if keep is None or not keep.needs_all_heads:
         return problems
     option = f"layers={keep.budget.layers!r}"
-    if keep.budget.heads is not None:
-        option = f"heads={keep.budget.heads:g}"
+    if keep.budget.head_share is not None:
+        option = f"head_share={keep.budget.head_share:g}"
     if geometry.ranks > 1:
         problems.append(
             f"{option} divides a budget by the scores of all heads, and this process holds one of "
             f"{geometry.ranks} parts of them (tensor parallelism); use "
-            'layers="uniform" or "pyramid", and equal heads (heads=1 in a named recipe)'
+            'layers="uniform" or "pyramid", and equal heads (head_share=1 in a named recipe)'
         )
-    if keep.budget.heads is not None and geometry.alibi:
+    if keep.budget.head_share is not None and geometry.alibi:
         problems.append(
             f"{option} leaves heads with different tokens, and the model's attention adds a bias "
-            "by their positions (ALiBi); leave out heads, or use heads=1 in a named recipe"
+            "by their positions (ALiBi); leave out head_share, or use head_share=1 in "
+            "a named recipe"
         )
     return problems

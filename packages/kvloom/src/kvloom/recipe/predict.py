@@ -44,7 +44,7 @@ def predicted_layer_nbytes(
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     if keep.block is not None:
         return _predict_blocks(recipe, tokens, g)
-    room = keep.rooms(tokens, count)[rank]
+    room = keep.layer_tokens(tokens, count)[rank]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
     equal, contested = keep.head_shares(tokens, kept, g.kv_heads, recipe.store.block_tokens)
     total = predicted_token_nbytes(recipe, equal, g)

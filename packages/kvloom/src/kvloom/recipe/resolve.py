@@ -23,7 +23,12 @@ from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
-_FORMER_NAMES = {"heavy": "outliers", "filter": "outlier_score", "group": "query_heads"}
+_FORMER_NAMES = {
+    "heavy": "outliers",
+    "filter": "outlier_score",
+    "group": "query_heads",
+    "heads": "head_share",
+}
 """Former names of options, for recipes that have the new name and not the former one."""
 
 _GENERAL = {"start": int, "sliding": str}

@@ -28,7 +28,7 @@ class Role:
 
     Attributes:
         opens: Consecutive token ids before the content of a message.
-        closes: Consecutive token ids behind it.
+        closes: Consecutive token ids after it.
     """
 
     opens: tuple[int, ...]
@@ -46,7 +46,7 @@ class Role:
         """Return the role of the system prompt in a tokenizer's chat template.
 
         `opens` ends before a line with a digit, as a template may write the date there. `closes`
-        ends with the first special token behind the content, if there is one.
+        ends with the first special token after the content, if there is one.
 
         Args:
             tokenizer: A tokenizer of transformers.

@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -71,7 +71,7 @@ class Protect:
                 raise RecipeError(f"a span {span!r} must be (first, end), two numbers of tokens")
             first, end = span
             if (first < 0) == (end < 0) and first >= end:
-                raise RecipeError(f"a span {span!r} has no tokens; give an end behind the first")
+                raise RecipeError(f"a span {span!r} has no tokens; give an end after the first")
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
         recent = self.exact_recent
@@ -124,6 +124,13 @@ class Protect:
     def tokens(self) -> int:
         """The number of sinks and of exact recent tokens."""
         return self.sinks + max(self.exact_recents)
+
+
+class BudgetPlace(NamedTuple):
+    """The rank of a layer among the layers that share its budget or its score, and their number."""
+
+    rank: int
+    layers: int
 
 
 @dataclass(frozen=True)
@@ -397,18 +404,18 @@ class Recipe:
             unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
         return max(0, tokens - (window - 1)) // unit * unit
 
-    def budget_ranks(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """Return, for each of these layers, its rank among those of its group, and their count.
+    def budget_places(self, numbers: Sequence[int]) -> list[BudgetPlace]:
+        """Return the place of each of these layers among those that share its budget or score.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
         keys = [budget_key(self.for_layer(number, numbers)) for number in numbers]
-        return [(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
+        return [BudgetPlace(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
     # a model
 
-    def fitted(self, geometry: Geometry) -> Recipe:
+    def for_model(self, geometry: Geometry) -> Recipe:
         """Return the recipe as layers of a model follow it; it changes for latents and ALiBi alone.
 
         Latents have formats of their own (`Store.of_latents`). They have one key/value head, so
@@ -458,10 +465,10 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        numbers, fitted = geometry.numbers, self.fitted(geometry)
+        numbers, recipe = geometry.numbers, self.for_model(geometry)
         rows = (
-            predicted_layer_nbytes(fitted.for_layer(number, numbers), tokens, geometry, *ranks)
-            for number, ranks in zip(numbers, fitted.budget_ranks(numbers), strict=True)
+            predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *ranks)
+            for number, ranks in zip(numbers, recipe.budget_places(numbers), strict=True)
         )
         return sum(rows) * batch
 
@@ -532,9 +539,9 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
     changed = dict(parts)
     if "store" in parts:
         changed["store"] = parts["store"].of_latents
-    if keep is not None and keep.budget.heads is not None:
+    if keep is not None and keep.budget.head_share is not None:
         layers = "uniform" if keep.budget.layers == "joint" else keep.budget.layers
-        budget = replace(keep.budget, heads=None, layers=layers)
+        budget = replace(keep.budget, head_share=None, layers=layers)
         changed["keep"] = replace(keep.after_prompt, budget=budget)
     return changed
 
@@ -545,7 +552,7 @@ def budget_key(plain: Recipe) -> Hashable:
     With layers="joint", tokens move between these layers, so their `store` is equal, too.
     """
     joint = plain.keep is not None and plain.keep.budget.layers == "joint"
-    return _exact(plain.keep), _exact(plain.store) if joint else None
+    return _typed_key(plain.keep), _typed_key(plain.store) if joint else None
 
 
 _recipes: WeakValueDictionary[Hashable, Recipe] = WeakValueDictionary()
@@ -553,11 +560,11 @@ _recipes: WeakValueDictionary[Hashable, Recipe] = WeakValueDictionary()
 
 def _interned(recipe: Recipe) -> Recipe:
     """Return the one object for all recipes equal to this one: kernels are looked up by it."""
-    return _recipes.setdefault(_exact(recipe), recipe)
+    return _recipes.setdefault(_typed_key(recipe), recipe)
 
 
-def _exact(value: Any) -> Hashable:
+def _typed_key(value: Any) -> Hashable:
     """Return a key that differs wherever the fields do: 1 == 1.0, but a budget tells them apart."""
     if is_dataclass(value):
-        return type(value), *(_exact(getattr(value, field.name)) for field in fields(value))
-    return tuple(map(_exact, value)) if isinstance(value, tuple) else (type(value), value)
+        return type(value), *(_typed_key(getattr(value, field.name)) for field in fields(value))
+    return tuple(map(_typed_key, value)) if isinstance(value, tuple) else (type(value), value)

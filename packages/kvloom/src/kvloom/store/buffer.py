@@ -66,21 +66,21 @@ class Buffer(Stateful):
         return allocation.data[:, :, allocation.start :] if allocation.start else allocation.data
 
     def append(self, x: Tensor) -> None:
-        """Add x [B, Hk, T, D] behind the live tokens."""
+        """Add x [B, Hk, T, D] after the live tokens."""
         data, slot = self.room(x)
         t = x.shape[2]
         data[:, :, slot : slot + t] = x
         self.count += t
 
     def room(self, x: Tensor) -> WriteTarget:
-        """Make room for x [B, Hk, T, D] behind the live tokens; raise `count` to make it live."""
+        """Make room for x [B, Hk, T, D] after the live tokens; raise `count` to make it live."""
         allocation, t = self.allocation, x.shape[2]
         if allocation is None or allocation.start + self.count + t > allocation.data.shape[2]:
             allocation = self._grown(t, x)
         return WriteTarget(allocation.data, allocation.start + self.count)
 
     def spare_room(self, t: int) -> WriteTarget | None:
-        """Return the room for t tokens behind the live ones; None if they do not fit."""
+        """Return the room for t tokens after the live ones; None if they do not fit."""
         allocation = self.allocation
         if allocation is None:
             return None

@@ -119,10 +119,10 @@ class Format:
         """Return the effective bits of a packed value, metadata included."""
         if not head_dim:
             raise RecipeError(f"give bits_per_value of format {self.kind!r} its head_dim")
-        return 8 * self.nbytes(self.whole, head_dim) / (self.whole * head_dim)
+        return 8 * self.nbytes(self.block_tokens, head_dim) / (self.block_tokens * head_dim)
 
     @property
-    def whole(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens whose bytes and metadata are shared with no others."""
         return self.unit
 
@@ -237,7 +237,7 @@ class Packed(Encoding, Format):
         return _interned(Encoding(**values))
 
     @property
-    def in_blocks(self) -> bool:
+    def packs_rarely(self) -> bool:
         """Whether tokens are packed so rarely that copying them each time costs little."""
         return self.residual >= 32
 
@@ -297,7 +297,7 @@ class Store:
     @property
     def block_tokens(self) -> int:
         """Tokens of the smallest block that shares no byte or scale with others, on both sides."""
-        return math.lcm(*(fmt.whole for fmt in self.formats.values()))
+        return math.lcm(*(fmt.block_tokens for fmt in self.formats.values()))
 
     @property
     def pre_rope(self) -> bool:

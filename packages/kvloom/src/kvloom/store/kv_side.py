@@ -54,7 +54,7 @@ class KVSide(Stateful):
         blocks = 0  # a tail that is packed in large blocks has room for one block
         if isinstance(fmt, Packed):
             self.packed = PackedTokens(fmt, calibrated, rope)
-            blocks = fmt.residual if fmt.in_blocks else 0
+            blocks = fmt.residual if fmt.packs_rarely else 0
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
         self.recent = recent

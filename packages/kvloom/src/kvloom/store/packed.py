@@ -169,7 +169,7 @@ class PackedTokens(Stateful):
                 _with_rows(y, n) for y, n in zip(empty, needed, strict=True)
             )
             return allocation.tensors
-        tight = self.fmt.in_blocks
+        tight = self.fmt.packs_rarely
         grown = (
             stored if n <= stored.shape[2] else _with_rows(live, grown_capacity(n, tight))
             for stored, live, n in zip(allocation.tensors, self.live, needed, strict=True)

@@ -23,7 +23,7 @@ RECIPES = [
     "rtn:group=32", "turbo", "streaming:tokens=64,sinks=4", "dilated:tokens=64", "h2o:fraction=0.3",
     "h2o:fraction=0.3,shared=true", "keyformer:fraction=0.3", "random:fraction=0.3",
     "snapkv:tokens=64,window=16", "pyramidkv:fraction=0.5",
-    "snapkv:tokens=64,window=16,heads=0.2,layers=joint",
+    "snapkv:tokens=64,window=16,head_share=0.2,layers=joint",
     "expected:fraction=0.5", "minikv", "clusterkv:tokens=96,full_layers=0",
     "clusterkv-2bit:tokens=192,full_layers=0", "quest:tokens=96,full_layers=0",
     "topk:tokens=96,full_layers=0", VARIANCE,
@@ -33,7 +33,7 @@ RECIPES = [
 COMMON = (
     "kivi-4:rotate=true", "near-lossless", "turbo",
     "streaming:tokens=64,sinks=4", "dilated:tokens=64", "h2o:fraction=0.3,shared=true",
-    "keyformer:fraction=0.3", "snapkv:tokens=64,window=16,heads=0.2,layers=joint",
+    "keyformer:fraction=0.3", "snapkv:tokens=64,window=16,head_share=0.2,layers=joint",
     "expected:fraction=0.5", "clusterkv-2bit:tokens=192,full_layers=0",
     "quest:tokens=96,full_layers=0", "topk:tokens=96,full_layers=0", "variance",
 )  # fmt: skip

@@ -24,7 +24,7 @@ def attended(q, regions):
 
 
 def agree(got, q, k, v, **options):
-    want = ref.attend(q, latents.whole_keys(k, v), v, SCALE, **options).out
+    want = ref.attend_exact(q, latents.whole_keys(k, v), v, SCALE, **options).out
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

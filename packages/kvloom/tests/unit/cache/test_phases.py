@@ -55,7 +55,7 @@ def test_no_step_may_begin_before_the_prompt_is_repeated():
 @pytest.mark.parametrize("when", ["prompt", "step"])
 def test_layers_that_decide_together_wait_for_the_last(when):
     recipe = Recipe(Keep(Budget(8, recent=4), Mass(), when=when, shared=True))
-    layers = [LayerCache(recipe, rank=i, count=2) for i in range(2)]
+    layers = [LayerCache(recipe, place=i, count=2) for i in range(2)]
     coordinate(layers)
     for layer in layers:
         layer.observe()
@@ -71,7 +71,7 @@ def test_layers_that_decide_together_wait_for_the_last(when):
 
 def test_a_step_that_fails_takes_its_vote_back():
     recipe = Recipe(Keep(Budget(8, recent=4), Mass(), when="step", shared=True))
-    layers = [LayerCache(recipe, rank=i, count=2) for i in range(2)]
+    layers = [LayerCache(recipe, place=i, count=2) for i in range(2)]
     coordinate(layers)
     layers[0].run(inputs(40))
     layers[0].roll_back()

@@ -51,7 +51,7 @@ def test_attending_to_the_region_is_attending_to_the_tokens(keys, values, n, t):
         assert (region.tokens, region.own) == (n + t, t)
         got = ref.attend_regions(q, [region], 0.2)
         whole = (tokens(body.keys), tokens(body.values))
-        want = ref.attend(q, *whole, 0.2, causal=True, visible=see)
+        want = ref.attend_exact(q, *whole, 0.2, causal=True, visible=see)
         torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
 
 
@@ -66,12 +66,12 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     monkeypatch.setattr(PackedView, "cut", lambda *x: unpacked.append(x[2] - x[1]) or cut(*x))
     got = ref.attend_regions(q, [body.region(visible, present=0)], 0.2)
     assert all(n <= stretch for n in unpacked)
-    want = ref.attend(q, *whole, 0.2, visible=visible)
+    want = ref.attend_exact(q, *whole, 0.2, visible=visible)
     torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
     for begin in (1, 33, 64):
         got = ref.attend_regions(q, [body.region(visible, 0, begin=begin)], 0.2)
         later = [x[:, :, begin:] for x in whole]
-        want = ref.attend(q, *later, 0.2, visible=visible[..., begin:])
+        want = ref.attend_exact(q, *later, 0.2, visible=visible[..., begin:])
         torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
 
 

@@ -12,7 +12,7 @@ def waiting() -> Uncommitted:
     of_queries = {
         "ids": torch.tensor([[5, 6, 7], [8, 9, 10]]),
         "norms": torch.rand(2, 3),
-        "ahead": torch.tensor([[2, 1, 0], [0, 0, 0]]),
+        "later_seen": torch.tensor([[2, 1, 0], [0, 0, 0]]),
     }
     visible = torch.tensor([[True] * 9, [False] * 2 + [True] * 7])[:, None]
     return Uncommitted(3, Queries(q, 0.5, visible, 30.0, lse=torch.rand(2, 4, 3), **of_queries))
@@ -31,11 +31,19 @@ def test_queries_that_wait_are_saved():
     assert_equal(saved.queries, loaded.queries)
 
 
+def test_queries_that_an_earlier_kvloom_saved_are_loaded():
+    saved, loaded = waiting(), Uncommitted(0, Queries(torch.empty(2, 4, 0, 8), 1.0))
+    state = saved.state()
+    state["ahead"] = state.pop("later_seen")  # its name before
+    loaded.load_state(state, None)
+    assert_equal(saved.queries, loaded.queries)
+
+
 def test_queries_that_wait_move_with_their_rows():
     moved = waiting()
     before = moved.queries
     moved.map(lambda x: x[1:])
-    for name in ("q", "visible", "ids", "norms", "ahead"):
+    for name in ("q", "visible", "ids", "norms", "later_seen"):
         assert torch.equal(getattr(moved.queries, name), getattr(before, name)[1:]), name
 
 

@@ -19,7 +19,7 @@ from kvloom.recipe.spec import LayerOverride, Recipe
 from kvloom.store import Format, Store
 
 GEOMETRY = Geometry(4, 8, 2, 64, torch.float32)
-KEEP = Keep(Budget(64, recent=8, heads=0.2), Observation(8), when="prompt")
+KEEP = Keep(Budget(64, recent=8, head_share=0.2), Observation(8), when="prompt")
 
 
 @dataclass(frozen=True)
@@ -82,31 +82,39 @@ def test_the_total_is_exact_with_ties_and_padding(seed, heads, units, unit):
 @pytest.mark.parametrize(
     "name",
     [
-        "snapkv:heads=0.2",
-        "kvzip:heads=0,layers=joint,store=kivi-4",
+        "snapkv:head_share=0.2",
+        "kvzip:head_share=0,layers=joint,store=kivi-4",
         "small",
-        "tiny:heads=0.5",
+        "tiny:head_share=0.5",
     ],
 )
 def test_every_spelling_is_the_same_recipe(name):
     recipe = resolve(name)
-    assert recipe.keep.budget.heads is not None
+    assert recipe.keep.budget.head_share is not None
     assert Recipe.from_toml(recipe.to_toml()) == recipe
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert recipe.problems(GEOMETRY) == []
 
 
+def test_the_former_name_of_head_share_is_read():
+    recipe = resolve("snapkv:head_share=0.2,layers=joint")
+    assert resolve("snapkv:heads=0.2,layers=joint").keep == recipe.keep
+    text = recipe.to_toml()
+    assert Recipe.from_toml(text.replace("head_share = 0.2", "heads = 0.2")) == recipe
+    assert "head_share = 0.2" in text
+
+
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_heads_of_all_layers_compete_in_recommended_recipes(name):
     assert resolve(name).keep.budget.layers == "joint"
-    assert resolve(name).keep.budget.heads == 0.2
-    uniform = resolve(f"{name}:heads=1").keep.budget
-    assert (uniform.layers, uniform.heads) == ("uniform", None)
+    assert resolve(name).keep.budget.head_share == 0.2
+    uniform = resolve(f"{name}:head_share=1").keep.budget
+    assert (uniform.layers, uniform.head_share) == ("uniform", None)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "kvzip"])
 def test_a_share_of_one_is_the_recipe_without_heads(name):
-    assert resolve(f"{name}:heads=1.0").keep == resolve(name).keep
+    assert resolve(f"{name}:head_share=1.0").keep == resolve(name).keep
     assert "\nheads" not in resolve(name).to_toml()
 
 
@@ -126,11 +134,11 @@ def test_what_a_keep_refuses(change, why):
 
 def test_what_a_budget_refuses():
     for heads in (-0.1, 1.5):
-        with pytest.raises(RecipeError, match=r"heads=.* must lie in \[0, 1\]"):
-            Budget(64, heads=heads)
-    with pytest.raises(RecipeError, match="heads='a few' must be"):
-        Budget(64, heads="a few")
-    with pytest.raises(RecipeError, match="give heads"):
+        with pytest.raises(RecipeError, match=r"head_share=.* must lie in \[0, 1\]"):
+            Budget(64, head_share=heads)
+    with pytest.raises(RecipeError, match="head_share='a few' must be"):
+        Budget(64, head_share="a few")
+    with pytest.raises(RecipeError, match="give head_share"):
         Budget(64, layers="joint")
 
 
@@ -138,7 +146,7 @@ def test_what_a_recipe_refuses():
     with pytest.raises(RecipeError, match="recall reads equal numbers"):
         Recipe(KEEP, recall=Recall(Pages(8), 32))
     for name in ("skvq", "rptq", "smoothquant"):
-        with pytest.raises(RecipeError, match=r"(keys|values): heads=0\.2 takes tokens that"):
+        with pytest.raises(RecipeError, match=r"(keys|values): head_share=0\.2 takes tokens that"):
             Recipe(KEEP, store=resolve(name).store)
     with pytest.raises(RecipeError, match=r"values: .* not of 'whole'"):
         Recipe(KEEP, store=Store(values=Whole()))

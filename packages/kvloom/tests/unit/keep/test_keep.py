@@ -68,7 +68,7 @@ def test_a_budget_in_tokens(budget, prompt, tokens):
     ],
 )
 def test_a_recent_window_in_tokens(budget, prompt, window):
-    assert budget.window(prompt) == window
+    assert budget.recent_of(prompt) == window
 
 
 def test_an_unknown_scorer_is_refused():

@@ -57,7 +57,7 @@ def test_a_recipe_is_called_what_the_user_called_it(name):
 def test_a_window_is_a_share_or_a_whole_number_of_tokens():
     assert resolve("h2o:recent=0.25").keep.budget.recent == 0.25
     for name in ("h2o", "keyformer", "random", "minikv", "minikv-pyramid"):
-        assert resolve(f"{name}:recent=64").keep.budget.window(300) == 64
+        assert resolve(f"{name}:recent=64").keep.budget.recent_of(300) == 64
 
 
 def test_a_fraction_counts_where_it_is_given():
@@ -71,7 +71,7 @@ def test_any_score_evicts_at_a_limit_or_from_blocks():
     limited = resolve("evict:when=limit,limit=80,tokens=40")
     assert limited.keep == resolve("h2o:limit=80,tokens=40").keep
     assert resolve("evict:when=block,block=64,fraction=0.3,recent=8").keep == Keep(
-        Budget(fraction=0.3, recent=8, heads=1.0), Mass(), when="block", block=64
+        Budget(fraction=0.3, recent=8, head_share=1.0), Mass(), when="block", block=64
     )
 
 

@@ -146,7 +146,7 @@ def test_a_buffer_holds_a_copy():
     held = torch.randn(1, 1, 100, 4)
     buffer.replace(held[:, :, 90:])
     stored = buffer.allocation.data.untyped_storage().nbytes()
-    assert stored == 10 * 4 * 4  # not the 100 tokens behind it
+    assert stored == 10 * 4 * 4  # not the 100 tokens after it
 
 
 def step(buffer: Buffer, drops: int, t: int) -> None:

@@ -119,7 +119,7 @@ def _batch(material: Material, name: str, number: int) -> Batch:
         ids = parts.context(text) if len(text) <= parts.room(length) else None
         return task_text, parts.question, ids
 
-    units = largest(lambda units: encoded(units)[2] is not None, part.least)
+    units = largest_fitting(lambda units: encoded(units)[2] is not None, part.least)
     task_text, question_ids, ids = encoded(units)
     if ids is None:
         raise InputError(
@@ -130,7 +130,7 @@ def _batch(material: Material, name: str, number: int) -> Batch:
     return question_batch(source, sample, ids, question, length, variant=name)
 
 
-def largest(fits: Callable[[int], bool], least: int) -> int:
+def largest_fitting(fits: Callable[[int], bool], least: int) -> int:
     """Return the largest number that fits, or `least`.
 
     What is larger than a number that does not fit must not fit either.
@@ -239,7 +239,9 @@ def vt(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
         return with_answer(tracked(np.random.default_rng(seed), units, 3)) + "\n"
 
     seed = int(rng.integers(2**32))
-    most = largest(lambda n: len(material.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1)
+    most = largest_fitting(
+        lambda n: len(material.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1
+    )
     task = tracked(rng, units, 5)
     return task._replace(text=f"{example(most)}\n{task.text}")
 

@@ -87,7 +87,7 @@ def _stretch(
     for lo, hi in pairwise(cuts):
         columns = slice(lo - begin, hi - begin)
         states.append(
-            attend(
+            attend_exact(
                 q, keys.tensor(lo, hi), values.tensor(lo, hi), scale,
                 causal=own > 0 and hi == n,
                 visible=None if visible is None else visible[..., columns],
@@ -95,7 +95,7 @@ def _stretch(
                 bias=None if bias is None else bias[..., columns],
             )
         )  # fmt: skip
-    return merge(states) if states else attend(q, keys.tail, values.tail, scale)
+    return merge(states) if states else attend_exact(q, keys.tail, values.tail, scale)
 
 
 def _slots(
@@ -109,14 +109,16 @@ def _slots(
     (seen, seen_rest), (bias, bias_rest) = (part or (None, None) for part in parts)
     if count:
         k, v = (_gathered(view, where) for view in (region.keys, region.values))
-        states.append(attend(q, k, v, scale, visible=seen, softcap=softcap, bias=bias))
+        states.append(attend_exact(q, k, v, scale, visible=seen, softcap=softcap, bias=bias))
     if seen_rest is not None and seen_rest.shape[1] not in (1, hk):
         r = seen_rest.shape[1] // hk
         k, v = (
             view.tensor(where.begin).repeat_interleave(r, dim=1)
             for view in (region.keys, region.values)
         )
-        states.append(attend(q, k, v, scale, visible=seen_rest, softcap=softcap, bias=bias_rest))
+        states.append(
+            attend_exact(q, k, v, scale, visible=seen_rest, softcap=softcap, bias=bias_rest)
+        )
     else:
         states.append(
             _stretch(
@@ -152,7 +154,7 @@ def _spans(
     for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
         k, v = (view.tensor(first, first + count) for view in (region.keys, region.values))
         see = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
-        states.append(attend(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
+        states.append(attend_exact(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
     out, lse = (torch.cat(x).view(b, hq, t, -1) for x in list(zip(*states, strict=True))[:2])
     return AttentionState(out, lse.squeeze(-1))
 
@@ -173,7 +175,7 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
             if first is not None and packed:
                 x[0, :, : first.shape[2]] = first[table.blocks[i, 0]]
             sides.append(x)
-        rows.append(attend(q[i : i + 1], sides[0], sides[1], scale))
+        rows.append(attend_exact(q[i : i + 1], sides[0], sides[1], scale))
     return AttentionState(
         torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows])
     )
@@ -195,7 +197,7 @@ def _tokens_of_row(view: KVView, where: Paged, row: int, packed: int, tokens: in
     return torch.cat([old, exact], dim=2)
 
 
-def attend(
+def attend_exact(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -205,14 +207,14 @@ def attend(
     visible: Tensor | None = None,
     softcap: float | None = None,
     bias: Tensor | None = None,
-    ahead: Tensor | None = None,
+    later_seen: Tensor | None = None,
 ) -> AttentionState:
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
     causal: the T queries are the last T of the N tokens, and see no later one. visible: bool
     [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias: fp32
-    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi). ahead:
-    int64 [B, T], the queries attend only to so many tokens behind their own, the last T of the N.
+    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi). later_seen:
+    int64 [B, T], the queries attend only to so many tokens after their own, the last T of the N.
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -232,11 +234,11 @@ def attend(
         if causal:
             later = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
             logits.masked_fill_(later.triu_(n - t + lo + 1), -torch.inf)
-        if ahead is not None:
-            behind = torch.arange(n, device=q.device) - torch.arange(
+        if later_seen is not None:
+            after = torch.arange(n, device=q.device) - torch.arange(
                 n - t + lo, n - t + hi, device=q.device
             ).unsqueeze(1)
-            seen = (behind > 0) & (behind <= ahead[:, lo:hi, None])
+            seen = (after > 0) & (after <= later_seen[:, lo:hi, None])
             logits.masked_fill_(~seen[:, None, None], -torch.inf)
         if visible is not None:
             logits.masked_fill_(~visible[:, :, None, None, :], -torch.inf)
@@ -258,7 +260,7 @@ def attend_prompt(
 
     A kernel returns out in q's dtype.
     """
-    return attend(q, k, v, scale, causal=causal, visible=visible)
+    return attend_exact(q, k, v, scale, causal=causal, visible=visible)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

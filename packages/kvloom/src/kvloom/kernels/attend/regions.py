@@ -53,7 +53,7 @@ class PackedPrefix(Protocol):
 
 
 class KVView(NamedTuple):
-    """Keys or values: an encoded prefix, and the exact tokens behind it.
+    """Keys or values: an encoded prefix, and the exact tokens after it.
 
     packed is None while no token is packed; encoding is None if none ever will be, and a format of
     another distribution where its own code packs. exact: [B, Hk, any, D], of which the `length`
@@ -68,7 +68,7 @@ class KVView(NamedTuple):
 
     @property
     def tail(self) -> Tensor:
-        """The exact tokens behind the prefix, [B, Hk, N, D]."""
+        """The exact tokens after the prefix, [B, Hk, N, D]."""
         if self.length is None:
             return self.exact
         return self.exact[:, :, self.first : self.first + self.length]

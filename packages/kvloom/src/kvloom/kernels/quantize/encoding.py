@@ -146,7 +146,7 @@ class Encoding:
         return self.group if self.axis == "channel" else 1
 
     @property
-    def whole(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens whose bytes and metadata are shared with no others."""
         return math.lcm(PACK_BLOCK[self.bits][0], self.tokens_per_scale)
 

@@ -32,7 +32,7 @@ def pack(
     nonpadding: Tensor | None = None,
     rope: RopeAngles | None = None,
 ) -> None:
-    """Quantize x [B, Hk, T, D] and write it behind `begin` packed tokens, in place.
+    """Quantize x [B, Hk, T, D] and write it after `begin` packed tokens, in place.
 
     out: storage that has room. Filler codes of the last pack block are 0. nonpadding: bool
     [B, 1 or Hk, T], False for padding, which does not enter the range of a group along tokens.

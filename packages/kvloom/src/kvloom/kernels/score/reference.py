@@ -26,9 +26,9 @@ class MassOptions(NamedTuple):
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
     a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
     `window` of the keys up to its own. noise is added to the logits, and tau divides them. largest:
-    the largest weight of any row takes the place of their sum. ahead: int64 [B, T], how many keys
-    behind its own a query sees, too. rest: fp32 [B, Hq, T], log(sum of exp(logit)) of other keys in
-    each row's softmax; attention is not causal then.
+    the largest weight of any row takes the place of their sum. later_seen: int64 [B, T], how many
+    keys after its own a query sees, too. rest: fp32 [B, Hq, T], log(sum of exp(logit)) of other
+    keys in each row's softmax; attention is not causal then.
     """
 
     visible: Tensor | None = None
@@ -39,15 +39,15 @@ class MassOptions(NamedTuple):
     noise: Noise | None = None
     tau: float = 1.0
     largest: bool = False
-    ahead: Tensor | None = None
+    later_seen: Tensor | None = None
     rest: Tensor | None = None
 
 
-def ahead_problem(
-    q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None, *_: Any
+def later_problem(
+    q: Tensor, k: Tensor, noise: Noise | None, later_seen: Tensor | None, *_: Any
 ) -> str | None:
     """Return why no kernel sums the attention of queries to later tokens."""
-    return None if ahead is None else "queries see later tokens, as in an image"
+    return None if later_seen is None else "queries see later tokens, as in an image"
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -66,7 +66,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     for lo in range(0, t, step):
         hi = min(t, lo + step)
         # no row of this block sees further
-        end = n - t + hi if given.ahead is None and given.rest is None else n
+        end = n - t + hi if given.later_seen is None and given.rest is None else n
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
         part, block_mass = mass[..., :end], _combined(logits, lo, n, given)
@@ -78,7 +78,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """`column_mass` of a step whose attention has left its products behind.
 
     products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
-    behind the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
+    after the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
     no window.
     """
     b, hq = products.shape[:2]
@@ -100,10 +100,10 @@ def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None
 def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
 
-    The last row's own key is the last, but for `ahead`.
+    The last row's own key is the last, but for `later_seen`.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau, largest, ahead, rest = options
+    visible, visible_queries, softcap, bias, window, noise, tau, largest, later_seen, rest = options
     logits = softcapped(logits, softcap)
     if bias is not None:
         logits += bias.view(-1, hk, r, 1, n)[..., :end]
@@ -114,14 +114,14 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     pairs = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
     if rest is not None:
         hidden = ~pairs
-    elif ahead is None:
+    elif later_seen is None:
         hidden = pairs.triu(end - rows + 1)
     else:
-        first = n - ahead.shape[1] + lo  # the own key of row lo
-        behind = torch.arange(end, device=logits.device) - torch.arange(
+        first = n - later_seen.shape[1] + lo  # the own key of row lo
+        after = torch.arange(end, device=logits.device) - torch.arange(
             first, first + rows, device=logits.device
         ).unsqueeze(1)
-        hidden = (behind > ahead[:, lo : lo + rows, None])[:, None, None]
+        hidden = (after > later_seen[:, lo : lo + rows, None])[:, None, None]
     if window is not None:
         hidden = hidden | pairs.tril(end - rows - window)
     logits = logits.masked_fill(hidden, -torch.inf)

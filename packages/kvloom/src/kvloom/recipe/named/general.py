@@ -43,8 +43,8 @@ def evict(
     tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two. limit,
     block: tokens that when=limit and when=block need.
     """
-    heads = 1.0 if block else None  # later blocks are of heads that do not compete
-    budget = Budget(tokens or None, None if tokens else fraction, recent, heads=heads)
+    head_share = 1.0 if block else None  # later blocks are of heads that do not compete
+    budget = Budget(tokens or None, None if tokens else fraction, recent, head_share=head_share)
     keep = Keep(
         budget, _part("score", score, options), when, limit=limit or None, block=block or None
     )

@@ -4,9 +4,10 @@ Options they share:
 
 tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 sinks, recent: the first and the newest tokens that stay, within the budget.
-layers: how the rest is divided over layers. heads: the share of the rest of which every key/value
-head is certain (AdaKV, arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or
-with layers=joint those of all layers. With 1, they do not compete.
+layers: how the rest is divided over layers.
+head_share: the share of the rest of which every key/value head is certain (AdaKV,
+arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or with layers=joint those of
+all layers. With 1, they do not compete.
 positions: "original", or "renumbered" as if the evicted tokens had never been there.
 store: the recipe whose format the tokens have ("kivi-4").
 """
@@ -42,7 +43,7 @@ def snapkv(
     pool: str = "avg",
     layers: str = "uniform",
     positions: str = "original",
-    heads: float = 1.0,
+    head_share: float = 1.0,
 ) -> Recipe:
     """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed.
 
@@ -51,7 +52,14 @@ def snapkv(
     """
     scorer = Observation(window, pool, kernel)
     return _once(
-        scorer, tokens, fraction, 0, window, layers=layers, positions=positions, heads=heads
+        scorer,
+        tokens,
+        fraction,
+        0,
+        window,
+        layers=layers,
+        positions=positions,
+        head_share=head_share,
     )
 
 
@@ -133,7 +141,7 @@ def kvzip(
     layers: str = "uniform",
     positions: str = "original",
     store: str = "full",
-    heads: float = 1.0,
+    head_share: float = 1.0,
     fit: bool = False,
 ) -> Recipe:
     """KVzip (arXiv:2505.23416): once after the prompt, by attention while the model repeats it.
@@ -147,14 +155,15 @@ def kvzip(
     that stay, so that they replace all values, as for `rotated`.
 
     Departures: every layer and head keeps equally many tokens by default (the official code divides
-    one budget over all of them, as heads=0,layers=joint does); the instruction is given as token
+    one budget over all of them, as head_share=0,layers=joint
+    does); the instruction is given as token
     ids, as a model has no tokenizer; the default has no instruction; later chunks have the same
     instruction as the first one.
     """
     scorer = Reconstruction(chunk, instruction)
     return _once(
         scorer, tokens, fraction, sinks, recent,
-        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
         fit=Fit(chunk) if fit else None,
     )  # fmt: skip
 
@@ -168,7 +177,7 @@ def rotated(
     layers: str = "uniform",
     positions: str = "original",
     store: str = "full",
-    heads: float = 1.0,
+    head_share: float = 1.0,
     contribution: bool = True,
     fit: bool = False,
     block: int = 0,
@@ -176,7 +185,7 @@ def rotated(
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
     The queries of a repeated token are nearly its own queries, so they are rotated to the positions
-    behind the prompt. A token's score is the largest weight that such a query pays to it, over all
+    after the prompt. A token's score is the largest weight that such a query pays to it, over all
     query heads of its key/value head, times the norm of its value, over the mean norm of the
     layer's input. `Rotated` has the formula. It needs no token ids, and no positions that the model
     has not learned.
@@ -191,7 +200,7 @@ def rotated(
     """
     return _once(
         Rotated(chunk, contribution), tokens, fraction, sinks, recent,
-        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
         fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip
 
@@ -204,7 +213,7 @@ def triattention(
     layers: str = "uniform",
     positions: str = "original",
     store: str = "full",
-    heads: float = 1.0,
+    head_share: float = 1.0,
     furthest: int = 65536,
     block: int = 0,
 ) -> Recipe:
@@ -222,7 +231,7 @@ def triattention(
     """
     return _once(
         TriAttention(furthest), tokens, fraction, sinks, recent,
-        query_heads="max", layers=layers, positions=positions, heads=heads, store=store,
+        query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
         block=block,
     )  # fmt: skip
 
@@ -309,7 +318,7 @@ def _once(
     *,
     query_heads: str = "sum",
     layers: str = "uniform",
-    heads: float = 1.0,
+    head_share: float = 1.0,
     positions: str = "original",
     store: str = "full",
     fit: Fit | None = None,
@@ -317,7 +326,7 @@ def _once(
 ) -> Recipe:
     budget = Budget(
         None if fraction else tokens, fraction or None, recent, layers,
-        heads=None if heads == 1 and not block else heads,
+        head_share=None if head_share == 1 and not block else head_share,
     )  # fmt: skip
     keep = Keep(
         budget, scorer, when="block" if block else "prompt", query_heads=query_heads,

@@ -34,16 +34,16 @@ def small(
     group: int = 32,
     residual: int = 32,
     sinks: int = 4,
-    heads: float = 0.2,
+    head_share: float = 0.2,
     block: int = 0,
 ) -> Recipe:
     """Four tenths of the prompt by its rotated queries, with fitted values, at 4 bits.
 
-    heads: the share of its budget that every head is certain of; with 1, heads do not compete.
+    head_share: the share of its budget that every head is certain of; with 1, heads do not compete.
     block: evict from later text, too, in blocks of so many tokens; 0: later tokens stay. Models
     whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit no values.
     """
-    chosen = rotated(fraction=fraction, block=block, **_eviction(recent, chunk, sinks, heads))
+    chosen = rotated(fraction=fraction, block=block, **_eviction(recent, chunk, sinks, head_share))
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
@@ -54,10 +54,10 @@ def tiny(
     group: int = 32,
     residual: int = 32,
     sinks: int = 4,
-    heads: float = 0.2,
+    head_share: float = 0.2,
 ) -> Recipe:
     """A quarter of the prompt by KVzip's score, for which the model repeats it; else as `small`."""
-    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, heads))
+    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, head_share))
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
@@ -68,18 +68,18 @@ def micro(
     group: int = 32,
     residual: int = 32,
     sinks: int = 4,
-    heads: float = 0.2,
+    head_share: float = 0.2,
 ) -> Recipe:
     """As `tiny`, with a seventh of the prompt."""
-    return tiny(fraction, recent, chunk, group, residual, sinks, heads)
+    return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
 
 
-def _eviction(recent: int, chunk: int, sinks: int, heads: float) -> dict[str, Any]:
+def _eviction(recent: int, chunk: int, sinks: int, head_share: float) -> dict[str, Any]:
     """Return the options that recipes with an eviction share."""
-    layers = "uniform" if heads == 1 else "joint"
+    layers = "uniform" if head_share == 1 else "joint"
     return {
-        "recent": recent, "chunk": chunk, "sinks": sinks, "heads": heads, "layers": layers,
-        "fit": True,
+        "recent": recent, "chunk": chunk, "sinks": sinks, "head_share": head_share,
+        "layers": layers, "fit": True,
     }  # fmt: skip
 
 

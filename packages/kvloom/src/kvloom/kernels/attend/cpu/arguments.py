@@ -104,7 +104,7 @@ PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     **_STEP,
 )
 
-SPANS = Arguments(  # as GATHERED, not behind `_STEP`: the tokens of spans, behind the others
+SPANS = Arguments(  # as GATHERED, not behind `_STEP`: the tokens of spans, after the others
     spans=int,  # int64 [B, heads, 2], each head's first token and number
     span_keys=SIDE,
     span_values=SIDE,
@@ -114,7 +114,7 @@ SPANS = Arguments(  # as GATHERED, not behind `_STEP`: the tokens of spans, behi
 GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
     share=int,  # heads that choose per key/value head
     slots_count=int,
-    begin=int,  # all tokens from this one on are read, behind the chosen ones
+    begin=int,  # all tokens from this one on are read, after the chosen ones
     slots=MATRIX,  # int64 [B, heads, slots_count]
     **_STEP,
 )
@@ -189,7 +189,7 @@ def positions(
 ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """Return the arguments of rope tables and positions; and tensors that must outlive the run.
 
-    tokens: behind the first position, where positions are consecutive.
+    tokens: after the first position, where positions are consecutive.
     """
     assert packed.positions is not None
     per_head, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1

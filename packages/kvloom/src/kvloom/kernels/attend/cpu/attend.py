@@ -10,7 +10,7 @@ making an `Attend` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,30 +46,42 @@ _NO_TOKENS = (0,) * TOKENS.numbers
 _NO_LEAD = {"lead_tokens": 0, "lead_keys": _NO_TOKENS, "lead_values": _NO_TOKENS}
 
 
-Numbers = tuple[int, int | None, int | None]
-"""Regions that one run of a kernel reads, by number: the main one; exact tokens before it; and
-tokens behind it of which heads have different numbers."""
+class Pass(NamedTuple):
+    """Regions that one run of a kernel reads, by number.
+
+    lead: exact tokens before the main region. spans: tokens after it, of which heads have different
+    numbers.
+    """
+
+    main: int
+    lead: int | None = None
+    spans: int | None = None
+
+    @property
+    def numbers(self) -> list[int]:
+        """The regions in the order of their tokens."""
+        return [i for i in (self.lead, self.main, self.spans) if i is not None]
 
 
-def passes(regions: Sequence[Region]) -> list[Numbers]:
+def passes(regions: Sequence[Region]) -> list[Pass]:
     """Divide regions into those that one run of a kernel reads."""
-    numbers: list[Numbers] = []
+    found: list[Pass] = []
     waiting: int | None = None  # exact tokens that may stand before the next region
     for i, region in enumerate(regions):
         if waiting is not None:
             lead, waiting = waiting, None
             if _follows(region, regions[lead]):
-                numbers.append((i, lead, None))
+                found.append(Pass(i, lead))
                 continue
-            numbers.append((lead, None, None))
+            found.append(Pass(lead))
         spans = isinstance(region.where, Spans)
-        if spans and numbers and _joins(regions[numbers[-1][0]], region):
-            numbers[-1] = (*numbers[-1][:2], i)
+        if spans and found and _joins(regions[found[-1].main], region):
+            found[-1] = found[-1]._replace(spans=i)
         elif _leads(region) and i + 1 < len(regions):
             waiting = i
         else:
-            numbers.append((i, None, None))
-    return numbers
+            found.append(Pass(i))
+    return found
 
 
 def _leads(region: Region) -> bool:
@@ -85,7 +97,7 @@ def _follows(region: Region, lead: Region) -> bool:
 
 
 def _joins(main: Region, spans: Region) -> bool:
-    """Whether a kernel reads spans behind another region: both have the same encodings."""
+    """Whether a kernel reads spans after another region: both have the same encodings."""
     same = main.keys.encoding, main.values.encoding
     return main.where is None and same == (spans.keys.encoding, spans.values.encoding)
 
@@ -98,10 +110,10 @@ def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None)
     if q.shape[2] > MAX_STEP:
         return many_queries.problems(q, regions, softcap)
     reasons: list[str] = []
-    for numbers in passes(regions):
-        for region in (regions[i] for i in numbers if i is not None):
+    for one in passes(regions):
+        for region in (regions[i] for i in one.numbers):
             reasons += [x for x in coverage.problems(q.shape[2], region) if x not in reasons]
-        if isinstance(regions[numbers[0]].where, Spans):
+        if isinstance(regions[one.main].where, Spans):
             reasons.append("spans have no region of the same encodings before them")
     return reasons
 
@@ -110,7 +122,7 @@ class Attend:
     """Attention of one layer: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, regions: Sequence[Region]) -> None:
-        self._passes = [_PassAttention(q, regions, numbers) for numbers in passes(regions)]
+        self._passes = [_PassAttention(q, regions, one) for one in passes(regions)]
 
     def __call__(
         self,
@@ -146,8 +158,9 @@ class _PassAttention:
     is made from; batch, tokens and options may differ at every step.
     """
 
-    def __init__(self, q: Tensor, regions: Sequence[Region], numbers: Numbers) -> None:
-        self.main, self.lead, self.spans = numbers
+    def __init__(self, q: Tensor, regions: Sequence[Region], one: Pass) -> None:
+        self.main, self.lead, self.spans = one
+        self.numbers = one.numbers
         self.single_region = self.lead is None and self.spans is None
         main = regions[self.main]
         where = main.where
@@ -313,8 +326,7 @@ class _PassAttention:
 
     def _masks(self, queries: Tensor, regions: Sequence[Region]) -> KeptArguments:
         """Return the arguments of the mask and of the bias of all regions."""
-        numbers = (self.lead, self.main, self.spans)
-        read = [regions[i] for i in numbers if i is not None]
+        read = [regions[i] for i in self.numbers]
         if all(x.visible is None and x.bias is None for x in read):
             return _NO_MASKS
         b, hq, _t, _d = queries.shape

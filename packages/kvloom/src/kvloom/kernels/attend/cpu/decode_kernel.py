@@ -3,10 +3,10 @@
 Decides the order of steps. A task is a (batch row, key/value head, range of tiles). It walks its
 range tile by tile: scores of all query rows of the group, a running softmax, then values, both
 straight from the codes. Keys and values each have a packed prefix and an exact tail, which need not
-end together. Exact tokens of their own may stand before them, and behind them tokens of which heads
+end together. Exact tokens of their own may stand before them, and after them tokens of which heads
 have different numbers. The last task of a head merges the states of all. Steps are `kernel_step`
-functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend` of the
-unpacked tokens; tolerance: 2e-6 absolute in fp32.
+functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend_exact` of
+the unpacked tokens; tolerance: 2e-6 absolute in fp32.
 """
 
 from __future__ import annotations
@@ -196,10 +196,10 @@ def _tile(variant: Variant) -> Any:
     sum_values, sum_tail = sum_packed(variant), sum_exact(variant)
 
     @kernel_step
-    def attend(a, keys, values, b, h, lo, n, at_token, ahead, position, place, padded, mem):  # type: ignore[no-untyped-def]
+    def attend(a, keys, values, b, h, lo, n, at_token, remaining, position, place, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to n tokens from number lo on.
 
-        at_token, ahead: as for `weigh`. place: of the row's pages in the table.
+        at_token, remaining: as for `weigh`. place: of the row's pages in the table.
         """
         keys_packed = min(max(keys.packed - lo, 0), n)
         values_packed = min(max(values.packed - lo, 0), n)
@@ -219,7 +219,7 @@ def _tile(variant: Variant) -> Any:
                 base = at(a.sink_keys, first_page, h) + lo * a.sink_keys.row
                 score_tail(q, base, a.sink_keys.row, 0, sinks, mem)
             weigh(
-                a, b, h, at_token, n, ahead, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
+                a, b, h, at_token, n, remaining, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
                 4 * padded * d, sets, d,
             )  # fmt: skip
             if page:
@@ -266,10 +266,10 @@ def _span(variant: Variant, side: int) -> Any:
     @kernel_step
     def find(stored, spans, head, n, groups):  # type: ignore[no-untyped-def]
         """Return the view of a head's n tokens, as if nothing lay before the first of them."""
-        ahead = load_int(spans, 2 * head)
+        skipped = load_int(spans, 2 * head)
         view = head_view(stored, 0, 0, group_size)
-        meta, rows = ahead // per_row * view.meta_row, ahead // per_block * height
-        view = moved(view, rows * view.row, meta, meta, ahead * view.tail_row)
+        meta, rows = skipped // per_row * view.meta_row, skipped // per_block * height
+        view = moved(view, rows * view.row, meta, meta, skipped * view.tail_row)
         return tabled(with_packed(view, min(view.packed, n), view.table), groups)
 
     return find
@@ -307,12 +307,12 @@ def _page(variant: Variant, side: int) -> Any:
     def find(first, stored, place, number):  # type: ignore[no-untyped-def]
         """Return the view of a page as if the pages before it lay before it."""
         block, prefix = load_int(place, number), stored.prefix
-        ahead = number * meta_rows * first.meta_row
+        skipped = number * meta_rows * first.meta_row
         return moved(
             first,
             block * prefix.codes.batch - number * rows * first.row,
-            block * prefix.scale.batch - ahead,
-            block * prefix.zero.batch - ahead,
+            block * prefix.scale.batch - skipped,
+            block * prefix.zero.batch - skipped,
             0,
         )
 

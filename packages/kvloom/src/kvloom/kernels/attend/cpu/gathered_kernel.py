@@ -126,7 +126,7 @@ def _score(variant: Variant) -> Any:
         while j < n:
             many, packed = unpack_keys(a, sources, lo + j, n - j, mem)
             q = mem.packed_queries if own_queries and packed else mem.queries
-            for m0 in range(0, padded, w):  # rows behind the last are cleared later
+            for m0 in range(0, padded, w):  # rows after the last are cleared later
                 for i in range(0, many, at_once):
                     scores(
                         q + 4 * m0 * d, mem.begin, mem.block + 4 * d * i, 4 * d,

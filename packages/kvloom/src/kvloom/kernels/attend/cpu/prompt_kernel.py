@@ -4,7 +4,7 @@ Decides the order of steps. A task is a query head and a block of query rows. Ti
 products of the rows and the keys become weights exp(logit - the row's largest so far), rounded to
 bf16, whose products with the tile's values are added to what the former tiles left. Pairs of bf16
 numbers are multiplied in one instruction. The last rows, which see the most keys, come first.
-Reference: `reference.attend`; tolerance: that of bf16 weights.
+Reference: `reference.attend_exact`; tolerance: that of bf16 weights.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def prompt() -> Any:
                 store_one(sums + 4 * i, np.float32(0.0))
             for i in range(0, _ROOM * d, 16):
                 store(sums_out + 4 * i, zero16)
-            own, end = n, n  # the first row's key; behind the last that a row sees
+            own, end = n, n  # the first row's key; after the last that a row sees
             if a.causal:
                 own = n - t + row0
                 end = own + rows

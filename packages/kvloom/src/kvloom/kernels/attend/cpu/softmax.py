@@ -31,7 +31,7 @@ from ...simd import (
 
 @kernel_step
 def start_task(a, head, part, padded, sets, d, own_queries, sums, queries, packed_queries, maxima):  # type: ignore[no-untyped-def]
-    """Clear sums and maxima, and write queries times scale, zeros behind the last row.
+    """Clear sums and maxima, and write queries times scale, zeros after the last row.
 
     a: the kernel's arguments. own_queries: whether packed keys have queries of their own,
     packed_queries: those of the arguments, or `query_rotation` applied to the others. The softmax
@@ -76,15 +76,15 @@ def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def weigh(  # type: ignore[no-untyped-def]
-    a, b, h, at_token, nt, ahead, first_row, count, s, s_row, maxima, sums, set_bytes, sets, d
+    a, b, h, at_token, nt, remaining, first_row, count, s, s_row, maxima, sums, set_bytes, sets, d
 ):  # fmt: skip
     """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
 
     a: the kernel's arguments. s: logits of `count` rows, from number first_row of head h on, to nt
-    tokens; the first has number at_token in masks and logits. ahead: tokens from it to the last of
-    the step, which queries do not see beyond themselves. Logits are written to the caller's first,
-    if it wants them. maxima: each row's maximum, with its sum of weights 64 bytes behind. sums:
-    those of all rows, of the first set; those of the other follow after set_bytes.
+    tokens; the first has number at_token in masks and logits. remaining: tokens from it to the last
+    of the step, which queries do not see beyond themselves. Logits are written to the caller's
+    first, if it wants them. maxima: each row's maximum, with its sum of weights 64 bytes behind.
+    sums: those of all rows, of the first set; those of the other follow after set_bytes.
     """
     rows, t = a.rows, a.queries
     for i in range(count):
@@ -95,7 +95,7 @@ def weigh(  # type: ignore[no-untyped-def]
             continue
         bound = nt
         if a.causal:
-            bound = min(nt, max(0, ahead - t + m % t + 1))
+            bound = min(nt, max(0, remaining - t + m % t + 1))
         if a.logits != 0:
             to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * at_token
             for j in range(0, nt, 16):
@@ -152,7 +152,7 @@ def finish_task(a, finished, task, task_sums, maxima, padded, sets, d):  # type:
 def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
-    Lanes behind the last logit get weight 0. bound: how many logits this row sees. bias, visible:
+    Lanes after the last logit get weight 0. bound: how many logits this row sees. bias, visible:
     addresses or 0. top: the largest logit so far; top' includes these logits.
     """
     best = splat(np.float32(-np.inf))

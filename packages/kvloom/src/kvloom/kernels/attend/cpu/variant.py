@@ -130,7 +130,7 @@ class Variant(NamedTuple):
     values: SideConstants = SideConstants()
     page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
     lead: bool = False  # exact tokens stand before the others
-    spans: bool = False  # tokens of which heads have different numbers stand behind them
+    spans: bool = False  # tokens of which heads have different numbers stand after them
 
     @property
     def sides(self) -> tuple[SideConstants, SideConstants]:

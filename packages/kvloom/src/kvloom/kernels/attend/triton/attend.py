@@ -1,6 +1,6 @@
 """Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
-Each region takes a call, chosen tokens and the tokens behind them one each; the states are merged.
+Each region takes a call, chosen tokens and the tokens after them one each; the states are merged.
 Importing this does not import Triton; the first call does.
 """
 

@@ -161,7 +161,7 @@ def call(
 
 
 class _Regions(NamedTuple):
-    """Where the regions of `decode_kernel._split` end; the last one ends behind all tokens."""
+    """Where the regions of `decode_kernel._split` end; the last one ends after all tokens."""
 
     both_packed_end: int
     any_packed_end: int

@@ -12,7 +12,7 @@ loaded once. Only where tokens are chosen, and at 1.5 bits (five to a byte), doe
 its own byte. A code of 1, 2, 4 or 8 bits becomes 1 + c / 2^bits by a shift, an and, an or; a number
 is then x * S + Z with S = 2^bits * scale, Z = zero - S, in fp32, and enters the products in the
 model's dtype, as the reference's unpacked copy does. Sums are fp32. Reference:
-`reference.attend`; tolerance: see `tests/kernels/test_gpu_attend.py`.
+`reference.attend_exact`; tolerance: see `tests/kernels/test_gpu_attend.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as i
 
 @triton.jit
 def _rows(at, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
-    """The rows `row` [N] of a matrix with D channels: [N, DP], zeros behind."""
+    """The rows `row` [N] of a matrix with D channels: [N, DP], zeros after."""
     mask = ok[:, None]
     if D != DP:
         mask = mask & (o_d[None, :] < D)

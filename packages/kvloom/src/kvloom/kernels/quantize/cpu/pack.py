@@ -69,7 +69,7 @@ class Packer:
         nonpadding: Tensor | None = None,
         rope: RopeAngles | None = None,
     ) -> None:
-        """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
+        """Write x [B, Hk, T, D] after `begin` packed tokens, into storage that has room.
 
         Codes, scales and zeros are those of the reference; filler codes of the last pack block are
         0. nonpadding: bool [B, 1 or Hk, T], False for padding, which does not enter the range of a

@@ -180,7 +180,7 @@ def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
-    """Join the codes of the tile into bytes, 0 behind the last token."""
+    """Join the codes of the tile into bytes, 0 after the last token."""
     spec, gap, row = a.spec, sizes.row, a.codes.row
     tokens = tile.begun + tile.hi - tile.lo
     blocks = -(-tokens // spec.per_block)

@@ -116,11 +116,11 @@ def decode_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     zeros, scales = mem.low, mem.high
     if sharing == STATIC:
         zeros, scales = a.static_zero, a.static_scale
-    ahead = tile.lo - first_token(spec, tile.lo)  # tokens of its first row of scales before it
+    skipped = tile.lo - first_token(spec, tile.lo)  # tokens of its first row of scales before it
     for t in range(tile.hi - tile.lo):
         codes, skip = (
             mem.codes + (tile.begun + t) * sizes.row,
-            meta_at(spec, sizes.padded, ahead + t),
+            meta_at(spec, sizes.padded, skipped + t),
         )
         decode_row(
             codes, sizes.row, sharing, group, group_of, zeros + skip, scales + skip, divisor,

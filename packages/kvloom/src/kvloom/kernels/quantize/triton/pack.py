@@ -45,7 +45,7 @@ def pack(
     nonpadding: Tensor | None = None,
     rope: RopeAngles | None = None,
 ) -> None:
-    """Write x [B, Hk, T, D] behind `begin` packed tokens, into storage that has room.
+    """Write x [B, Hk, T, D] after `begin` packed tokens, into storage that has room.
 
     Arguments as in `cpu.pack.pack`; torch rotates by `rope`.
     """
@@ -186,7 +186,7 @@ def _storage(
 def _tile(
     x: Tensor, bits: float, at: int, group: int = 0, whole: bool = False
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the shape of a tile of tokens like x behind `at`, and the grid."""
+    """Return the shape of a tile of tokens like x after `at`, and the grid."""
     n, d, per_block = x.shape[2], x.shape[3], PACK_BLOCK[bits][0]
     p, db, blocks = (
         cuda.padded_size(per_block, 1),

@@ -135,7 +135,7 @@ def tile_of(
     begin, n, heads, D,
     PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
-    """The tile of a program among the n tokens behind `begin`.
+    """The tile of a program among the n tokens after `begin`.
 
     Returns its batch row, head, pack blocks [A], channels [DB] and which of these there are, tokens
     [A, P] counted from `begin`, and which of these there are.
@@ -158,7 +158,7 @@ def pack(
     PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, G: tl.constexpr,
     REAL: tl.constexpr, BEGUN: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Quantize and pack a tile of the n tokens behind `begin`.
+    """Quantize and pack a tile of the n tokens after `begin`.
 
     Grid: (tiles of A pack blocks, row and head, ranges of DB channels). CHANNEL: a tile is a group
     of tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the

@@ -16,7 +16,7 @@ from ... import dispatch
 from ...arguments import NUMBERS, address, padded, strides
 from ...limits import DTYPES, Coverage
 from ..noise import Noise
-from ..reference import MassOptions, ahead_problem
+from ..reference import MassOptions, later_problem
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
 
 _NOISE = {"constant": NO_NOISE, "gumbel": GUMBEL, "gaussian": GAUSSIAN}
@@ -52,13 +52,15 @@ COVERAGE = Coverage(
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_NOISE)}", _other_noise),
     ("no gradient", _gradient),
-    ("causal queries", ahead_problem),
+    ("causal queries", later_problem),
 )
 
 
-def problems(q: Tensor, k: Tensor, noise: Noise | None, ahead: Tensor | None = None) -> list[str]:
+def problems(
+    q: Tensor, k: Tensor, noise: Noise | None, later_seen: Tensor | None = None
+) -> list[str]:
     """Return why no kernel sums the attention of q [B, Hq, T, D] to k [B, Hk, N, D]."""
-    return COVERAGE.problems(q, k, noise, ahead)
+    return COVERAGE.problems(q, k, noise, later_seen)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

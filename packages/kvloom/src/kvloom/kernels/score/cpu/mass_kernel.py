@@ -165,7 +165,7 @@ def _options(options, b, h, head):  # type: ignore[no-untyped-def]
 
 @cache
 def panels(vectors: int) -> Any:
-    """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 behind the last.
+    """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 after the last.
 
     Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile.
     See `mass.column_mass` for the call.

@@ -15,7 +15,7 @@ from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, Coverage, dtype_problem
 from ..noise import Noise
-from ..reference import MassOptions, ahead_problem
+from ..reference import MassOptions, later_problem
 
 _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
@@ -41,7 +41,7 @@ COVERAGE = Coverage(
     (f"`head_dim` up to {_WIDEST}", lambda q, k, *_: cuda.wide_head(k, _WIDEST)),
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
-    ("causal queries", ahead_problem),
+    ("causal queries", later_problem),
     ("no other keys in the softmax", _other_keys),
 )
 
@@ -50,11 +50,11 @@ def problems(
     q: Tensor,
     k: Tensor,
     noise: Noise | None = None,
-    ahead: Tensor | None = None,
+    later_seen: Tensor | None = None,
     rest: Tensor | None = None,
 ) -> list[str]:
     """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    return COVERAGE.problems(q, k, noise, ahead, rest)
+    return COVERAGE.problems(q, k, noise, later_seen, rest)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

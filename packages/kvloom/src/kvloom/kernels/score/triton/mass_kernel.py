@@ -75,10 +75,10 @@ def shaped(
     if NOISE == 2:
         s += 0.5772156649015329
     s *= over_tau
-    ahead = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
-    see = inside[None, :] & (ahead <= 0)
+    after = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
+    see = inside[None, :] & (after <= 0)
     if WINDOW:
-        see = see & (ahead > -window)
+        see = see & (after > -window)
     if VISIBLE:
         see = see & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
     return tl.where(see, s, float("-inf"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvloom.errors import IncompatibleRecipe, RecipeError
-from kvloom.keep import Budget, Fit, Keep, Mass, Noisy, Observation, Scorer
+from kvloom.keep import Budget, Keep, Mass, Noisy, Observation, Scorer
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
@@ -88,7 +88,7 @@ def test_channels_that_cannot_be_regrouped_are_refused(fields, says):
         (lambda: Mass("a"), "damping='a' must be a number"),
         (lambda: Observation(2.5), "window=2.5 must be a whole number"),
         (lambda: Noisy(tau_end=float("nan")), "tau_end=nan must be a finite number"),
-        (lambda: Fit(ridge=float("inf")), "ridge=inf must be a finite number"),
+        (lambda: Mass(float("inf")), "damping=inf must be a finite number"),
         (lambda: Noisy(steps=0.5), "steps=0.5 must be a whole number"),
         (lambda: Keep(Budget(5), when=["step"]), "when=['step'] must be a string"),
         (lambda: Keep(Budget(5), query_heads={}), "query_heads={} must be a string"),

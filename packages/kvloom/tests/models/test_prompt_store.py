@@ -175,7 +175,7 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
     def run(options):
         torch.manual_seed(0)
         options = {"attention_mask": None, **options}
-        out = model.generate(**options, max_new_tokens=4, do_sample=False, eos_token_id=None)
+        out = model.generate(**options, max_new_tokens=4, do_sample=False, eos_token_id=-1)
         return out if isinstance(out, torch.Tensor) else out.sequences
 
     with kvloom.attach(model, PACKED):

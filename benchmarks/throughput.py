@@ -21,13 +21,13 @@ import torch
 
 import record
 from kvloom.recipe import resolve
+from kvloom.units import parse_bytes
 from kvloom_lab.bench import ModelShape
 from kvloom_lab.bench.candidates import generate_candidates
 from kvloom_lab.bench.serving import DYNAMIC
 from kvloom_lab.bench.throughput import Requests
 from kvloom_lab.models import random_llama
 from kvloom_lab.planner.model import read_model
-from kvloom_lab.planner.units import parse_bytes
 
 PROMPT, NEW, STEPS = 1024, 256, 4
 

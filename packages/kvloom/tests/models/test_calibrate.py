@@ -212,7 +212,7 @@ def refused(model, spec) -> str:
     with pytest.raises(IncompatibleRecipe) as error:
         kvloom.attach(model, spec)
     routing = getattr(model, "_kvloom", None)
-    assert routing is None or routing.recipe is None
+    assert routing is None or routing.attached.recipe is None
     with pytest.raises(IncompatibleRecipe):
         kvloom.Cache(model, spec)
     assert "\n" not in str(error.value)

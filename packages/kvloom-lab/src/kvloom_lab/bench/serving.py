@@ -98,7 +98,7 @@ def as_paged(recipe: Recipe) -> Recipe:
 
 
 def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> RunFigures | str:
-    """Return the figures of a job, or why there are none.
+    """Return the figures of a job, or the reason why it failed.
 
     first: whether this is the first round. It measures the divergence and the bytes of a request,
     and leaves out requests that do not fit after all.

@@ -102,7 +102,7 @@ class Requests:
     def job(
         self, name: str, cache: Recipe | str, nbytes: int | str, batch: int = 0, **more: Any
     ) -> Job | ThroughputRow:
-        """Return a job, or a row with the reason why there is none.
+        """Return a job; for a cache that cannot run, a row with the reason.
 
         nbytes: of one request, or why it is not known. batch: requests; 0: as many as fit.
         """
@@ -173,7 +173,7 @@ def requests_of(
 def jobs(
     requests: Requests, recipes: Sequence[Recipe], peers: Sequence[str]
 ) -> list[Job | ThroughputRow]:
-    """Return the job of each cache, or a row with the reason why there is none.
+    """Return the job of each cache; for one that cannot run, a row with the reason.
 
     peers: some of `PEERS`. Raises `InputError` if no request fits into any cache.
     """

@@ -21,7 +21,7 @@ from .options import (
     parse_numbers,
     parse_recipes,
     silence_transformers,
-)  # fmt: skip
+)
 from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
 from .progress import show_progress
 

@@ -83,7 +83,7 @@ def export_command(
 
 
 def _opened(folder: Path, **limits: str) -> PromptStore:
-    """Return the store of a folder; raises `InputError` if it is none."""
+    """Return the store of a folder; raises `InputError` if the folder holds no store."""
     from kvloom import PromptStore
 
     if not any(folder.glob("index-*.sqlite")) and not any(folder.glob("*.safetensors")):

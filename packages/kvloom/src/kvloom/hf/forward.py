@@ -121,15 +121,15 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
         if cache.learned_positions:
             changes["position_ids"] = _closed_up(cache, new, kwargs)
         return changes
-    routing = model._kvloom
-    if routing.new_cache is None or model.training or cache is not None:
+    attached = model._kvloom.attached
+    if attached.new_cache is None or model.training or cache is not None:
         return {}
     use = kwargs.get("use_cache")
     if use is None:
         use = getattr(compat.decoder_config(model), "use_cache", True)
     if not use:
         return {}
-    return {"past_key_values": routing.new_cache(model, routing.recipe), "use_cache": True}
+    return {"past_key_values": attached.new_cache(model, attached.recipe), "use_cache": True}
 
 
 def check_mask(mask: Any) -> None:

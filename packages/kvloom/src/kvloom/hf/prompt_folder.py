@@ -71,7 +71,7 @@ class Entry:
 
 
 class PromptFolder:
-    """The entries of a folder, which is created if there is none.
+    """The entries of a folder, which is created if it is missing.
 
     Raises `StoreError` wherever the folder or the database cannot be used.
     """
@@ -94,11 +94,11 @@ class PromptFolder:
         return self.folder / f"{key}{_SUFFIX}"
 
     def longest(self, chain: Sequence[bytes]) -> int:
-        """Return how many digests of a chain the longest entry covers; 0: there is none."""
+        """Return how many digests of a chain the longest entry covers; 0: no entry does."""
         return self._run(lambda db: _last(db, "SELECT key FROM entries WHERE key IN", chain))
 
     def last_seen(self, chain: Sequence[bytes]) -> int:
-        """Return how many digests of a chain an earlier prompt had at least; 0: none."""
+        """Return how many digests of a chain an earlier prompt had at least; 0: no prompt."""
         return self._run(lambda db: _last(db, "SELECT digest FROM seen WHERE digest IN", chain))
 
     def note(self, chain: Sequence[bytes], max_bytes: int) -> None:
@@ -312,7 +312,7 @@ def _delete(db: sqlite3.Connection, key: str) -> None:
 
 
 def _last(db: sqlite3.Connection, select: str, chain: Sequence[bytes]) -> int:
-    """Return the place, from 1 on, of the last digest of a chain that a query finds; 0: none."""
+    """Return the place, from 1 on, of the last digest of a chain that a query finds, else 0."""
     for end in range(len(chain), 0, -_PAGE):
         part = chain[max(0, end - _PAGE) : end]
         marks = ",".join("?" * len(part))

@@ -69,7 +69,7 @@ class PromptStore:
     for the same tokens, weights, config, adapters, recipe, calibration, dtype, versions and tenant.
 
     Args:
-        folder: Created if there is none.
+        folder: Created if it is missing.
         max_bytes: The largest size of the folder, such as "20GiB". Beyond it, the entries of the
             longest disuse are removed.
         max_age: How long an unused entry stays, such as "30d".
@@ -78,7 +78,7 @@ class PromptStore:
 
     Raises:
         StoreError: The folder cannot be used.
-        InputError: A size or an age is none.
+        InputError: A size or an age cannot be read.
     """
 
     def __init__(

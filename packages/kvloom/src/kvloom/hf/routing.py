@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,20 +24,29 @@ from .forward import RoutedForward, nothing_new
 from .routed import RoutedCache
 
 
+class Attached(NamedTuple):
+    """How `generate()` gets a cache.
+
+    recipe: of the cache. new_cache: makes it for the model; None: `generate()` gets no cache from
+    kvloom. read_prompt: see `RoutedCache`.
+    """
+
+    recipe: Recipe | None = None
+    new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
+    read_prompt: Callable[..., Any] | None = None
+
+
 @dataclass
 class Routing:
-    """What `unroute` restores, and how `generate()` gets a cache (None: it gets none).
+    """What `unroute` restores, and what is attached.
 
-    configs: of the modules that attend, or make masks, in a step with a kvloom cache. new_cache:
-    makes a cache of the attached recipe for the model. read_prompt: see `RoutedCache`.
+    configs: of the modules that attend, or make masks, in a step with a kvloom cache.
     """
 
     configs: list[Any]
     changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
     forwards: list[RoutedForward]
-    recipe: Recipe | None = None
-    new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
-    read_prompt: Callable[..., Any] | None = None
+    attached: Attached = field(default_factory=Attached)
 
     def __deepcopy__(self, memo: dict) -> Routing:
         """Copy together with the model that this belongs to."""
@@ -49,9 +58,10 @@ class Routing:
         """Take the state out of a pickle: the model in it stays attached."""
         vars(self).update(state)
         attention.register()
-        if self.recipe is not None:
+        recipe = self.attached.recipe
+        if recipe is not None:
             warnings.warn(
-                f"the unpickled model has recipe {self.recipe.name!r} attached, as it had when it "
+                f"the unpickled model has recipe {recipe.name!r} attached, as it had when it "
                 "was pickled; call kvloom.detach(model) for the plain model",
                 stacklevel=2,
             )
@@ -97,28 +107,17 @@ def unroute(model: PreTrainedModel) -> None:
     del model._kvloom
 
 
-class Attached(NamedTuple):
-    """What `generate()` makes caches of, with what, and how they read prompts: see `Routing`."""
-
-    recipe: Recipe | None = None
-    new_cache: Callable[[PreTrainedModel, Recipe], RoutedCache] | None = None
-    read_prompt: Callable[..., Any] | None = None
-
-
 def attachment(model: PreTrainedModel) -> Attached | None:
     """Return what is attached to a routed model; None: it is not routed."""
     routing = getattr(model, "_kvloom", None)
-    if routing is None:
-        return None
-    return Attached(routing.recipe, routing.new_cache, routing.read_prompt)
+    return None if routing is None else routing.attached
 
 
 def set_attachment(model: PreTrainedModel, attached: Attached | None) -> None:
     """Route the model with what is attached to it; None: undo its routing."""
     if attached is not None:
         route(model)
-        for name, value in attached._asdict().items():
-            setattr(model._kvloom, name, value)
+        model._kvloom.attached = attached
     elif attachment(model) is not None:
         unroute(model)
 
@@ -157,12 +156,12 @@ def _prepare_cache(
     **kwargs: Any,
 ) -> Any:
     """Build a kvloom cache where transformers would build its default one."""
-    routing, cache = model._kvloom, model_kwargs.get("past_key_values")
+    attached, cache = model._kvloom.attached, model_kwargs.get("past_key_values")
     uses_cache = generation_config.use_cache is not False
     uses_cache = uses_cache and generation_config.cache_implementation is None
-    if cache is None and uses_cache and routing.new_cache is not None:
-        cache = model_kwargs["past_key_values"] = routing.new_cache(model, routing.recipe)
-        cache.read_prompt = routing.read_prompt
+    if cache is None and uses_cache and attached.new_cache is not None:
+        cache = model_kwargs["past_key_values"] = attached.new_cache(model, attached.recipe)
+        cache.read_prompt = attached.read_prompt
     if isinstance(cache, RoutedCache):
         tokens = [
             model_kwargs[name].shape[-1]

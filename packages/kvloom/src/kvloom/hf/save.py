@@ -177,10 +177,7 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
         raise SavedCacheError(
             f"{name} is damaged, or was never a saved cache; prefill and save the cache again"
         ) from error
-    except (
-        OSError,
-        RuntimeError,
-    ) as error:  # safetensors raises the latter for a file that is gone
+    except (OSError, RuntimeError) as error:  # the latter by safetensors, for a file that is gone
         reason = getattr(error, "strerror", None) or error
         raise SavedCacheError(
             f"{name} cannot be read: {reason}; check its permissions and its disk"

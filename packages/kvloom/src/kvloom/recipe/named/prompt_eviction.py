@@ -155,10 +155,9 @@ def kvzip(
     that stay, so that they replace all values, as for `rotated`.
 
     Departures: every layer and head keeps equally many tokens by default (the official code divides
-    one budget over all of them, as head_share=0,layers=joint
-    does); the instruction is given as token
-    ids, as a model has no tokenizer; the default has no instruction; later chunks have the same
-    instruction as the first one.
+    one budget over all of them, as head_share=0,layers=joint does); the instruction is given as
+    token ids, as a model has no tokenizer; the default has no instruction; later chunks have the
+    same instruction as the first one.
     """
     scorer = Reconstruction(chunk, instruction)
     return _once(

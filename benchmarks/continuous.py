@@ -115,8 +115,9 @@ def main() -> None:
     seconds: dict[tuple, list[float]] = {run: [] for run in runs}
     for (name, _kind), run in runs.items():  # compile kernels
         run(model, name, [x[: PAGE + 2] for x in prompts], 4)
-    for _ in range(options.rounds):
+    for i in range(options.rounds):
         for (name, kind), run in runs.items():
+            print(f"round {i + 1} of {options.rounds}: {name}, {kind}", flush=True)
             seconds[name, kind] += run(model, name, prompts, options.new_tokens)
     median = {run: statistics.median(x) for run, x in seconds.items()}
     rows = []

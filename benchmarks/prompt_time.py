@@ -5,7 +5,7 @@ Recipes alternate. Times are processor time, which other load on the machine har
 are medians over rounds, each with another text. The first round compiles kernels and is left out.
 
     python benchmarks/prompt_time.py
-    python benchmarks/prompt_time.py --tokens 1024 --recipes kvzip:tokens=256 snapkv:tokens=256
+    python benchmarks/prompt_time.py --tokens 6144 --recipes full small --result prompt_time_6144
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def processor_seconds(fn: Callable) -> float:
 def main() -> None:
     scores = [f"{name}:tokens=256" for name in ("knorm", "snapkv", "expected", "kvzip", "rotated")]
     recipes = ["full", "near-lossless", "balanced", "small", "tiny", "micro", *scores]
-    options = record.options(__doc__, tokens=[512, 1024, 2048], rounds=5, recipes=recipes)
+    options = record.options(
+        __doc__, tokens=[512, 1024, 2048], rounds=5, recipes=recipes, result="prompt_time"
+    )
     torch.set_num_threads(1)
     model, tokenizer = load("smollm2", "bfloat16")
     ids = tokenizer(prose(), return_tensors="pt", verbose=False).input_ids
@@ -69,7 +71,7 @@ def main() -> None:
                 f"{tokens:>6} {recipe:>14}: {rows[-1]['seconds']:6.2f} s, "
                 f"{rows[-1]['ratio']:.2f} times {STOCK} [{min(ratios):.2f}, {max(ratios):.2f}]"
             )
-    record.write("prompt_time", {"environment": record.environment(), "rows": rows})
+    record.write(options.result, {"environment": record.environment(), "rows": rows})
 
 
 if __name__ == "__main__":

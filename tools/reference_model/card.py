@@ -37,11 +37,11 @@ the configuration accepts longer ones. The tokenizer is a byte-level BPE of
 ## Data
 
 Text that ships with CPython: the standard library's sources, tests included, and the help topics
-of `pydoc` ({python}; see `corpus.py`). {held_out} % of the files, chosen by a hash of their names,
-are held out. {task_share} of the sequences (more of the short ones) contain generated tasks as in
-`tasks.py` (needles in text, key-value lists, copying, variable tracking), with a question about
-every fact in them.
-The weights have this project's licence; the text has the PSF licence.
+of `pydoc` ({python}; `kvloom_lab/workload/text.py` collects them). {held_out} % of the files,
+chosen by a hash of their names, are held out. {task_share} of the sequences (more of the short
+ones) contain tasks that `tools/reference_model/tasks.py` generates: needles, key-value lists,
+copying and variable tracking, with a question about every fact. The weights have this project's
+licence; the text has the PSF licence.
 
 ## Training
 
@@ -51,8 +51,8 @@ The weights have this project's licence; the text has the PSF licence.
 
 ![loss and recall by step](training.png)
 
-On another machine, `--hours` results in another number of steps; `--steps {steps}` repeats the
-schedule by steps instead. Muon for the matrices, AdamW for embedding and norms, bfloat16 autocast.
+`--steps {steps}` repeats the schedule on a machine of another speed. The optimizers are Muon for
+the matrices and AdamW for embedding and norms, under bfloat16 autocast.
 
 ## Measured
 
@@ -79,16 +79,15 @@ different tokens:
 ![mass on the first token](sink.png)
 ![mass on the needle's digit](recall.png)
 
-1024-token needle prompts, eager attention. Sink: mean mass on `<s>` of all queries from the 64th
-on. Recall: mean mass on needle digit j of the query that predicts answer digit j.
-{heads}
+In 1024-token needle prompts with eager attention: the mean mass on `<s>` of all queries from the
+64th on, and the mean mass on needle digit j of the query that predicts answer digit j.
 
 ## Limits
 
 - It has only a weak attention sink: most heads hardly attend to `<s>`. Hence the gain from
   protecting the first tokens is smaller here than in large models.
 - Its text is Python sources and reference prose; its perplexity does not apply to other text.
-- Questions have the forms in `tasks.py`; the model follows no instructions.
+- Questions have the forms of these tasks; the model follows no instructions.
 - It was trained for retrieval, so few heads do it, with sharp attention. A method that keeps those
   tokens does well here; a large model may distribute the same work over many heads.
 """
@@ -147,7 +146,6 @@ def card(
         other=_other(found["other_tasks"]),
         chars=characters / tokens,
         perplexity=_perplexity(found["perplexity"]),
-        heads=_heads(found["attention"]),
     )
 
 
@@ -195,7 +193,7 @@ def _pyplot() -> Any:
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def _training(log: list[dict[str, Any]]) -> str:
@@ -235,17 +233,6 @@ def _other(tasks: dict[str, Any]) -> str:
 def _perplexity(found: dict[str, Any]) -> str:
     rows = [[n, f"{r['all']:.2f}", f"{r['late']:.2f}"] for n, r in found.items()]
     return _table(["window", "perplexity", "late"], rows)
-
-
-def _heads(attention: dict[str, Any]) -> str:
-    def strongest(mass: list[list[float]]) -> str:
-        cells = [(v, i, j) for i, row in enumerate(mass) for j, v in enumerate(row)]
-        return ", ".join(f"layer {i} head {j} ({v:.2f})" for v, i, j in sorted(cells)[:-4:-1])
-
-    return (
-        f"Strongest sinks: {strongest(attention['sink'])}. "
-        f"Strongest recall: {strongest(attention['recall'])}."
-    )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvloom_lab.eval.summary import higher_is_better
@@ -29,9 +30,6 @@ FRONT = {  # the recommended recipe of a size, and the papers' own recipes of th
 }
 SCORES = (
     ("perplexity", "kl_mean"),
-    ("perplexity", "kl_p999"),
-    ("free", "kl_mean"),
-    ("free", "diverged_at"),
     ("niah", "correct"),
     ("ruler", "correct"),
     ("multiturn", "correct"),
@@ -39,7 +37,16 @@ SCORES = (
 
 
 def table(figures: list[dict]) -> str:
-    """Return perplexity and needles as a Markdown table, by bytes."""
+    """Return perplexity and needles as a Markdown table, by bytes; KL with its interval."""
+    return _by_bytes(figures, lambda kl: f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]")
+
+
+def means(figures: list[dict]) -> str:
+    """Return the same table without the intervals."""
+    return _by_bytes(figures, lambda kl: f"{kl['mean']:.4f}")
+
+
+def _by_bytes(figures: list[dict], divergence: Callable[[dict], str]) -> str:
     rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
     needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
     lines = [
@@ -48,10 +55,9 @@ def table(figures: list[dict]) -> str:
     ]
     for row in sorted(rows, key=lambda f: -f["share"]):
         s, found = row["scores"], needles.get(row["recipe"])
-        kl = s["kl_mean"]
         lines.append(
             f"|`{row['recipe']}`|{row['share']:.1%}|{over_full(row):.3f}×|"
-            f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]|{s['agreement']['mean']:.1%}|"
+            f"{divergence(s['kl_mean'])}|{s['agreement']['mean']:.1%}|"
             f"{'' if found is None else format(found['mean'], '.0%')}|"
         )
     return "\n".join(lines)
@@ -128,7 +134,7 @@ def _interval(score: dict) -> str:
     return f"{score['mean']:.3g}{bounds}"
 
 
-KINDS = {"table": table, "tasks": tasks, "free": free, "front": front}
+KINDS = {"table": table, "means": means, "tasks": tasks, "free": free, "front": front}
 
 
 def published(run: str) -> list[dict]:

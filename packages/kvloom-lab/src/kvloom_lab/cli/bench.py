@@ -58,9 +58,7 @@ _THREADS = Annotated[
 ]
 _REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
 _PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
-_BASELINES_HELP = (
-    "What to compare with: all that take at most a minute, none, or some of {}: dynamic,fp8."
-)
+_BASELINES_HELP = "all that take at most a minute, none, or some of {}."
 
 
 @app.command("decode")
@@ -201,19 +199,13 @@ def throughput(
     memory: Annotated[str, typer.Option(help="Bytes of all requests' caches, such as 304MiB.")],
     prompt: Annotated[
         str,
-        typer.Option(
-            help="Tokens of a prompt, one number or several: 1024,2048; 160+338 also gives the new "
-            "tokens."
-        ),
+        typer.Option(help="Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens."),
     ] = "1024",
     new: Annotated[int, typer.Option(min=2, help="Tokens that a request generates.")] = 256,
     recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
     baselines: Annotated[
         str,
-        typer.Option(
-            help="What to compare with: all, none, or some of dynamic, quanto, hqq, fp8, kvpress "
-            "and continuous: dynamic,fp8."
-        ),
+        typer.Option(help="all, none, or some of dynamic, quanto, hqq, fp8, kvpress, continuous."),
     ] = "all",
     model: Model = "reference",
     dtype: Dtype = "auto",

@@ -37,10 +37,7 @@ from .outputs import (
 )
 from .progress import show_progress
 
-TASKS_HELP = (
-    "{}; parts of a task follow a colon: "
-    '"niah:single+passkey", "ruler:vt+cwe", "longbench:trec+lcc".'
-)
+TASKS_HELP = "{}; parts of a task follow a colon: ruler:vt+cwe."
 
 if TYPE_CHECKING:
     from kvloom.recipe import Geometry, Recipe
@@ -73,16 +70,14 @@ def compare_command(
     ask: Annotated[
         str,
         typer.Option(
-            help="Ask about needles after the context is compressed (after), or at the end of the "
-            "prompt (inside)."
+            help="Ask for needles after compression (after), or at the end of the prompt (inside)."
         ),
     ] = "after",
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Tokens that recipes keep, or that a step reads in recipes with recall: a number "
-            "(512), or a fraction of the context (0.25). Other recipes, such as kivi, have no "
-            "budget."
+            help="Tokens that a recipe keeps, or reads in a step of recall: a number (512), or a "
+            "fraction of the context (0.25)."
         ),
     ] = None,
     dtype: Dtype = "auto",
@@ -195,16 +190,14 @@ def eval_command(
         int,
         typer.Option(
             min=1,
-            help="Samples of each length (niah: of each cell of the grid; ruler, longbench: of "
-            "each part).",
+            help="Samples of each length; of each cell (niah) or part (ruler, longbench).",
         ),
     ] = 4,
     max_new_tokens: Annotated[
         int,
         typer.Option(
             min=1,
-            help="Tokens to predict (perplexity) or to generate (free, trace, summarize, "
-            "instructions).",
+            help="Tokens to predict (perplexity) or to generate.",
         ),
     ] = 128,
     batch: Annotated[
@@ -213,15 +206,13 @@ def eval_command(
     ask: Annotated[
         str,
         typer.Option(
-            help="Ask the question after the context is compressed (after), or at the end of "
-            "what is compressed (inside)."
+            help="Ask the question after compression (after), or at the end of the prompt (inside)."
         ),
     ] = "after",
     bytes: Annotated[
         str | None,
         typer.Option(
-            help='Shares of the exact cache\'s bytes, such as "0.25" or "0.25,0.125": every recipe '
-            "that evicts gets the budget at which its cache takes that share."
+            help='Shares of the exact cache\'s bytes that recipes with eviction get: "0.25,0.125".'
         ),
     ] = None,
     budget: Annotated[

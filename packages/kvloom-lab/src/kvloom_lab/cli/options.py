@@ -34,7 +34,8 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="auto (the dtype of the weights), bfloat16, float16 or float32.")
+    str,
+    typer.Option(help="auto (default; the dtype of the weights), bfloat16, float16 or float32."),
 ]
 Json = Annotated[
     str | None,

@@ -68,13 +68,13 @@ def text(results: dict[str, dict[tuple[str, str], Records]]) -> str:
     if forms:
         lines += ["", "## Forms with another outcome", "", *_grouped(forms, "{form}: {outcome} ")]
     for version, models in list(results.items())[:-1]:
-        changed = [
-            (pair[0], records[0])
-            for pair, records in models.items()
-            if records[0]["outcome"] != newest[pair][0]["outcome"]
-        ]
+        changed = {
+            name
+            for (name, kind), records in models.items()
+            if records[0]["outcome"] != newest[name, kind][0]["outcome"]
+        }
         title = f"## Models with another outcome in transformers {version}"
-        lines += ["", title, "", *_grouped(changed, "{outcome} ")]
+        lines += ["", title, "", ", ".join(f"`{name}`" for name in sorted(changed))]
     return "\n".join(lines)
 
 

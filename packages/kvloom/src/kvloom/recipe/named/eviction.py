@@ -1,7 +1,8 @@
 """Recipes that evict tokens after the prompt and after every step.
 
 The prompt's own attention is exact. Each key/value head decides for itself, by the sum of its query
-heads' scores. Evicted tokens free their memory. Options they share:
+heads' scores. Evicted tokens free their memory. docs/recipes states how each recipe departs from
+its paper. Options that they share:
 
 tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 recent: how many tokens of the budget (or which share of it) are the newest, whatever their score.
@@ -27,11 +28,7 @@ def h2o(
     positions: str = "original",
     damping: float = 1.0,
 ) -> Recipe:
-    """H2O (arXiv:2306.14048): heavy hitters by accumulated attention, half of it recent.
-
-    Departures: the official code decides per query head, and counts a step's own token in the
-    recent window, so that it attends to one token fewer.
-    """
+    """H2O (arXiv:2306.14048): heavy hitters by accumulated attention, half of it recent."""
     return _by_score(Mass(damping), fraction, recent, tokens, layers, shared, limit, positions)
 
 

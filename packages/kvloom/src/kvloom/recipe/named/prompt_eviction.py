@@ -1,6 +1,8 @@
 """Recipes that evict tokens once, after the first prompt. Later tokens stay.
 
-Options they share:
+docs/recipes states how each recipe departs from its paper.
+
+Options that they share:
 
 tokens, fraction: the budget, in tokens or as a fraction of the prompt: one of the two.
 sinks, recent: the first and the newest tokens that stay, within the budget.
@@ -45,11 +47,7 @@ def snapkv(
     positions: str = "original",
     head_share: float = 1.0,
 ) -> Recipe:
-    """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed.
-
-    Departures: each key/value head decides for itself, by the sum of its query heads' scores; the
-    official code decides per query head. The paper's experiments pool by maximum.
-    """
+    """SnapKV (arXiv:2404.14469): once after the prompt, by its last queries, smoothed."""
     scorer = Observation(window, pool, kernel)
     return _once(
         scorer,
@@ -74,8 +72,6 @@ def pyramidkv(
     """PyramidKV (arXiv:2406.02069): SnapKV with more tokens in lower layers.
 
     Uniform where the prompt is shorter than twice (budget - window), as in KVCache-Factory.
-    Departures: KVCache-Factory rounds the step between layers down; here the layers sum up to the
-    budget.
     """
     return snapkv(tokens, fraction, window, kernel, pool, "pyramidkv", positions)
 
@@ -87,11 +83,7 @@ def knorm(
     recent: int = 32,
     store: str = "full",
 ) -> Recipe:
-    """Key norm (arXiv:2406.11430): once after the prompt, the tokens with the shortest keys.
-
-    Departures: sinks and the newest tokens stay, and all layers are alike (the paper leaves its
-    first layers complete).
-    """
+    """Key norm (arXiv:2406.11430): once after the prompt, the tokens with the shortest keys."""
     return _once(KeyNorm(), tokens, fraction, sinks, recent, store=store)
 
 
@@ -119,10 +111,6 @@ def expected(
     Later queries are taken as Gaussian: their mean and covariance are those of the prompt's queries
     before RoPE, rotated to the next `future` positions. A token's score is the attention that such
     queries are expected to pay to it, plus `epsilon`, times the length of its value.
-
-    Departures: one decision per key/value head, by the mean of its query heads' weights, as in
-    kvpress; the newest `recent` tokens stay (kvpress: recent=0); softcapped logits are capped after
-    the expectation; padding takes part in nothing.
     """
     scorer = Expected(future, epsilon)
     return _once(
@@ -153,11 +141,6 @@ def kvzip(
 
     instruction: token ids before each chunk, separated by spaces, or none. fit: change the values
     that stay, so that they replace all values, as for `rotated`.
-
-    Departures: every layer and head keeps equally many tokens by default (the official code divides
-    one budget over all of them, as head_share=0,layers=joint does); the instruction is given as
-    token ids, as a model has no tokenizer; the default has no instruction; later chunks have the
-    same instruction as the first one.
     """
     scorer = Reconstruction(chunk, instruction)
     return _once(
@@ -194,8 +177,8 @@ def rotated(
     replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
     later tokens stay.
 
-    Departures: no paper has this score. With ALiBi, latents (MLA) and a rotary embedding that
-    changes with the length, the model repeats the prompt instead, as for `kvzip`.
+    With ALiBi, latents (MLA) and a rotary embedding that changes with the length, the model repeats
+    the prompt instead, as for `kvzip`.
     """
     return _once(
         Rotated(chunk, contribution), tokens, fraction, sinks, recent,
@@ -223,10 +206,6 @@ def triattention(
 
     furthest: the furthest later position. block: evict from later text, too, in blocks of so many
     tokens (128 is the paper's interval); 0: later tokens stay.
-
-    Departures: the mean of the queries at hand, which the paper takes from a calibration; the
-    prompt, and a fraction of each block, are evicted from once, where the paper evicts from all
-    generated tokens again, down to a fixed number.
     """
     return _once(
         TriAttention(furthest), tokens, fraction, sinks, recent,
@@ -248,10 +227,6 @@ def minikv(
     Heavy hitters are chosen by accumulated attention over the whole prompt, beside a recent window,
     each share rounded down to whole tokens (section 3.1). What stays is packed; generated tokens
     gather in an exact buffer of `residual`.
-
-    Departures: scores are normalised row by row (the paper's kernel skips it); one decision per
-    key/value head (the official code repeats the heads); the buffer is packed after the step that
-    fills it.
     """
     budget = Budget(fraction=fraction, recent=recent, layers=layers, round_shares=True)
     return _minikv(budget, Mass(), bits, group, residual)
@@ -281,10 +256,7 @@ def minikv_snap(
     residual: int = 128,
     layers: str = "uniform",
 ) -> Recipe:
-    """MiniKV with SnapKV's choice of tokens.
-
-    Departures: it pools by mean, the official scripts by maximum.
-    """
+    """MiniKV with SnapKV's choice of tokens."""
     budget = Budget(fraction=fraction, recent=window, layers=layers)
     return _minikv(budget, Observation(window=window, kernel=kernel), bits, group, residual)
 

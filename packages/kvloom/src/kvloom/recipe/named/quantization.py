@@ -1,7 +1,8 @@
 """Recipes that keep every token and store it in fewer bits.
 
 In all of them a prompt attends exactly, and so does a step to its own token. Codes are computed
-with the stored, rounded scale and zero. Options they share:
+with the stored, rounded scale and zero. docs/recipes states how each recipe departs from its paper.
+Options that they share:
 
 bits: of a code. group: the numbers that share a scale. meta: the dtype of scale and zero.
 residual, window: how many of the newest tokens are exact. sinks: first tokens that stay exact.
@@ -43,10 +44,6 @@ def kivi(
     Keys have outlier channels, so they are quantized per channel (section 3). They gather until
     `residual` tokens are exact, and these are packed together. The newest `residual` values form a
     queue (section 3.2, Algorithm 1). The step that fills the residual still sees exact keys.
-
-    Departures: scales are guarded for constant groups (the official code divides by zero); keys and
-    values are never repeated for grouped-query attention; padding does not enter a group's range.
-    The paper has neither `rotate` nor `sinks`.
     """
     rotation = "head" if rotate else "none"
     return Recipe(
@@ -81,11 +78,6 @@ def turbo(
     Each key and value of a head is rotated by a Hadamard matrix with random signs. Its coordinates
     are rounded to the Lloyd-Max levels of a normal distribution. One scale a vector keeps its norm:
     bits + 16 / head_dim bits a packed value.
-
-    Departures: the levels are those of the paper's form for least squared error, but its scale is
-    the norm of the vector, so the unpacked vector is shorter than the original; here it has the
-    same norm. The paper's second form, which spends a bit of keys on unbiased inner products, is
-    not implemented. All heads and layers share one rotation; recent tokens stay exact.
     """
     fmt = Packed(bits, "token", group, meta, rotation="group")
     return Recipe(store=Store(fmt, fmt), protect=Protect(sinks, window))
@@ -103,10 +95,6 @@ def smoothquant(
 
     As SKVQ's harness runs it: the divisor of a channel is its largest magnitude (alpha = 1: the
     whole scale moves to the cache). There is no window and no sink.
-
-    Departures: the harness quantizes the prompt and a step's token before they attend. A group lies
-    within a head; the harness groups consecutive channels of all heads, which is the same wherever
-    the group divides head_dim.
     """
     packed = partial(Packed, bits, "token", group, meta, smooth=True)
     store = _calibrated(packed(pre_rope=pre_rope), packed(), calibration)
@@ -124,9 +112,6 @@ def rptq(
     """RPTQ (arXiv:2304.01089): channels grouped by calibration, then rounded per token.
 
     As SKVQ's harness runs it, this is SKVQ without clipping, sinks and a window.
-
-    Departures: the harness quantizes the prompt and a step's token before they attend. RPTQ's paper
-    fixes the ranges by calibration; `Packed(..., reorder=True, static=True)` does.
     """
     return skvq(
         bits, bits, group, residual, 0, 1.0, pre_rope=pre_rope, meta=meta, calibration=calibration
@@ -160,10 +145,6 @@ def skvq(
     outlier_score. span: "head" groups the channels of each head by themselves, for tensor
     parallelism. Every step of the paper's ablation is an option: reorder=false, clip=1.0, window=0,
     sinks=0, meta=fp16, pre_rope=false.
-
-    Departures: a table gives the group of each channel and channels keep their order, so no
-    permutation is folded into weights. Factors are searched; the official code has one constant
-    (clip=0.92). A token that leaves the window is packed after the step, which reads it exact.
     """
     packed = partial(
         Packed, axis="token", group=group, meta=meta, span=span, reorder=reorder, clip=clip

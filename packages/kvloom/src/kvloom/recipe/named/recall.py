@@ -1,6 +1,6 @@
 """Recall: every token stays, and a step reads only the tokens that fit its queries.
 
-Options they share:
+docs/recipes states how each recipe departs from its paper. Options that they share:
 
 tokens: how many a step reads, `sinks` and the newest `recent` included.
 query_heads: how those of a key/value head choose together, so that a step reads a token once for
@@ -9,9 +9,6 @@ every query head chooses alone, as in the papers' code.
 full_layers: first layers that read everything.
 tier: where the tokens are stored: device, host or file. steps: beside a tier, the tokens that the
 last `steps` steps read stay on the device, unpacked.
-
-Departures of all: query heads choose together; steps of several tokens (a second turn, a draft)
-read everything.
 """
 
 from __future__ import annotations
@@ -42,8 +39,6 @@ def clusterkv(
     of every 320 generated tokens. A query reads the clusters whose centroids have the largest inner
     product with it, until the budget is full. It always reads the first tokens, and generated
     tokens that are not in a cluster yet.
-
-    Departures: clusters of 40 tokens, after at most 10 iterations, where the paper has 80 and 20.
     """
     later = max(1, Clusters.block // size) if size > 0 else 1  # clusters of a block
     index = Clusters(size, Clusters.block, later, distance, iterations, seed)
@@ -107,7 +102,6 @@ def infinigen(
 
     The queries of the prompt give a rotation after which a few channels, the part `share` of all,
     make up most of q . k. A query reads the tokens with the largest q . k in them.
-    `recall.partial_keys` has the departures.
     """
     index, protect = PartialKeys(share), Protect(sinks, recent)
     return _recipe(index, tokens, protect, query_heads, full_layers, tier, steps)

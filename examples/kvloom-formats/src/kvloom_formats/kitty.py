@@ -7,8 +7,7 @@ A 4-bit code is two 2-bit codes: its high bits take the channel's place among th
 bits one of `boost` columns after the last channel, in the order of channels. A boosted channel has
 a negative scale, whose sign is not part of the number: which channels are boosted takes no bytes.
 
-Departures: the channels with the largest range are boosted, as their error is the largest. Keys
-gather until `residual` of them are exact; the newest `residual` values are exact, as in `kivi`.
+README.md has the departures from the paper.
 """
 
 from __future__ import annotations

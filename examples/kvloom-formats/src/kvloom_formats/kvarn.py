@@ -4,11 +4,8 @@ Each head is rotated by a Hadamard matrix. A tile of `unit` tokens of a head is 
 standard deviations of its tokens and of its channels in turns, 16 times, and the turn is kept after
 which they differ least. Keys are quantized by range per channel, values per token.
 
-Departures: the rotation has random signs, as in `turbo`. What a token is divided by is limited
-relative to the size of its tile, where the authors' code has absolute limits, so a tile of small
-numbers is normalized as one of large ones. A side stores the factors of one axis, as those of the
-other only scale its ranges. Codes are computed with the stored, rounded numbers. Padding enters no
-deviation.
+A side stores the factors of one axis, as those of the other only scale its ranges. Codes are
+computed with the stored, rounded numbers. README.md has the departures from the paper.
 """
 
 from __future__ import annotations

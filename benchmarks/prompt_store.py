@@ -32,8 +32,9 @@ import torch
 import kvloom
 import kvloom_lab
 import record
-from kvloom.hf import geometry, prompt_identity
-from kvloom.hf.prompt_folder import INDEX
+from kvloom.hf import geometry
+from kvloom.hf.prompts import identity
+from kvloom.hf.prompts.folder import INDEX
 from kvloom.recipe import resolve
 from kvloom_lab.models import load
 from kvloom_lab.workload.text import library_text
@@ -199,7 +200,7 @@ def times(recipe: str, tokens: int, repeats: int = 3) -> dict:
     ids = tokenizer(library_text()[: 8 * tokens], return_tensors="pt")["input_ids"][:, : tokens + 1]
     rows: dict[str, list] = {"prefill": [], "put": [], "load": []}
     with tempfile.TemporaryDirectory() as folder:
-        identity = seconds(lambda: prompt_identity.seed(kvloom.Cache(model, recipe), ""))
+        first_identity = seconds(lambda: identity.seed(kvloom.Cache(model, recipe), ""))
         for number in range(repeats):
             store = kvloom.PromptStore(folder, tenant=str(number))
             cache = kvloom.Cache(model, recipe)
@@ -217,7 +218,7 @@ def times(recipe: str, tokens: int, repeats: int = 3) -> dict:
     best = {name: {unit: min(x[unit] for x in xs) for unit in xs[0]} for name, xs in rows.items()}
     return {
         "recipe": recipe, "tokens": tokens, "nbytes": nbytes, "repeats": repeats,
-        "first_identity": identity, "best": best, "all": rows,
+        "first_identity": first_identity, "best": best, "all": rows,
         "load_is_faster": best["prefill"]["s"] / best["load"]["s"],
         "load_is_faster_cpu": best["prefill"]["cpu_s"] / best["load"]["cpu_s"],
         "put_share": best["put"]["s"] / best["prefill"]["s"],

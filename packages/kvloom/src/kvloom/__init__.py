@@ -31,9 +31,9 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from .hf.adapters import register as register_adapter
     from .hf.attach import Report, attach, detach
+    from .hf.batching.continuous import continuous
     from .hf.cache import Cache
-    from .hf.continuous import continuous
-    from .hf.prompt_store import PromptStore, StoreReport
+    from .hf.prompts.store import PromptStore, StoreReport
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
     from .recipe import LayerOverride, Protect, Recipe, Role, register_recipe
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "hf.attach": ("Report", "attach", "detach"),
     "hf.cache": ("Cache",),
-    "hf.continuous": ("continuous",),
-    "hf.prompt_store": ("PromptStore", "StoreReport"),
+    "hf.batching.continuous": ("continuous",),
+    "hf.prompts.store": ("PromptStore", "StoreReport"),
     "keep": ("Budget", "Keep", "Outliers", "register_score"),
     "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
     "recipe": ("LayerOverride", "Protect", "Recipe", "Role", "register_recipe"),

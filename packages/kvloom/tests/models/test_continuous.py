@@ -15,7 +15,7 @@ import kvloom
 import kvloom_lab
 from backends import by_reference
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, InputError, NotFinite, UnsupportedModel
-from kvloom.hf.continuous import TESTED
+from kvloom.hf.batching.continuous import TESTED
 from kvloom.paged import paged
 
 pytestmark = [
@@ -406,7 +406,7 @@ def test_settings_that_do_not_start(llama, changes, why):
 
 
 def test_other_versions_do_not_start(llama, monkeypatch):
-    monkeypatch.setattr("kvloom.hf.continuous.TESTED", ("5.99.0",))
+    monkeypatch.setattr("kvloom.hf.batching.continuous.TESTED", ("5.99.0",))
     with pytest.raises(InputError, match=r"transformers==5\.99\.0"), kvloom.continuous(llama):
         pass
 

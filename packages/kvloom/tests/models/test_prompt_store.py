@@ -20,7 +20,7 @@ import zoo
 import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse, InputError
-from kvloom.hf.prompt_identity import BLOCK
+from kvloom.hf.prompts.identity import BLOCK
 from kvloom.recipe.resolve import resolve
 
 pytestmark = by_reference  # none of this depends on kernels

@@ -22,9 +22,8 @@ from test_saved_refused import rewrite
 import kvloom
 from backends import by_reference
 from kvloom.errors import StoreError
-from kvloom.hf import prompt_identity
-from kvloom.hf.prompt_folder import INDEX
-from kvloom.hf.prompt_identity import BLOCK, chain, combined, fields
+from kvloom.hf.prompts.folder import INDEX
+from kvloom.hf.prompts.identity import BLOCK, chain, combined, fields, seed
 from kvloom.store import files
 
 pytestmark = by_reference  # none of this depends on kernels
@@ -140,7 +139,7 @@ def test_what_changes_the_model_changes_the_key(store):
     ):  # fmt: skip
         change()
         with pytest.raises(StoreError, match=problem):
-            prompt_identity.seed(kvloom.Cache(model, PACKED), "")
+            seed(kvloom.Cache(model, PACKED), "")
 
 
 ADAPTER = "active_adapters", "scaling_of"
@@ -166,8 +165,8 @@ def test_a_renamed_file_is_never_used(model, store):
 
 
 def key_of(model, ids) -> str:
-    seed = prompt_identity.seed(kvloom.Cache(model, PACKED), "")
-    return chain(seed, ids[:, :256])[-1].hex()
+    first = seed(kvloom.Cache(model, PACKED), "")
+    return chain(first, ids[:, :256])[-1].hex()
 
 
 def test_a_damaged_file_is_set_aside_and_the_prompt_is_read_again(model, store):
@@ -200,7 +199,7 @@ def test_token_ids_are_compared(model, store, monkeypatch):
     for name in ("longest", "last_seen"):
         monkeypatch.setattr(store.index, name, lambda chain: len(chain))
     key = store.entries()[0].key
-    monkeypatch.setattr(prompt_identity, "chain", lambda *_: [bytes.fromhex(key)] * 4)
+    monkeypatch.setattr("kvloom.hf.prompts.store.chain", lambda *_: [bytes.fromhex(key)] * 4)
     assert held(model, store) == 256
     monkeypatch.setattr(store.index, "longest", lambda chain: 4 * (len(chain) == 4))
     with pytest.warns(UserWarning, match="token ids are others"):
@@ -244,7 +243,7 @@ def test_a_failed_put_is_never_visible(model, store, error, monkeypatch):
     monkeypatch.setattr(Faulty, "room", 1 << 40)
     for part, failure, reason in (
         ("kvloom.store.files.os.fsync", lambda _: fail(error), "cannot be written"),
-        ("kvloom.hf.prompt_folder._insert", lambda *_: fail_in_database(), "cannot be used"),
+        ("kvloom.hf.prompts.folder._insert", lambda *_: fail_in_database(), "cannot be used"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(part, failure)

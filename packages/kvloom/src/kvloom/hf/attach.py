@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
-from . import compat, prompt_reading
+from . import compat
 from .cache import Cache
 from .guard import Owner
 from .layer_facts import recipe_for
-from .prompt_store import PromptStore
+from .prompts import reading
+from .prompts.store import PromptStore
 from .routing import Attached, attachment, set_attachment, unroute
 from .states import state_nbytes
 
@@ -131,7 +132,7 @@ def attach(
     """
     before = attachment(compat.unwrap(model))
     cache = Cache(model, recipe, check)  # which refuses what does not fit
-    read_prompt = None if store is None else partial(prompt_reading.read, store)
+    read_prompt = None if store is None else partial(reading.read, store)
     set_attachment(cache.owner.model, Attached(cache.recipe, Cache, read_prompt))
     undo = partial(_restore, cache.owner, before)
     return replace(report(cache.owner.model, cache.recipe), _undo=undo)

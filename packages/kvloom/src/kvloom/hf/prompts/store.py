@@ -1,8 +1,7 @@
 """`PromptStore`: caches of prompts in a folder, of which later prompts reuse the beginning.
 
 Decides what is stored under which key, and that a file is what its key says before it is used.
-`prompt_identity` makes the keys, `prompt_folder` keeps the folder, and `prompt_reading` uses the
-store in `generate()`.
+`identity` makes the keys, `folder` keeps the folder, and `reading` uses the store in `generate()`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CacheMisuse, SavedCacheError, StoreError
-from ..recipe.spec import Recipe
-from ..units import parse_bytes, parse_seconds
-from . import prompt_identity, save
-from .cache import Cache
-from .prompt_folder import Entry, PromptFolder, described
-from .prompt_identity import BLOCK
-from .routed import RoutedCache, outside_inference_mode
+from ...errors import CacheMisuse, SavedCacheError, StoreError
+from ...recipe.spec import Recipe
+from ...units import parse_bytes, parse_seconds
+from .. import save
+from ..cache import Cache
+from ..routed import RoutedCache, outside_inference_mode
+from .folder import Entry, PromptFolder, described
+from .identity import BLOCK, chain, seed
 
 _LACKS = (OSError, MemoryError, torch.OutOfMemoryError)
 
@@ -145,7 +144,7 @@ class PromptStore:
 
     def chain(self, cache: RoutedCache, ids: Tensor) -> list[bytes]:
         """Return the keys of the whole blocks of ids [1, N]; raises `StoreError`."""
-        return prompt_identity.chain(prompt_identity.seed(cache, self.tenant), ids)
+        return chain(seed(cache, self.tenant), ids)
 
     @outside_inference_mode
     def load(self, cache: RoutedCache, chain: list[bytes], ids: Tensor) -> int:

@@ -23,13 +23,13 @@ from transformers.generation.continuous_batching.cache_allocators import (
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from ..errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
-from ..paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout, paged
-from ..recipe import Recipe
-from . import compat
-from .attention import FIELD
-from .layer_facts import load_layer_facts
-from .routing import attention_configs
+from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
+from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout, paged
+from ...recipe import Recipe
+from .. import compat
+from ..attention import FIELD
+from ..layer_facts import load_layer_facts
+from ..routing import attention_configs
 
 NAME = "kvloom_flash"
 """The attention implementation: transformers makes no masks for a name with "flash", and reads no

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ..errors import StoreError
-from .prompt_identity import BLOCK
-from .prompt_store import PromptStore
-from .routed import RoutedCache
+from ...errors import StoreError
+from ..routed import RoutedCache
+from .identity import BLOCK
+from .store import PromptStore
 
 _ALONG = ("input_ids", "position_ids", "cache_position")  # [..., N]
 _KNOWN = {*_ALONG, "attention_mask", "past_key_values", "use_cache", "return_dict"}

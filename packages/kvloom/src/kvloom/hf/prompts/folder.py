@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import SavedCacheError, StoreError
-from ..store import files
-from . import save
+from ...errors import SavedCacheError, StoreError
+from ...store import files
+from .. import save
 
 _T = TypeVar("_T")
 

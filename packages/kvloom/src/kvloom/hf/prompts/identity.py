@@ -19,10 +19,10 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.layer_state import VERSION
-from ..errors import RecipeError, StoreError
-from . import compat, rotary, save
-from .routed import RoutedCache
+from ...cache.layer_state import VERSION
+from ...errors import RecipeError, StoreError
+from .. import compat, rotary, save
+from ..routed import RoutedCache
 
 BLOCK = 64
 """Tokens of a block: an entry of a store covers whole blocks."""

@@ -1,6 +1,6 @@
 """The continuous batching of transformers with a recipe's packed pages.
 
-Decides which models and which versions of transformers it runs with; `packed_batching` decides how.
+Decides which models and which versions of transformers it runs with; `packed` decides how.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ..errors import CacheMisuse, InputError, UnsupportedModel
-from ..paged import check_pages_hold
-from ..recipe import Recipe, resolve
-from . import compat
-from .cache import Cache
-from .routing import attachment_restored
+from ...errors import CacheMisuse, InputError, UnsupportedModel
+from ...paged import check_pages_hold
+from ...recipe import Recipe, resolve
+from .. import compat
+from ..cache import Cache
+from ..routing import attachment_restored
 
 TESTED = ("5.23.0",)
 """The versions of transformers that the tests run. The hooks are private: others are refused."""
@@ -53,7 +53,7 @@ def continuous(
             f"kvloom.continuous was tested with transformers {', '.join(TESTED)}, and this is "
             f"{transformers.__version__}; install transformers=={TESTED[-1]}"
         )
-    from .packed_batching import PackedBatching
+    from .packed import PackedBatching
 
     model, named = compat.supported_model(model), resolve(recipe)
     check_pages_hold(named, ENGINE)

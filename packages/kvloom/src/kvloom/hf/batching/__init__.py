@@ -1,0 +1,1 @@
+"""transformers' continuous batching with packed pages."""

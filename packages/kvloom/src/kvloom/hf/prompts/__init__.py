@@ -1,0 +1,1 @@
+"""A folder of the caches of prompts, which later prompts that begin alike load."""

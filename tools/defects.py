@@ -414,7 +414,7 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_positions.py", "-k", "padded or padding",
     ),
     _defect(
-        "hf", "hf/attention.py",
+        "hf", "hf/masks.py",
         "if attention_mask is not None and not attention_mask.all():",
         "if attention_mask is not None and not attention_mask[:, -1].all():",
         "a left-padded batch attends to its padding",
@@ -456,14 +456,14 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_refused_steps.py", "packages/kvloom/tests/models/test_self_check.py",
     ),
     _defect(
-        "hf", "hf/attention.py",
-        "return mask if make is None else make()",
-        "return mask if make is None or not mask.numel() else make()",
+        "hf", "hf/masks.py",
+        "if make is None else make()",
+        "if make is None or not mask.numel() else make()",
         "layers of transformers get kvloom's empty mask where nothing is padded",
         "packages/kvloom/tests/sweep/test_sweep.py", "-k", "stay_with",
     ),
     _defect(
-        "hf", "hf/attention.py",
+        "hf", "hf/implementation.py",
         "if steps > 1:",
         "if steps > 2:",
         "the first of two threads to end its step takes kvloom's attention from the other",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvloom
+import kvloom_lab
 
 SOURCE = Path(kvloom.__file__).parent
 TESTS = Path(__file__).parents[1]
@@ -136,7 +137,8 @@ def test_the_core_does_without_transformers():
 
 
 def test_public_names_are_there_and_listed():
-    assert set(kvloom.__all__) <= set(dir(kvloom))
+    assert dir(kvloom) == sorted({*kvloom.__all__, "__version__"})
+    assert dir(kvloom_lab) == sorted(kvloom_lab.__all__)
     assert [name for name in kvloom.__all__ if getattr(kvloom, name) is None] == []
 
 

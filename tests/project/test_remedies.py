@@ -46,7 +46,7 @@ PASSED_ON = {
 }
 # There is nothing to do: kvloom does not support the model, or TOML's reader says where it fails.
 NO_REMEDY = {
-    ("hf/compat.py", "{} cannot be used with kvloom: {}"),
+    ("hf/supported.py", "{} cannot be used with kvloom: {}"),
     ("hf/self_check.py", "{} cannot be used with kvloom: {}"),
     ("planner/model.py", "{} cannot be planned: encoder-decoder models are not supported"),
     (

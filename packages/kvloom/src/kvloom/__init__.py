@@ -29,10 +29,10 @@ from .lazy import lazy_names
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from .hf.adapters import register as register_adapter
     from .hf.attach import Report, attach, detach
     from .hf.batching.continuous import continuous
     from .hf.cache import Cache
+    from .hf.models import register_adapter
     from .hf.prompts.store import PromptStore, StoreReport
     from .keep import Budget, Keep, Outliers, register_score
     from .recall import Clusters, Pages, PartialKeys, Recall, TopK, register_index
@@ -43,6 +43,7 @@ _NAMES = {
     "hf.attach": ("Report", "attach", "detach"),
     "hf.cache": ("Cache",),
     "hf.batching.continuous": ("continuous",),
+    "hf.models": ("register_adapter",),
     "hf.prompts.store": ("PromptStore", "StoreReport"),
     "keep": ("Budget", "Keep", "Outliers", "register_score"),
     "recall": ("Clusters", "Pages", "PartialKeys", "Recall", "TopK", "register_index"),
@@ -92,8 +93,9 @@ __all__ = [
     "register_score",
 ]
 
-__getattr__ = lazy_names(__name__, _MODULES | {"register_adapter": "hf.adapters:register"})
+__getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    """Return the public names."""
+    return [*__all__, "__version__"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.hf.compat import ADAPTERS
+from kvloom.hf.models import ADAPTERS
 from kvloom.keep import SCORERS
 from kvloom.recall import INDEXES
 from kvloom.recipe import RECIPES

@@ -442,6 +442,8 @@ def test_an_adapter_describes_its_model():
         assert (sliding.number, sliding.window) == (1, 24)
         assert sliding.geometry.layer_token_nbytes() == 2 * 4 * 8 * 4
     with installed():
+        with pytest.raises(kvloom.RecipeError, match="'window' is not an option"):
+            kvloom.register_adapter("my-model", type(model), window=4)
         kvloom.register_adapter("my-model", type(model), problem=lambda model: "it rains")(print)
         with pytest.raises(kvloom.errors.UnsupportedModel, match="it rains"):
             kvloom.attach(model, "kivi")

@@ -16,7 +16,7 @@ import probe
 from backends import by_reference
 from kvloom.errors import CacheMisuse, UnsupportedModel
 from kvloom.hf import adapters, compat
-from kvloom.hf.compat import ADAPTERS
+from kvloom.hf.models import ADAPTERS, adapter_of
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 PROMPT, TOKENS = 60, 90
@@ -27,7 +27,7 @@ HIDEABLE = [name for name in zoo.ADAPTED if name not in ("gpt-neo", "xglm")]
 
 def attentions(model):
     """The attention modules, in order."""
-    kind = compat.adapter_of(model.config).attention
+    kind = adapter_of(model.config).attention
     return [module for module in model.modules() if isinstance(module, kind)]
 
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from ..hf import attention, compat, stock
+from ..hf import compat, stock
 from ..hf.cache import Cache
-from ..hf.compat import read_tokens
+from ..hf.forward import read_tokens
+from ..hf.implementation import use_kvloom
 from ..hf.repetition import of_prompt
 from ..hf.routed import (
     RoutedCache,
@@ -150,7 +151,7 @@ class ReadPrompt:
         repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
         assert repetition is not None
         members = {number: self._stored(number, cache) for number in self.numbers}
-        with attention.use_kvloom(self.model._kvloom.configs):
+        with use_kvloom(self.model._kvloom.configs):
             repetition.score()
         self.repeated |= {number: member.repetition_scores for number, member in members.items()}
 

@@ -1,7 +1,8 @@
 """How kvloom gets under a Hugging Face transformers model."""
 
 from . import adapters
-from .compat import geometry, has_adapter, read_tokens, stock_kinds, supported_model
+from .compat import geometry, has_adapter, stock_kinds
+from .forward import read_tokens
 from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
 from .rotary import layer_ropes
@@ -15,6 +16,7 @@ from .self_check import (
 )
 from .shared_pass import Follower, Together, can_step_together, prefill_together
 from .states import state_nbytes
+from .supported import supported_model
 
 __all__ = [
     "CALIBRATION_FILE",

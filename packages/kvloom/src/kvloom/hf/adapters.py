@@ -1,6 +1,6 @@
-"""Models whose attention modules get another forward.
+"""Replaces the forward of attention modules that bypass transformers' attention interface.
 
-Their own bypasses transformers' attention interface, or attends to other heads than it stores.
+Or that attend to other heads than they store.
 Decides which modules get it, and when it runs: only in a step with a kvloom cache, in the layers
 that kvloom compresses. Otherwise the model's own code runs.
 """
@@ -18,11 +18,9 @@ from transformers import PreTrainedModel
 from ..cache.step import Queries, StepInputs
 from ..errors import CacheMisuse, UnsupportedModel
 from ..positions.alibi import Alibi
-from . import attention, compat
-from .compat import Adapter, register
+from . import attention, compat, masks
+from .models import Adapter, adapter_of
 from .routed import RoutedCache, RoutedLayer
-
-__all__ = ["attend", "check", "install", "register", "uninstall", "visible_mask"]
 
 _OWN = "_kvloom_own_forward"
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
@@ -70,7 +68,7 @@ def attend(
 ) -> Tensor:
     """Attend q [B, Hq, T, D] to all stored tokens of the layer and to k, v [B, Hk, T, D].
 
-    mask: as `attention.mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other
+    mask: as `masks.mask` makes it. Returns [B, T, Hq * D]. Raises `CacheMisuse` for other
     masks and for none.
     """
     if mask is None:
@@ -78,19 +76,19 @@ def attend(
             f"{layer.cache.name}: the model made no mask for its attention, so kvloom would not "
             "know its padding; use transformers' own cache"
         )
-    visible = attention.visible_tokens(layer, mask)
+    visible = masks.visible_tokens(layer, mask)
     k, v = layer.update(k, v)
     out = layer.attend(StepInputs(Queries(q, scale, visible, alibi=alibi), k, v))
     return out.transpose(1, 2).flatten(2)
 
 
 def visible_mask(mask: Tensor) -> Tensor | None:
-    """Return the mask of visible tokens that `attention.mask` made; None without padding."""
+    """Return the mask of visible tokens that `masks.mask` made; None without padding."""
     return mask if mask.numel() else None
 
 
 def _adapter(model: PreTrainedModel) -> Adapter:
-    adapter = compat.adapter_of(compat.decoder_config(model))
+    adapter = adapter_of(compat.decoder_config(model))
     assert adapter is not None
     return adapter
 
@@ -120,7 +118,7 @@ def _forward(
         return own_forward(*args, **kwargs)
     layer = cache.layers[_number(module)]
     if not isinstance(layer, RoutedLayer):
-        mask = kwargs["attention_mask"]._kvloom_stock_mask()
+        mask = masks.stock_mask(kwargs["attention_mask"])
         stored = layer.get_mask_sizes(mask.shape[-2])[0]
         return own_forward(*args, **{**kwargs, "attention_mask": mask[..., -stored:]})
     dropout = _dropout(module) if module.training else 0.0

@@ -20,6 +20,7 @@ from .prompts import reading
 from .prompts.store import PromptStore
 from .routing import Attached, attachment, set_attachment, unroute
 from .states import state_nbytes
+from .supported import unwrap
 
 _TOKENS = 32768  # the prompt for which a report states sizes
 _SMALL = 1_000_000_000  # parameters below which 2 bits can cost much quality
@@ -130,7 +131,7 @@ def attach(
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model.
     """
-    before = attachment(compat.unwrap(model))
+    before = attachment(unwrap(model))
     cache = Cache(model, recipe, check)  # which refuses what does not fit
     read_prompt = None if store is None else partial(reading.read, store)
     set_attachment(cache.owner.model, Attached(cache.recipe, Cache, read_prompt))
@@ -147,7 +148,7 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         CacheMisuse: Nothing is attached.
     """
-    unroute(compat.unwrap(model))
+    unroute(unwrap(model))
 
 
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:

@@ -19,6 +19,7 @@ from .guard import Owner
 from .layer_facts import load_layer_facts, recipe_for
 from .routed import RoutedCache, RoutedLayer
 from .routing import route
+from .supported import supported_model
 
 
 class Cache(RoutedCache):
@@ -48,7 +49,7 @@ class Cache(RoutedCache):
         recipe: Recipe | str | Path = "near-lossless",
         check: bool = True,
     ) -> None:
-        model = compat.supported_model(model)
+        model = supported_model(model)
         self.recipe, self.owner = resolve(recipe), Owner(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)

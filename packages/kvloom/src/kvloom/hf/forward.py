@@ -10,15 +10,17 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
 from . import attention, compat, repetition
 from .freed import return_freed
+from .implementation import use_kvloom
 from .routed import RoutedCache, RoutedLayer, compressed_part
 
 
@@ -69,7 +71,7 @@ class RoutedForward:
         _check_arguments(self.model, cache, kwargs)
         repeated = repetition.of_prompt(self.model, cache, args, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
-        kernels = attention.use_kvloom(self.model._kvloom.configs if cache.compressed else ())
+        kernels = use_kvloom(self.model._kvloom.configs if cache.compressed else ())
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
         with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), kernels:
@@ -262,3 +264,40 @@ def _note_norms(layer: RoutedLayer, module: Any, args: tuple, kwargs: dict[str, 
     x = kwargs.get("hidden_states", args[0] if args else None)
     if isinstance(x, torch.Tensor) and x.dim() == 3:
         layer.norms = x.detach().float().norm(dim=-1)
+
+
+def read_tokens(
+    model: PreTrainedModel, ids: Tensor, cache: Any, all_logits: bool = False
+) -> Tensor:
+    """Append tokens to a kvloom cache by one forward pass, and return logits.
+
+    Args:
+        model: The model of the cache.
+        ids: int64 [B, T].
+        cache: A `Cache`, or several of them `Together`.
+        all_logits: Whether to return the logits of all T positions.
+
+    Returns:
+        The logits of the last position [B, V], or of all positions [B, T, V].
+    """
+    if not all_logits:
+        return last_logits(model, cache, input_ids=ids)
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    return logits
+
+
+def last_logits(model: PreTrainedModel, cache: Any, **inputs: Any) -> Tensor:
+    """Run one forward pass with a cache, and return the logits of the last position [B, V].
+
+    The logits of a whole prompt may take more memory than its cache, so the model computes the last
+    ones alone where it can.
+    """
+    last_only = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model).forward) else {}
+    out = model(past_key_values=cache, use_cache=True, **inputs, **last_only)
+    logits: Tensor = out.logits[:, -1]
+    return logits
+
+
+@lru_cache
+def _takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
+    return "logits_to_keep" in inspect.signature(forward).parameters

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from ..keep import Keep, Reconstruction
 from . import compat, stock
+from .masks import padding_mask
 from .routed import RoutedCache, outside_inference_mode
 
 # A chunk follows this many tokens before it, so that the model can find its place.
@@ -200,7 +201,7 @@ class Repetition:
         length = len(self.instruction) + end - begin
         new = torch.ones(self.rows, length, dtype=torch.long, device=device)
         if self.mask is not None:
-            mask = compat.padding_mask(self.mask, self.tokens).to(device, torch.long)
+            mask = padding_mask(self.mask, self.tokens).to(device, torch.long)
             new = torch.cat([torch.ones_like(instruction), mask[:, begin:end]], dim=1)
             new, order = new.sort(dim=1, descending=True, stable=True)  # padding goes last
             for name, x in inputs.items():

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..errors import IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
 from ..recipe.spec import Recipe
-from . import compat
+from . import compat, models
 
 CHANGING = ("dynamic", "longrope")
 """Kinds of rotary embeddings that change with the length of a text."""
@@ -86,7 +86,7 @@ def renumbering(
 def _positions(model: PreTrainedModel) -> Positions:
     """Return what an adapter says of the model, or what running it shows, once per model."""
     config, count = compat.decoder_config(model), compat.geometry(model).layers
-    adapter = compat.adapter_of(config)
+    adapter = models.adapter_of(config)
     if adapter is not None and adapter.rope is not None:
         return Positions((adapter.rope(config),) * count)
     if compat.has_alibi(config):

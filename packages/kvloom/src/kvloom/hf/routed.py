@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -49,7 +49,11 @@ def outside_inference_mode(method: _F) -> _F:
 
 
 _expanding = threading.local()
-"""layer: a weak reference to the one whose latents the model of this thread is expanding."""
+"""layer: a weak reference to the one whose latents the model of this thread is expanding.
+
+Other layers mark their key, as layers that share keys attend without an `update` of their own. The
+mark on a latent would be lost where the model expands it.
+"""
 
 
 def expanding_layer(module: torch.nn.Module) -> RoutedLayer | None:
@@ -112,7 +116,7 @@ class RoutedLayer(CacheLayerMixin):
 
     @property
     def reads_queries(self) -> bool:
-        """Whether the queries of a first prompt matter, although the model attends to it itself."""
+        """Whether the layer needs a first prompt's queries although the model attends to it."""
         recipe = self.cache.recipe
         return recipe.reads_queries or self.cache.recording or bool(recipe.start)
 
@@ -175,7 +179,8 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)
-        step = self.with_ids_and_norms(step)
+        if self.ids is not None or self.norms is not None:
+            step = self.with_ids_and_norms(step)
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
         return run(step)
@@ -358,16 +363,22 @@ class RoutedCache(transformers.Cache):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    @property
+    @cached_property
     def compressed(self) -> list[RoutedLayer]:
         """The layers that kvloom compresses: `full_layers`, and packed windows."""
         parts = map(compressed_part, self.layers)
         return [layer for layer in parts if layer is not None]
 
-    @property
+    @cached_property
     def full_layers(self) -> list[RoutedLayer]:
         """The layers of full attention that kvloom compresses."""
         return [layer for layer in self.compressed if layer.window is None]
+
+    @cached_property
+    def stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own, and the states beside compressed ones."""
+        parts = map(stock_part, self.layers)
+        return [layer for layer in parts if layer is not None]
 
     @property
     def packs_windows(self) -> bool:
@@ -447,9 +458,13 @@ class RoutedCache(transformers.Cache):
             if layer.shared:
                 layer.cache.finish()
 
-    def replace(self, number: int, compressed: RoutedLayer) -> None:
-        """Replace the compressed part of a layer, by its number in the model."""
-        self.layers[number] = with_compressed(self.layers[number], compressed)
+    def replace(self, layer_index: int, layer: Any) -> None:
+        """Replace a layer of the model; a `RoutedLayer` leaves the states beside the former one."""
+        former = self.layers[layer_index]
+        is_part = isinstance(layer, RoutedLayer)
+        self.layers[layer_index] = with_compressed(former, layer) if is_part else layer
+        for name in ("compressed", "full_layers", "stock_layers"):
+            vars(self).pop(name, None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -459,7 +474,10 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` if the calling model is not routed through kvloom.
         """
         self._check_within_step()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys_and_values: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, *args, **kwargs
+        )
+        return keys_and_values
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
         """Pass a layer of linear attention its state, with the checks of `update`."""
@@ -555,12 +573,6 @@ class RoutedCache(transformers.Cache):
                 stock.reset(layer)
             for compressed in self.compressed:
                 compressed.reset()
-
-    @property
-    def stock_layers(self) -> list[Any]:
-        """The layers that are transformers' own, and the states beside compressed ones."""
-        parts = map(stock_part, self.layers)
-        return [layer for layer in parts if layer is not None]
 
     def _change(self, method: str, argument: Any) -> None:
         """Call a method of every layer, of transformers' own first: these can be restored."""

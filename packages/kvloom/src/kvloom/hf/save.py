@@ -39,6 +39,7 @@ from . import compat, shard, stock
 from .layer_facts import identity
 from .routed import RoutedCache, compressed_part, stock_part
 from .routing import attachment, set_attachment
+from .supported import supported_model
 
 _KEY = "kvloom_cache"
 _IDS = "prompt.ids"
@@ -80,7 +81,7 @@ def load(
     kind: Callable[[PreTrainedModel, Recipe], RoutedCache], model: PreTrainedModel, path: str | Path
 ) -> RoutedCache:
     """Read `path` as a `kind`; see `Cache.load`."""
-    model = compat.supported_model(model)
+    model = supported_model(model)
     path = Path(path)
     about = read(path)
     before = attachment(model)

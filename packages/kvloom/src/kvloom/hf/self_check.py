@@ -25,7 +25,7 @@ from ..kernels import dispatch
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat
-from .attention import FIELD, stock_implementation
+from .implementation import FIELD, stock_implementation
 from .routed import RoutedCache
 from .routing import Attached, attachment, set_attachment
 

@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from . import attention, compat
+from . import compat
 from .cache import Cache
-from .forward import token_ids
+from .forward import last_logits, token_ids
+from .implementation import use_kvloom
 from .repetition import Repetition, of_prompt
 from .routed import (
     RoutedCache,
@@ -41,6 +42,7 @@ from .routed import (
     stock_part,
     with_compressed,
 )
+from .supported import unwrap
 
 
 class Follower:
@@ -48,7 +50,7 @@ class Follower:
 
     seconds: what the prompt takes in this cache alone: the forward pass, the passes that repeat the
     prompt, and storing it. error: why the cache is still empty; None if it holds the prompt.
-    reads_alone: whether it cannot follow, and reads the prompt by a forward pass of its own.
+    reads_alone: whether this cache needs a forward pass of its own.
     repetition: of a cache that scores one.
     """
 
@@ -93,7 +95,7 @@ def prefill_together(
     caches = [leader, *(follower.cache for follower in followers)]
     if any(cache.get_seq_length() for cache in caches):
         raise CacheMisuse("a cache holds tokens already; give prefill_together new caches")
-    model = compat.unwrap(model)
+    model = unwrap(model)
     for follower in followers:
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, (), inputs)
@@ -120,7 +122,7 @@ def prefill_together(
         if follower.reads_alone:
             begin = clock()
             with follower.failing(Exception):
-                compat.last_logits(model, follower.cache, **inputs)
+                last_logits(model, follower.cache, **inputs)
             follower.seconds = clock() - begin
     return logits, seconds
 
@@ -151,12 +153,12 @@ def _read_prompt(
         fan_out.replace(number, _FanOutLayer(leader.full_layers[i], parts, clock))
     fan_out.learned_positions = leader.learned_positions
     begin = clock()
-    logits = compat.last_logits(model, fan_out, **inputs)
+    logits = last_logits(model, fan_out, **inputs)
     forward = clock() - begin - sum(follower.seconds for follower in followers)
     for follower in followers:
         follower.seconds += forward
         _copy_other_layers(leader, follower)
-    with attention.use_kvloom(model._kvloom.configs):
+    with use_kvloom(model._kvloom.configs):
         _repeat(followers, clock)
     for follower in followers:
         for layer in follower.cache.full_layers:
@@ -222,11 +224,11 @@ def _copy_other_layers(leader: Cache, follower: Follower) -> None:
     """Copy what transformers stores: layers that kvloom does not compress, and states."""
     if follower.ended:
         return
-    layers = follower.cache.layers
+    cache = follower.cache
     for i, source in enumerate(leader.layers):
-        stored, compressed = copy.deepcopy(stock_part(source)), compressed_part(layers[i])
+        stored, compressed = copy.deepcopy(stock_part(source)), compressed_part(cache.layers[i])
         if stored is not None:
-            layers[i] = stored if compressed is None else with_compressed(stored, compressed)
+            cache.replace(i, stored if compressed is None else with_compressed(stored, compressed))
 
 
 def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
@@ -262,7 +264,7 @@ def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     models with an adapter. The caches must have seen equally many tokens.
     """
     return (
-        not compat.has_adapter(compat.unwrap(model))
+        not compat.has_adapter(unwrap(model))
         and not any(cache.learned_positions or cache.packs_windows for cache in caches)
         and all(isinstance(layer, RoutedLayer) for layer in caches[0].layers)
         and len({cache.get_seq_length() for cache in caches}) == 1

@@ -19,6 +19,7 @@ from ...recipe import Recipe, resolve
 from .. import compat
 from ..cache import Cache
 from ..routing import attachment_restored
+from ..supported import supported_model
 
 TESTED = ("5.23.0",)
 """The versions of transformers that the tests run. The hooks are private: others are refused."""
@@ -55,7 +56,7 @@ def continuous(
         )
     from .packed import PackedBatching
 
-    model, named = compat.supported_model(model), resolve(recipe)
+    model, named = supported_model(model), resolve(recipe)
     check_pages_hold(named, ENGINE)
     _check_model(model)
     with attachment_restored(model):

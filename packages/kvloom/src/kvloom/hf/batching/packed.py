@@ -27,7 +27,7 @@ from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
 from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout, paged
 from ...recipe import Recipe
 from .. import compat
-from ..attention import FIELD
+from ..implementation import FIELD
 from ..layer_facts import load_layer_facts
 from ..routing import attention_configs
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import GPTNeoConfig
 from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
-from .. import adapters, attention
+from .. import adapters
+from ..implementation import stock_implementation
 from ..routed import RoutedLayer
 
 
@@ -21,7 +22,7 @@ def windows(config: GPTNeoConfig) -> list[int | None]:
     Flash attention of transformers leaves the windows out.
     """
     kinds = config.attention_layers[: config.num_layers]
-    if "flash" in attention.stock_implementation(config):
+    if "flash" in stock_implementation(config):
         return [None] * len(kinds)
     return [config.window_size if kind == "local" else None for kind in kinds]
 

@@ -1,7 +1,7 @@
 """The folder of a prompt store: which entries it has, how large they are, and which must go.
 
 Each entry is a file, `{64 hex digits}.safetensors`. The index is a SQLite database, which processes
-and threads share. It can be lost: the files say all that it says but when they were last used. A
+and threads share. It can be rebuilt from the files, except for the times of last use. A
 file is renamed, and removed, inside a transaction that changes its row. A process that dies there
 leaves a whole file without a row, or a row without a file; opening the folder mends both.
 """

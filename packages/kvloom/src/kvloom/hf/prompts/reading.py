@@ -111,5 +111,5 @@ def _reason(cache: RoutedCache, kwargs: dict[str, Any]) -> str | None:
 
 
 def _is_unused(x: Any) -> bool:
-    """Return whether an argument says nothing; models of images give empty dictionaries."""
+    """Return whether an argument is empty. Image models pass empty dictionaries."""
     return x is None or x is False or (isinstance(x, dict) and all(map(_is_unused, x.values())))

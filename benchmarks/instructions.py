@@ -7,7 +7,7 @@ recipes on the same samples, with its 95% interval.
 
     cd benchmarks/recipes
     kvloom eval instructions --model smollm2 --context 2048 --samples 14 --max-new-tokens 64 \\
-        --bytes 0.125 --out /tmp/instructions --recipes rotated,rotated-system-smollm2.toml,\\
+        --share 0.125 --out /tmp/instructions --recipes rotated,rotated-system-smollm2.toml,\\
         kvzip,kvzip-system-smollm2.toml,snapkv,snapkv-system-smollm2.toml
     python ../instructions.py --folder /tmp/instructions
 """

@@ -77,7 +77,7 @@ class Lab:
         """Return the recipe that is tuned for at most so many bytes."""
         share, begun = nbytes / self.exact, time.perf_counter()
         found = tune(
-            self.evaluation.model, self.evaluation.tokenizer, calibration_text(), bytes=share,
+            self.evaluation.model, self.evaluation.tokenizer, calibration_text(), share=share,
             context=CONTEXT, progress=lambda what, *_: print(what, file=sys.stderr, flush=True),
         )  # fmt: skip
         self.seconds.append(time.perf_counter() - begun)

@@ -37,7 +37,7 @@ def test_recipes_that_do_not_keep_and_read_every_token(recipe, nearest):
 
 @pytest.mark.parametrize(
     ("recipe", "remedy"),
-    [("kivi:start=100", "start=100"), ("skvq:outliers=8", "outliers")],
+    [("kivi:compress_after=100", "compress_after=100"), ("skvq:outliers=8", "outliers")],
 )
 def test_other_parts_of_recipes(recipe, remedy):
     with pytest.raises(IncompatibleRecipe, match=remedy):

@@ -327,7 +327,7 @@ def test_ctrl_c_says_how_to_resume(here, tmp_path, monkeypatch, task):
 
 
 def test_bytes_give_a_budget(here, tmp_path):
-    found = run(here, "perplexity", "--context", "420", "--bytes", "0.5,0.25", "--out", tmp_path)
+    found = run(here, "perplexity", "--context", "420", "--share", "0.5,0.25", "--out", tmp_path)
     assert found.exit_code == 0, found.output
     lines = [json.loads(x) for x in (tmp_path / "perplexity.jsonl").read_text().splitlines()]
     names = ["full", "window:tokens=64 at 0.5", "window:tokens=64 at 0.25"]
@@ -358,9 +358,9 @@ def test_summaries_of_a_file(here, tmp_path):
     (["reading"], "there is no task 'reading'"),
     (["niah", "--ask", "before"], "ask='before' is unknown; use one of after, inside"),
     (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
-    (["niah", "--bytes", "2"], "--bytes '2' is not a list of shares between 0 and 1"),
-    (["niah", "--bytes", "0.5", "--budget", "9"], "--bytes and --budget both set the budget"),
-    (["niah", "--bytes", "0.5", "--context", "64,128"], "--bytes needs one --context"),
+    (["niah", "--share", "2"], "--share '2' is not a list of shares between 0 and 1"),
+    (["niah", "--share", "0.5", "--budget", "9"], "--share and --budget both set the budget"),
+    (["niah", "--share", "0.5", "--context", "64,128"], "--share needs one --context"),
     (["niah", "--recipes", "quest", "--budget", "0.5", "--context", "256,512"],
      "--budget 0.5 is another number of tokens for quest"),
     (["niah", "--context", "1020"], "niah: a context of 1020 tokens and the "),
@@ -383,8 +383,8 @@ def test_mistakes_are_refused_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["--bytes", "0.001", "--recipes", "h2o"], "h2o has no budget that takes 0.001 of the exact"),
-    (["--bytes", "0.2496,0.2504"], "two different recipes have the name 'window:tokens=64 at"),
+    (["--share", "0.001", "--recipes", "h2o"], "h2o has no budget that takes 0.001 of the exact"),
+    (["--share", "0.2496,0.2504"], "two different recipes have the name 'window:tokens=64 at"),
     (["--out", "text.txt"], "cannot write to 'text.txt': 'text.txt' is a file"),
     (["--out", "text.txt/out"], "cannot write to 'text.txt/out': "),
     (["--seed", "2"], "holds results with settings seed 0, and this run has 2"),
@@ -411,7 +411,7 @@ def test_a_config_without_a_dtype_leaves_the_checks_to_the_weights(here, tmp_pat
     config = json.loads((model / "config.json").read_text())
     del config["dtype"]
     (model / "config.json").write_text(json.dumps(config))
-    args = ["--recipes", "h2o", "--bytes", "0.001", "--out", tmp_path / "out", "--model", model]
+    args = ["--recipes", "h2o", "--share", "0.001", "--out", tmp_path / "out", "--model", model]
     found = run(here, "perplexity", "--context", "128", *args)
     assert "h2o has no budget that takes 0.001" in found.stderr
     assert found.exit_code == 2

@@ -42,7 +42,7 @@ def share(model, recipe):
     return resolve(recipe).nbytes(CONTEXT, geometry) / Recipe().nbytes(CONTEXT, geometry)
 
 
-def store(model, spec, kl=0.01, bound="bytes=0.2"):
+def store(model, spec, kl=0.01, bound="share=0.2"):
     """Store a recipe as if it had been tuned for the model."""
     weights = identity(model)["weights"]
     tuned = Tuned(weights, "0" * 64, bound, CONTEXT, 3, 64, 0, kl, kl, kl, 1, 1, 0.2)
@@ -103,12 +103,12 @@ def test_the_dtype_of_the_weights_counts(model):
 
 def test_a_tuned_recipe_of_about_the_same_bytes_is_taken(model):
     path = store(model, "kivi-4", kl=0.02)
-    store(model, "turbo:bits=4", kl=0.05, bound="bytes=0.19")
-    store(model, "kivi:bits=2", kl=0.001, bound="bytes=0.1")  # of too few bytes
+    store(model, "turbo:bits=4", kl=0.05, bound="share=0.19")
+    store(model, "kivi:bits=2", kl=0.001, bound="share=0.1")  # of too few bytes
     bound = share(model, "near-lossless")
     found = auto(model, share=bound)
     assert found.recipe.name == str(path)
-    assert "tuned for this model at 2,048 tokens (bytes=0.2)" in found.why
+    assert "tuned for this model at 2,048 tokens (share=0.2)" in found.why
     assert "evicts" not in found.why
     assert auto(model, share=1.0).recipe.name == "full"
 

@@ -162,7 +162,7 @@ def test_the_key_of_a_layer_has_no_budget_but_all_else(config):
         return layer_key(step.layers[-1], geometry)
 
     assert key("h2o:fraction=0.2") == key("h2o:fraction=0.7")
-    assert key("kivi:start=400,group=16") == key("kivi:group=16")
+    assert key("kivi:compress_after=400,group=16") == key("kivi:group=16")
     assert (
         len({key(spec) for spec in ("full", "h2o", "snapkv", "kivi:group=16", "rtn:group=16")}) == 5
     )
@@ -173,7 +173,7 @@ def test_half_of_the_tokens_are_kept_where_a_layer_is_measured():
     assert measured_recipe(resolve("h2o"), 512).keep.budget.tokens == 256
     wide = replace(resolve("snapkv:tokens=2000"), name="x")
     assert measured_recipe(wide, 8).keep == replace(wide.keep, shared=False)
-    assert measured_recipe(resolve("kivi:start=99"), 512).start == 0
+    assert measured_recipe(resolve("kivi:compress_after=99"), 512).compress_after == 0
 
 
 def test_quantized_weights_have_no_measured_times(config):

@@ -144,13 +144,13 @@ def test_a_pass_leaves_the_forwards_of_the_model(model, read):
 
 
 def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, model):
-    found = tune(bytes=0.3)
+    found = tune(share=0.3)
     geometry = compat.geometry(model)
     exact = Recipe().nbytes(CONTEXT, geometry)
     assert found.recipe.nbytes(CONTEXT, geometry) <= 0.3 * exact
     tuned = found.tuned
     assert tuned.nbytes == tuned.predicted_nbytes == found.recipe.nbytes(CONTEXT, geometry)
-    assert tuned.bound == "bytes=0.3"
+    assert tuned.bound == "share=0.3"
     assert 0 < tuned.kl < tuned.kl_p99
     assert sum(found.predicted.values()) == pytest.approx(tuned.predicted_kl, rel=1e-3)
     assert Recipe.from_toml(found.recipe.to_toml()) == found.recipe
@@ -162,7 +162,7 @@ def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, 
 def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
     kvloom.Cache(model, "full")
     kvloom.detach(model)
-    tune(bytes=0.3)
+    tune(share=0.3)
     assert getattr(model, "_kvloom", None) is None
 
 
@@ -181,9 +181,9 @@ def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tu
 
 
 def test_another_bound_is_solved_without_scoring_again(tune, monkeypatch):
-    tune(bytes=0.3)
+    tune(share=0.3)
     monkeypatch.setattr(ReadPrompt, "one_layer", None)
-    assert tune(bytes=0.5).tuned.kl < tune(bytes=0.25).tuned.kl
+    assert tune(share=0.5).tuned.kl < tune(share=0.25).tuned.kl
 
 
 def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
@@ -198,38 +198,38 @@ def test_an_interrupted_pass_is_continued(tune, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ReadPrompt, "one_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tune(bytes=0.3)
+        tune(share=0.3)
     lines = tmp_path / "scores" / "scores.jsonl"
     with lines.open("a") as file:
         file.write('{"text": 1, "lay')  # a line that was written in part
     scored.clear()
-    resumed = tune(bytes=0.3)
+    resumed = tune(share=0.3)
     assert scored == [1, 2]
     assert len(lines.read_text().splitlines()) == 6
     monkeypatch.setattr(ReadPrompt, "one_layer", one_layer)
-    assert resumed.recipe == tune(bytes=0.3, folder=tmp_path / "fresh").recipe
+    assert resumed.recipe == tune(share=0.3, folder=tmp_path / "fresh").recipe
 
 
 def test_scores_of_other_settings_and_damaged_ones_are_refused(tune, tmp_path):
-    tune(bytes=0.3)
+    tune(share=0.3)
     with pytest.raises(InputError, match="scores of another model, text or settings"):
-        tune(bytes=0.3, settings=replace(SMALL, seed=1))
+        tune(share=0.3, settings=replace(SMALL, seed=1))
     lines = tmp_path / "scores" / "scores.jsonl"
     lines.write_text("{}\n" + lines.read_text())
     with pytest.raises(InputError, match=r"line 1 of .* is not a line of scores; remove the line"):
-        tune(bytes=0.3)
+        tune(share=0.3)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "give either bytes, such as 0.2, or kl"),
-        ({"bytes": 0.2, "kl": 0.1}, "give either bytes, such as 0.2, or kl"),
-        ({"bytes": 1.5}, "bytes=1.5 must be above 0 and at most 1"),
+        ({}, "give either share, such as 0.2, or kl"),
+        ({"share": 0.2, "kl": 0.1}, "give either share, such as 0.2, or kl"),
+        ({"share": 1.5}, "share=1.5 must be above 0 and at most 1"),
         ({"kl": 0.0}, "kl=0 must be above 0"),
-        ({"bytes": 0.001}, "no recipe takes 0.001 of the exact cache's bytes .* the nearest bound"),
-        ({"bytes": 0.3, "context": 600}, "the model has 512"),
-        ({"bytes": 0.3, "settings": Settings(tokens=480)}, "the model has 512"),
+        ({"share": 0.001}, "no recipe takes 0.001 of the exact cache's bytes .* the nearest bound"),
+        ({"share": 0.3, "context": 600}, "the model has 512"),
+        ({"share": 0.3, "settings": Settings(tokens=480)}, "the model has 512"),
     ],
 )
 def test_bounds_and_sizes_out_of_reach_are_refused_before_any_pass(
@@ -242,18 +242,18 @@ def test_bounds_and_sizes_out_of_reach_are_refused_before_any_pass(
 
 def test_the_nearest_bound_can_be_reached(tune):
     with pytest.raises(InputError) as refused:
-        tune(bytes=0.001)
+        tune(share=0.001)
     nearest = float(str(refused.value).rpartition("=")[2])
-    assert tune(bytes=nearest).tuned.share <= nearest
+    assert tune(share=nearest).tuned.share <= nearest
 
 
 def test_a_text_that_is_too_short_is_refused(model, tokenizer):
     with pytest.raises(InputError, match=r"the text has .* tokens"):
-        kvloom_lab.tune(model, tokenizer, "a few words", bytes=0.3, context=CONTEXT)
+        kvloom_lab.tune(model, tokenizer, "a few words", share=0.3, context=CONTEXT)
 
 
 def test_a_recipe_of_another_model_is_refused_with_both_fingerprints(tune, tmp_path):
-    found = tune(bytes=0.3)
+    found = tune(share=0.3)
     path = tmp_path / "tuned.toml"
     path.write_text(found.recipe.to_toml())
     other = tiny.llama(num_hidden_layers=3, rope_theta=1e4)
@@ -286,7 +286,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("kvloom_lab.tuner.run.Settings", lambda: SMALL)
     out = tmp_path / "tuned.toml"
-    options = ["--text", here / "text.txt", "--bytes", "0.3", "--context", "256", "--out", out,
+    options = ["--text", here / "text.txt", "--share", "0.3", "--context", "256", "--out", out,
                "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]  # fmt: skip
     arguments = ["tune", here / "model", *options]
     found = CliRunner().invoke(app, [str(x) for x in arguments])
@@ -305,13 +305,13 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--bytes 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),
+        ("--share 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),
         ("--quality kl=x", "--quality 'kl=x' must be a divergence in nats"),
         ("--quality kl=0", "kl=0 must be above 0"),
-        ("--bytes 2", "bytes=2 must be above 0 and at most 1: a share"),
-        ("", "give either bytes, such as 0.2, or kl"),
-        ("--bytes 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),
-        ("--bytes 0.2 --plot a.txt", "must end in one of"),
+        ("--share 2", "share=2 must be above 0 and at most 1"),
+        ("", "give either share, such as 0.2, or kl"),
+        ("--share 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),
+        ("--share 0.2 --plot a.txt", "must end in one of"),
     ],
 )
 def test_mistakes_are_one_sentence(here, words, said):

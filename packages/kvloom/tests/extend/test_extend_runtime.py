@@ -36,11 +36,11 @@ RECIPES = {
     "index": "recall:index=means,unit=4,tokens=40,sinks=4,recent=8,full_layers=1",
     "index, format": "recall:index=means,unit=4,tokens=40,sinks=4,recent=8@1=store:format=int8",
     "recipe": "kivi-between:residual=32",
-    "recipe, start": "kivi-between:residual=32,start=90",
-    "score, start": "evict:score=value-norm,tokens=40,when=prompt,recent=8,start=90",
+    "recipe, start": "kivi-between:residual=32,compress_after=90",
+    "score, start": "evict:score=value-norm,tokens=40,when=prompt,recent=8,compress_after=90",
     "filter": "store:bits=2,group=16,sinks=2,recent=8,outliers=12,outlier_score=token-ids",
     "filter, start": "store:bits=2,group=16,sinks=2,recent=8,outliers=12,outlier_score=token-ids,"
-    "start=90",
+    "compress_after=90",
 }
 every = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 of_each_kind = pytest.mark.parametrize("recipe", slow_except(
@@ -231,7 +231,7 @@ late_recipes = pytest.mark.parametrize("recipe", LATE.values(), ids=LATE)
 def test_up_to_the_start_a_cache_is_full(model, recipe):
     ids, end = batch(PROMPT + STEPS), PROMPT + STEPS
     exact, full = kvloom.Cache(model, "full"), resolve("full")
-    late = kvloom.Cache(model, replace(recipe, start=end))
+    late = kvloom.Cache(model, replace(recipe, compress_after=end))
     for a, b in zip(logits(model, exact, ids), logits(model, late, ids), strict=True):
         assert_near(a, b, 1e-5)  # sinks are a part of their own
     assert late.nbytes >= late.recipe.nbytes(end, late.geometry, 2)
@@ -246,7 +246,7 @@ def test_past_the_start_all_tokens_are_one_prompt(model, recipe):
     """A prompt that crosses the start at once is a prompt without a start."""
     ids = batch(PROMPT + STEPS)
     early = kvloom.Cache(model, recipe)
-    late = kvloom.Cache(model, replace(recipe, start=PROMPT // 2))
+    late = kvloom.Cache(model, replace(recipe, compress_after=PROMPT // 2))
     for a, b in zip(logits(model, early, ids), logits(model, late, ids), strict=True):
         assert torch.equal(a, b)
     assert early.nbytes == late.nbytes
@@ -255,7 +255,9 @@ def test_past_the_start_all_tokens_are_one_prompt(model, recipe):
 @late_recipes
 def test_steps_that_cross_the_start_leave_what_a_prompt_would(model, recipe):
     ids = batch(PROMPT + STEPS)
-    prompt, steps = (kvloom.Cache(model, one) for one in (recipe, replace(recipe, start=90)))
+    prompt, steps = (
+        kvloom.Cache(model, one) for one in (recipe, replace(recipe, compress_after=90))
+    )
     with torch.inference_mode():
         model(ids[:, :91], past_key_values=prompt)
     logits(model, steps, ids[:, :91])

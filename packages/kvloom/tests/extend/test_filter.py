@@ -66,10 +66,10 @@ def test_tokens_with_the_ids_stay_exact(model):
 
 
 def test_a_prompt_in_chunks_is_filtered_when_it_ends(model):
-    """With start=79, the last chunk of the prompt ends the exact phase."""
+    """With compress_after=79, the last chunk of the prompt ends the exact phase."""
     ids, caches = prompt(), []
     for sizes, start in (((PROMPT,), 0), ((50, 1, 29), PROMPT - 1)):
-        cache = kvloom.Cache(model, f"{RECIPE},start={start}")
+        cache = kvloom.Cache(model, f"{RECIPE},compress_after={start}")
         with torch.inference_mode():
             for part in ids.split(sizes, dim=1):
                 model(part, past_key_values=cache)
@@ -79,7 +79,7 @@ def test_a_prompt_in_chunks_is_filtered_when_it_ends(model):
 
 
 def test_a_cache_saved_before_the_rule_has_run_keeps_the_ids(model, tmp_path):
-    ids, recipe = prompt(), f"{RECIPE},start={PROMPT - 1}"
+    ids, recipe = prompt(), f"{RECIPE},compress_after={PROMPT - 1}"
     cache = kvloom.Cache(model, recipe)
     with torch.inference_mode():
         model(ids[:, :50], past_key_values=cache)
@@ -91,7 +91,7 @@ def test_a_cache_saved_before_the_rule_has_run_keeps_the_ids(model, tmp_path):
 
 
 def test_rows_take_their_ids_along(model):
-    ids, recipe = prompt(), f"{RECIPE},start={PROMPT - 1}"
+    ids, recipe = prompt(), f"{RECIPE},compress_after={PROMPT - 1}"
     cache = kvloom.Cache(model, recipe)
     with torch.inference_mode():
         model(ids[:, :50], past_key_values=cache)

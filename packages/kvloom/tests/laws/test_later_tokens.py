@@ -72,7 +72,7 @@ def test_a_prompt_in_two_parts_keeps_what_each_query_sees():
     q, k, v = draw(3, 36)
     scores = []
     for start, sizes in ((0, [36]), (32, [30, 6])):
-        layer = LayerCache(resolve(f"h2o:tokens=24,start={start}"), "this layer")
+        layer = LayerCache(resolve(f"h2o:tokens=24,compress_after={start}"), "this layer")
         trace, begin = layer.observe(), 0
         for size in sizes:
             part = slice(begin, begin + size)

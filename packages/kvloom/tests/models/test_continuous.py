@@ -361,7 +361,7 @@ def test_other_models_and_attached_recipes_go_on_in_the_block(llama):
         ("h2o", IncompatibleRecipe, "in continuous batching.*evicts some; use 'near-lossless'"),
         ("quest", IncompatibleRecipe, "recalls a choice of tokens"),
         (f"{KIVI}@0=h2o", IncompatibleRecipe, "evicts some; use 'near-lossless'"),
-        ("kivi:start=9", IncompatibleRecipe, "leave out start=9"),
+        ("kivi:compress_after=9", IncompatibleRecipe, "leave out compress_after=9"),
         ("kivy", kvloom.RecipeError, "did you mean 'kivi'"),
         ("skvq:group=16", IncompatibleRecipe, "needs a calibration"),
     ],

@@ -219,7 +219,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
         "expected:tokens=40,layers=pyramid",
         "rotated:tokens=40,recent=8,store=kivi-4",
         "rotated:fraction=0.5,head_share=0.2,layers=joint",
-        "rotated:tokens=40,recent=8,start=400",
+        "rotated:tokens=40,recent=8,compress_after=400",
         "knorm:tokens=40,recent=8",
         "knorm:tokens=160,store=kivi",
         "vatp:tokens=40",

@@ -176,7 +176,7 @@ def test_generation_is_that_of_transformers(model, options):
     "recipe",
     [
         "h2o:tokens=24", "snapkv:tokens=24,window=8", "streaming:tokens=24,sinks=4",
-        "kivi:group=16,residual=16", "near-lossless:group=16,residual=16,start=70", *READ,
+        "kivi:group=16,residual=16", "near-lossless:group=16,residual=16,compress_after=70", *READ,
     ],
 )  # fmt: skip
 def test_drafts_change_no_token(model, recipe):

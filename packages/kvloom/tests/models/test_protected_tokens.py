@@ -109,7 +109,7 @@ def test_a_prompt_that_waits_keeps_its_ids():
     prompt = {x: y[:1] for x, y in zoo.batch(1, 61, (0,)).items()}
     ids = tuple(prompt["input_ids"][0, 20:24].tolist())
     wanted = torch.isin(prompt["input_ids"][0], torch.tensor(ids))
-    waits = read(model, protecting("h2o:tokens=24,start=64", ids=ids), prompt, steps=6)
+    waits = read(model, protecting("h2o:tokens=24,compress_after=64", ids=ids), prompt, steps=6)
     assert kept(waits)[..., :61][..., wanted].all()
     for recipe in ("h2o:tokens=24", "kvzip:tokens=24,recent=8"):
         cache = kvloom.Cache(model, protecting(recipe, ids=ids))
@@ -124,7 +124,7 @@ def test_a_prompt_that_waits_keeps_its_ids():
 
 def test_the_bytes_of_a_prompt_that_waits_are_predicted():
     model, batch = zoo.build("llama-gqa"), zoo.batch()
-    recipe = protecting("h2o:tokens=24,start=64", ids=(5,))
+    recipe = protecting("h2o:tokens=24,compress_after=64", ids=(5,))
     cache = kvloom.Cache(model, recipe)
     model(**batch, past_key_values=cache)
     assert cache.nbytes == recipe.nbytes(61, cache.geometry, batch=3)
@@ -262,7 +262,7 @@ def test_a_prompt_that_waits_keeps_its_places():
     """For `start`, whose prompt is all tokens until then, and for the crop of a draft."""
     model, batch = zoo.build("llama-gqa"), zoo.batch(1, 61, (0,))
     rule = {"spans": ((20, 24), (-10, -9))}
-    waits = read(model, protecting("h2o:tokens=24,start=64", **rule), batch, steps=6)
+    waits = read(model, protecting("h2o:tokens=24,compress_after=64", **rule), batch, steps=6)
     assert kept(waits)[..., [20, 21, 22, 23, 55]].all()  # 65 tokens were the prompt
     for recipe in ("h2o:tokens=24", "kvzip:tokens=24,recent=8"):
         cache = kvloom.Cache(model, protecting(recipe, **rule))

@@ -266,7 +266,7 @@ def test_what_cannot_be_repeated_is_refused():
 @pytest.mark.parametrize(
     ("spelled", "message"),
     [
-        ("kvzip:start=100", "leave out start"),
+        ("kvzip:compress_after=100", "leave out compress_after"),
         ("kvzip@0=h2o", "does not allow other layers that evict by score at every step"),
         ("kvzip:instruction=a b", "must be token ids separated by spaces"),
         ("kvzip:chunk=0", "must be 1 token or more"),

@@ -22,7 +22,7 @@ RECIPES = (
     "snapkv:tokens=40,window=8",
     "snapkv:tokens=40,window=8,head_share=0.2",
     "minikv:residual=16",
-    "kivi:group=16,residual=32,start=70",
+    "kivi:group=16,residual=32,compress_after=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "infinigen:tokens=32,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
@@ -54,7 +54,7 @@ def steps_of(model, **kwargs):
 @pytest.mark.parametrize("recipe", slow_except(
     RECIPES, "kivi:group=16,residual=32", "turbo", "store:recent=5,sinks=3",
     "streaming:tokens=40", "keyformer:fraction=0.5", "snapkv:tokens=40,window=8,head_share=0.2",
-    "minikv:residual=16", "kivi:group=16,residual=32,start=70",
+    "minikv:residual=16", "kivi:group=16,residual=32,compress_after=70",
     "quest:tokens=32,page=4,sinks=4,recent=8,full_layers=1",
     "clusterkv:tokens=30,size=8,sinks=4,full_layers=1",
 ))  # fmt: skip

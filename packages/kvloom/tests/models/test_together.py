@@ -23,7 +23,8 @@ from near import assert_near
 pytestmark = by_reference
 BLOCKS = "rotated:fraction=0.5,block=32,recent=8,layers=joint,head_share=0.2"
 BY_IDS = replace(
-    resolve("snapkv:tokens=40,window=8,start=72"), protect=Protect(ids=tuple(range(3, 100, 3)))
+    resolve("snapkv:tokens=40,window=8,compress_after=72"),
+    protect=Protect(ids=tuple(range(3, 100, 3))),
 )  # the ids of later steps decide, too, until 72 tokens are seen
 FORMS = (
     "full", "kivi:group=16,residual=32", "h2o:tokens=20", "snapkv:tokens=20,window=8",

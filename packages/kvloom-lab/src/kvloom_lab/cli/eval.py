@@ -209,7 +209,7 @@ def eval_command(
             help="Ask the question after compression (after), or at the end of the prompt (inside)."
         ),
     ] = "after",
-    bytes: Annotated[
+    share: Annotated[
         str | None,
         typer.Option(
             help='Shares of the exact cache\'s bytes that recipes with eviction get: "0.25,0.125".'
@@ -241,12 +241,12 @@ def eval_command(
         chosen_tasks = [task_named(name) for name in tasks]
         check_ask(ask)
         lengths = parse_numbers(context, int, "--context")
-        shares = [] if bytes is None else parse_numbers(bytes, float, "--bytes")
+        shares = [] if share is None else parse_numbers(share, float, "--share")
         if shares and budget is not None:
-            raise InputError("--bytes and --budget both set the budget; give one of them")
+            raise InputError("--share and --budget both set the budget; give one of them")
         if shares and len(lengths) > 1:
             raise InputError(
-                "--bytes needs one --context, as a budget in tokens belongs to one length; give one"
+                "--share needs one --context, as a budget in tokens belongs to one length; give one"
             )
         chosen = _with_budget(parse_recipes(recipes), budget, lengths)
         chosen_text, chosen_model = ChosenText(None, text), ChosenModel(model, dtype)
@@ -259,11 +259,11 @@ def eval_command(
 
         def planned(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
             """Return the recipes to measure and the settings of the run."""
-            to_measure = _with_bytes(chosen, shares, lengths[0], geometry)
+            to_measure = _with_shares(chosen, shares, lengths[0], geometry)
             return to_measure, {
                 "tasks": tasks, "recipes": {r.name: r.to_dict() for r in to_measure},
                 "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
-                "batch": batch, "bytes": shares, "budget": budget, "seed": seed,
+                "batch": batch, "share": shares, "budget": budget, "seed": seed,
                 "text": chosen_text.name, "data": None if data is None else data.name,
             }  # fmt: skip
 
@@ -316,7 +316,7 @@ def _with_budget(recipes: list[Recipe], budget: str | None, lengths: list[int]) 
     return first
 
 
-def _with_bytes(
+def _with_shares(
     recipes: list[Recipe], shares: list[float], context: int, geometry: Geometry
 ) -> list[Recipe]:
     """Return `full` and the recipes, each once for every share, with distinct names."""

@@ -51,9 +51,9 @@ def recipes_command(
     """List the recipes and their options; with a name, show that recipe, its paper and its TOML.
 
     The options of a recipe follow its name: "kivi:bits=4,group=64". Every recipe has the option
-    start: "kivi:start=2048" keeps everything exact up to 2048 tokens. Some layers can have another
-    recipe: "kivi@first 2=full@20-23=kivi:bits=4". You can save its TOML to a file, change it, and
-    give the file's name wherever a recipe is expected.
+    compress_after: "kivi:compress_after=2048" keeps everything exact up to 2048 tokens. Some layers
+    can have another recipe: "kivi@first 2=full@20-23=kivi:bits=4". You can save its TOML to a file,
+    change it, and give the file's name wherever a recipe is expected.
     """
     with user_errors():
         from kvloom.recipe import RECIPES
@@ -230,8 +230,8 @@ def tune_command(
         list[Path],
         typer.Option("--text", metavar="FILE", help="Text file to tune on, repeatable."),
     ],
-    bytes: Annotated[
-        float | None, typer.Option(help="The most bytes, as a share of the exact cache's: 0.2.")
+    share: Annotated[
+        float | None, typer.Option(help="The largest share of the exact cache's bytes: 0.2.")
     ] = None,
     quality: Annotated[
         str | None,
@@ -249,7 +249,7 @@ def tune_command(
         Path | None, typer.Option(metavar="FILE", help="Plot divergence against bytes.")
     ] = None,
 ) -> None:
-    """Tune a recipe: formats and kept tokens of each layer, within bytes or a divergence.
+    """Tune a recipe: formats and kept tokens of each layer, within a size or a divergence.
 
     The layers are scored once; another bound uses the same scores. An interrupted run is continued
     by the same command. Scores are in kvloom's cache folder.
@@ -263,14 +263,14 @@ def tune_command(
         from ..workload.text import read_files
 
         kl = None if quality is None else _quality(quality)
-        Bound(bytes, kl, 0)  # an invalid one is refused before the model is loaded
+        Bound(share, kl, 0)  # an invalid one is refused before the model is loaded
         check_outputs(json, out, plot=plot)
         content = read_files(text)
         chosen = ChosenModel(model, dtype)
         with show_progress() as progress:
             loaded = chosen.load(progress)
             tuning = tune(
-                loaded, chosen.tokenizer, content, bytes=bytes, kl=kl, context=context,
+                loaded, chosen.tokenizer, content, share=share, kl=kl, context=context,
                 progress=progress,
             )  # fmt: skip
         if out is not None:

@@ -106,6 +106,9 @@ def read_head(path: Path) -> dict[str, Any]:
             f"{str(file)!r} has format {version}, and this kvloom reads {FORMAT}; run kvloom "
             "eval again into another folder"
         )
+    settings = run.get("settings", {})
+    if "bytes" in settings:  # its former name
+        settings["share"] = settings.pop("bytes")
     return run
 
 

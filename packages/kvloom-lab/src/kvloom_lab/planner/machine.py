@@ -158,7 +158,7 @@ def measured_recipe(recipe: Recipe, tokens: int) -> Recipe:
     A budget of tokens to keep changes the bytes alone, so half of the tokens are kept; `start` and
     the first layers that recall leaves out do not matter to a layer.
     """
-    recipe = replace(recipe, start=0, name="measured")
+    recipe = replace(recipe, compress_after=0, name="measured")
     if recipe.keep is None:
         return recipe
     try:
@@ -173,7 +173,7 @@ def layer_key(layer: LayerWork, g: Geometry) -> str:
     if layer.kind is None:
         return f"{shape} {{}}"
     data = layer.kind.recipe.to_dict()
-    data.pop("name"), data.pop("start", None)
+    data.pop("name"), data.pop("compress_after", None)
     if keep := data.get("keep"):
         keep.pop("budget", None), keep.pop("seed", None), keep.pop("limit", None)
     text = "{}" if _acts_as_full(layer.kind.recipe) else json.dumps(data, sort_keys=True)

@@ -64,7 +64,7 @@ class LayerKind:
     def kept_tokens(self, tokens: int) -> int:
         """Return the tokens that a layer keeps of a prompt."""
         keep = self.recipe.keep
-        if keep is None or not keep.drops(tokens) or tokens <= self.recipe.start:
+        if keep is None or not keep.drops(tokens) or tokens <= self.recipe.compress_after:
             return tokens
         if keep.by_age:
             return min(tokens, self.recipe.budget_tokens(tokens))

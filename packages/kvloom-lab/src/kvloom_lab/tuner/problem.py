@@ -38,14 +38,14 @@ class Bound:
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.kl is None):
-            raise InputError("give either bytes, such as 0.2, or kl, such as 0.01")
+            raise InputError("give either share, such as 0.2, or kl, such as 0.01")
         if self.share is not None and not 0 < self.share <= 1:
-            raise InputError(f"bytes={self.share:g} must be above 0 and at most 1: a share")
+            raise InputError(f"share={self.share:g} must be above 0 and at most 1")
         if self.kl is not None and not self.kl > 0:
             raise InputError(f"kl={self.kl:g} must be above 0: a mean divergence in nats")
 
     def __str__(self) -> str:
-        return f"kl={self.kl:g}" if self.share is None else f"bytes={self.share:g}"
+        return f"kl={self.kl:g}" if self.share is None else f"share={self.share:g}"
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +59,7 @@ class Bound:
             smallest = math.ceil(1e4 * fewest / self.exact_nbytes) / 1e4
             raise InputError(
                 f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; "
-                f"the nearest bound is bytes={smallest:.4f}"
+                f"the nearest bound is share={smallest:.4f}"
             )
 
     def solve(self, knapsack: Knapsack, margin: float = 1.0) -> list[int] | None:

@@ -132,7 +132,7 @@ def tune(
     tokenizer: Any,
     text: str,
     *,
-    bytes: float | None = None,
+    share: float | None = None,
     kl: float | None = None,
     context: int = 2048,
     settings: Settings | None = None,
@@ -148,7 +148,7 @@ def tune(
         model: The model, loaded.
         tokenizer: The model's.
         text: What the model is tuned on; longer than one context.
-        bytes: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
+        share: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
             `kl`.
         kl: The bound: a mean divergence from the exact cache in nats.
         context: Tokens of the prompt.
@@ -164,7 +164,7 @@ def tune(
     with attachment_restored(model), torch.inference_mode():
         supported_model(model, all_heads_for="tuning")
         sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
-        bound = Bound(bytes, kl, Recipe().nbytes(context, sizes.geometry))
+        bound = Bound(share, kl, Recipe().nbytes(context, sizes.geometry))
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
         scored = to_score(sizes.geometry, can_repeat(model, context, repeating))
         bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
@@ -182,7 +182,7 @@ def tune(
         nbytes = _measured_nbytes(model, best.recipe, prompts.rows[:1, :context])
         tuned = Tuned(
             model=weights,
-            text=read,
+            text_sha256=read,
             bound=str(bound),
             context=context,
             texts=settings.texts,

@@ -139,7 +139,7 @@ def store_recipe(recipe: Recipe) -> Path:
     """
     tuned = recipe.tuned
     assert tuned is not None, "only tuned recipes are stored"
-    target = _folder(tuned.model) / f"{tuned.bound}-{tuned.context}-{tuned.text[:8]}.toml"
+    target = _folder(tuned.model) / f"{tuned.bound}-{tuned.context}-{tuned.text_sha256[:8]}.toml"
     try:
         write_whole(target, recipe.to_toml())
     except OSError as error:

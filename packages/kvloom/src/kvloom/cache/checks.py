@@ -28,7 +28,11 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
             'without scores of the prompt, such as "near-lossless" or "quest"'
         )
     tokens, evictor = state.seen + k.shape[2], state.evictor
-    if evictor is not None and evictor.phase is Phase.EMPTY and tokens > state.recipe.start:
+    if (
+        evictor is not None
+        and evictor.phase is Phase.EMPTY
+        and tokens > state.recipe.compress_after
+    ):
         evictor.check_prompt(tokens)
     visible, alibi = queries.visible, queries.alibi
     if visible is not None:

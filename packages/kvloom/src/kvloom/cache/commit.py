@@ -38,7 +38,7 @@ def end_step(
     they were stored before attention). regions: those that the step attended to.
     """
     evictor = state.evictor
-    exact = state.seen <= state.recipe.start  # the whole context stays exact
+    exact = state.seen <= state.recipe.compress_after  # the whole context stays exact
     if evictor is not None and evictor.phase is not Phase.EVICTING:
         if evictor.phase is Phase.EMPTY:
             if not exact:

@@ -175,7 +175,7 @@ class LayerCache:
         draft = self._state.uncommitted
         if self._verification.running:
             return self._verification.tokens
-        if draft is None or self.seen <= self.recipe.start:
+        if draft is None or self.seen <= self.recipe.compress_after:
             return 0
         return draft.tokens
 
@@ -409,7 +409,7 @@ class LayerCache:
                 state.segment.drop_back(min(tokens, len(state.storage)))
             if state.evictor is not None:
                 state.evictor.forget(max(0, tokens - (0 if draft is None else draft.tokens)))
-            if draft is not None and state.seen <= self.recipe.start:
+            if draft is not None and state.seen <= self.recipe.compress_after:
                 left = draft.queries.without_newest(tokens)
                 state.uncommitted = Uncommitted(max(0, draft.tokens - tokens), left)
             elif draft is not None:

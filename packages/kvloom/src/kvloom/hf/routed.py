@@ -118,7 +118,7 @@ class RoutedLayer(CacheLayerMixin):
     def reads_queries(self) -> bool:
         """Whether the layer needs a first prompt's queries although the model attends to it."""
         recipe = self.cache.recipe
-        return recipe.reads_queries or self.cache.recording or bool(recipe.start)
+        return recipe.reads_queries or self.cache.recording or bool(recipe.compress_after)
 
     @outside_inference_mode
     def behind_window(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -85,8 +85,10 @@ def _problems(recipe: Recipe) -> list[str]:
             "a step reads every page, and this recipe recalls a choice of tokens; use "
             f"{_nearest(recipe)!r}, which reads all of them in fewer bits"
         )
-    if recipe.start:
-        problems.append(f"pages are packed as they fill; leave out start={recipe.start}")
+    if recipe.compress_after:
+        problems.append(
+            f"pages are packed as they fill; leave out compress_after={recipe.compress_after}"
+        )
     if any(protect.outliers is not None for protect in _parts(recipe, "protect")):
         problems.append("exact tokens within a packed page have no place; leave out outliers")
     problems += [

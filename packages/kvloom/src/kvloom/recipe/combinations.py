@@ -43,16 +43,16 @@ def check_parts(recipe: Recipe) -> None:
 
 def _check_sliding(recipe: Recipe) -> None:
     """Check what packed windows do not combine with."""
-    if recipe.start:
+    if recipe.compress_after:
         raise RecipeError(
-            f'start={recipe.start} keeps tokens exact that sliding="packed" packs; leave out one '
-            "of the two"
+            f"compress_after={recipe.compress_after} keeps tokens exact that "
+            'sliding="packed" packs; leave out one of the two'
         )
     formats = recipe.store.formats
     if not formats or formats.keys() != recipe.store.quantized.keys():
         raise RecipeError(
-            'sliding="packed" packs windows in kvloom\'s own format, which this store has not; '
-            'leave it out, or use a recipe that packs, such as "near-lossless"'
+            'sliding="packed" packs windows in kvloom\'s own format, but this store uses another '
+            'format; leave it out, or use a recipe that packs, such as "near-lossless"'
         )
     if recipe.store.pre_rope or recipe.store.calibrated:
         raise RecipeError(
@@ -63,10 +63,11 @@ def _check_sliding(recipe: Recipe) -> None:
 
 def _check_repeats(recipe: Recipe) -> None:
     """Check a recipe for which the model repeats the prompt."""
-    if recipe.start:
+    if recipe.compress_after:
         raise RecipeError(
-            f"start={recipe.start} keeps the prompt exact, and a score that repeats the prompt "
-            "needs it in one call; leave out start, or use another score"
+            f"compress_after={recipe.compress_after} keeps the prompt exact, and a score that "
+            "repeats the prompt needs it in one call; leave out compress_after, "
+            "or use another score"
         )
     if any(keep.when != "prompt" for keep in recipe.keeps_by_score):
         raise RecipeError(
@@ -88,8 +89,8 @@ def _check_keep(recipe: Recipe, keep: Keep) -> None:
     protected = recipe.protect.tokens if keep.by_age else sinks
     if tokens is None and not keep.by_age and sinks >= FLOOR_TOKENS:
         raise RecipeError(
-            f"a fraction of a short prompt is {FLOOR_TOKENS} tokens, which leaves nothing "
-            f"beside sinks={sinks}; use fewer sinks, or a budget in tokens"
+            f"the smallest budget of a fraction is {FLOOR_TOKENS} tokens, which sinks={sinks} "
+            "would fill; use fewer sinks, or a budget in tokens"
         )
     if tokens is not None and tokens <= protected:
         raise RecipeError(

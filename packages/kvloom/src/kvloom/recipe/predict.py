@@ -21,7 +21,7 @@ def predicted_layer_nbytes(
     rank, count: the layer's rank among the `count` layers that share its budget.
     """
     keep, sinks = recipe.keep, recipe.protect.sinks
-    if recipe.start and tokens <= recipe.start:
+    if recipe.compress_after and tokens <= recipe.compress_after:
         # sinks that are stored by themselves have room for all of them
         in_blocks = keep is not None and keep.block is not None
         separate_sinks = sinks if keep is None or keep.by_age or in_blocks else 0

@@ -1,7 +1,7 @@
 """The compact spelling of recipes: "name:option=value,option=value@layers=recipe".
 
-Every recipe also has the option `start`. After "@" follows what is different in some layers:
-"kivi@first 2=full@last 2=kivi:bits=4".
+Every recipe also has the options `compress_after` and `sliding`. After "@" follows what is
+different in some layers: "kivi@first 2=full@last 2=kivi:bits=4".
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _FORMER_NAMES = {
     "filter": "outlier_score",
     "group": "query_heads",
     "heads": "head_share",
+    "start": "compress_after",
 }
 """Former names of options, for recipes that have the new name and not the former one."""
 
-_GENERAL = {"start": int, "sliding": str}
+_GENERAL = {"compress_after": int, "sliding": str}
 """Options that every recipe has: fields of `Recipe`, and their types."""
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
@@ -88,7 +89,7 @@ def part_options(name: str) -> dict[str, dict[str, Any]]:
 
     Such a recipe passes options on to its score, index or format. None: the option has no default.
     """
-    what = _passes(RECIPES[name])
+    what = _part_option(RECIPES[name])
     if what is None:
         return {}
     return {kind: _defaults(PARTS[what][kind]) for kind in PARTS[what]}
@@ -105,7 +106,7 @@ def _named(spelled: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    has = options(name)
+    has = options(name) | _GENERAL
     present = {a: b for a, b in _FORMER_NAMES.items() if b in has and a not in has}
     texts: dict[str, str] = {}
     for key, text in (_item(item) for item in rest.split(",") if item.strip()):
@@ -127,10 +128,10 @@ def _named(spelled: str) -> Recipe:
 def _override(spelled: str) -> LayerOverride:
     where, _, recipe = spelled.partition("=")
     parts = _named(recipe)
-    if parts.layers or parts.start or parts.packs_windows:
+    if parts.layers or parts.compress_after or parts.packs_windows:
         raise RecipeError(
-            f"layers {where.strip()!r}: {recipe.strip()!r} has layers, a start or sliding of its "
-            "own; give these to the whole recipe"
+            f"layers {where.strip()!r}: {recipe.strip()!r} has layers, compress_after or sliding "
+            "of its own; give these to the whole recipe"
         )
     return LayerOverride(
         where, keep=parts.keep, store=parts.store, recall=parts.recall, protect=parts.protect
@@ -142,7 +143,7 @@ def _item(item: str) -> tuple[str, str]:
     return key, text
 
 
-def _passes(build: Build) -> str | None:
+def _part_option(build: Build) -> str | None:
     """Return the option that chooses the part to which a recipe passes further options."""
     parameters = inspect.signature(build).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -154,7 +155,7 @@ def _hints(name: str, build: Build, texts: dict[str, str]) -> dict[str, Any]:
     """Return the options that a recipe accepts, given these, and their annotations."""
     annotations, defaults = get_type_hints(build), options(name)
     hints = {key: annotations[key] for key in defaults}
-    what = _passes(build)
+    what = _part_option(build)
     if what is not None:
         kind = texts.get(what) or defaults[what]
         if kind not in PARTS[what]:

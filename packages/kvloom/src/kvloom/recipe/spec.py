@@ -174,8 +174,8 @@ class LayerOverride:
 class Tuned:
     """Where a tuned recipe comes from: `kvloom tune` writes it. Another model refuses the recipe.
 
-    model: the fingerprint of the model's weights. text: SHA-256 of the text's token ids. bound:
-    what the recipe was tuned for: "bytes=0.2" or "kl=0.01". texts: the number of prompts of
+    model: the fingerprint of the model's weights. text_sha256: of the text's token ids.
+    bound: what the recipe was tuned for: "share=0.2" or "kl=0.01". texts: the number of prompts of
     `context` tokens. tokens: those that follow each prompt. kl, kl_p99: mean and 99th percentile of
     the divergence from the exact cache on these tokens, in nats; predicted_kl: the sum of the
     layers' scores. nbytes: bytes of the cache after one prompt; predicted_nbytes: by
@@ -183,7 +183,7 @@ class Tuned:
     """
 
     model: str
-    text: str
+    text_sha256: str
     bound: str
     context: int
     texts: int
@@ -199,6 +199,11 @@ class Tuned:
     def __post_init__(self) -> None:
         check_fields(self, *(field.name for field in fields(self)))
 
+    @classmethod
+    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a table that may have the former name of `text_sha256`."""
+        return renamed(table, "text", "text_sha256")
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -211,10 +216,11 @@ class Recipe:
         protect: Tokens that are exempt from eviction, from packing, or from both.
         name: As reports print it.
         layers: Overrides for some layers; of two for one layer, the later one wins.
-        start: Everything stays exact until the context exceeds this many tokens; then all tokens so
-            far are treated as one prompt.
+        compress_after: Everything stays exact until the context exceeds this many tokens; then all
+            tokens so far are treated as one prompt.
         sliding: "exact": layers with a sliding window stay as transformers has them. "packed": they
-            store their windows in the formats of `store`; this does not combine with `start`.
+            store their windows in the formats of `store`; this does not combine with
+            `compress_after`.
         tuned: Where a tuned recipe comes from; other models refuse the recipe.
 
     Raises:
@@ -227,19 +233,19 @@ class Recipe:
     protect: Protect = field(default_factory=Protect)
     name: str = "custom"
     layers: tuple[LayerOverride, ...] = ()
-    start: int = 0
+    compress_after: int = 0
     tuned: Tuned | None = None
     sliding: str = "exact"
 
     def __post_init__(self) -> None:
         check_fields(self, "keep", "store", "recall", "protect", "name", "layers", "tuned")
-        check_whole("start", self.start, 0, " of tokens")
+        check_whole("compress_after", self.compress_after, 0, " of tokens")
         check_choice("sliding", self.sliding, ("exact", "packed"))
         check_parts(self)
 
     @property
     def pinned_prefix(self) -> int:
-        """Tokens at the front of those a keep has left that every step of a recall reads.
+        """The number of leading kept tokens that every recall step reads.
 
         The sinks; where packed tokens move to a tier, rounded up to whole blocks.
         """
@@ -250,7 +256,7 @@ class Recipe:
 
     @property
     def always_read(self) -> int:
-        """Tokens that every step of a recipe with recall reads: sinks or prefix, and recent."""
+        """The number of tokens that every recall step reads: the prefix and the exact recent."""
         return max(self.protect.sinks, self.pinned_prefix) + max(self.protect.exact_recents)
 
     @property
@@ -289,7 +295,7 @@ class Recipe:
 
     @property
     def reuse(self) -> str:
-        """What of a prompt another one may reuse: see `PromptStore`.
+        """Which part of a stored prompt a later prompt may reuse: see `PromptStore`.
 
         "blocks": any beginning, as nothing that follows changes which tokens are stored or read.
         "whole": what was read as one prompt.
@@ -360,7 +366,7 @@ class Recipe:
         """Return the plain recipe of one layer: without `layers`, equal results being one object.
 
         number: the model's, one of `numbers`, those of all layers that kvloom caches, ascending.
-        recall is None in the first `recall.full_layers` of them. Raises `RecipeError` for an
+        The first `recall.full_layers` layers have no recall. Raises `RecipeError` for an
         override of a layer that does not exist.
         """
         parts: dict[str, Any] = {"recall": self.recall}
@@ -490,7 +496,7 @@ class Recipe:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that a former version may have written."""
-        return without_sinks(table)
+        return renamed(without_sinks(table), "start", "compress_after")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.
@@ -498,7 +504,7 @@ class Recipe:
         Raises `RecipeError` for a part that is not registered, and so has no name.
         """
         data = text.to_dict(self)
-        for name in ("layers", "start"):
+        for name in ("layers", "compress_after"):
             if not data[name]:
                 del data[name]
         if not self.packs_windows:

@@ -23,7 +23,7 @@ def paged(recipe, page=128):
         ("quest", "'near-lossless', which reads"),
         ("clusterkv-2bit", "'kivi', which reads"),
         ("kivi@0=h2o", "'kivi', which keeps"),
-        ("kivi:start=100", "leave out start=100"),
+        ("kivi:compress_after=100", "leave out compress_after=100"),
         ("skvq:outliers=8", "leave out outliers"),
     ],
 )

@@ -237,18 +237,18 @@ def test_bytes_are_the_sum_over_layers(tokens, batch):
     ],
 )
 def test_up_to_the_start_everything_is_exact(recipe, queries):
-    g, plain, later = geometry(), resolve(recipe), replace(resolve(recipe), start=100)
+    g, plain, later = geometry(), resolve(recipe), replace(resolve(recipe), compress_after=100)
     sinks = plain.protect.sinks  # they have room of their own, and each row's first position
     for tokens in (1, 100):
         exact = resolve("full").nbytes(max(tokens, sinks), g, 3) + 3 * 4 * 8 * bool(sinks)
         assert later.nbytes(tokens, g, 3) == exact + 3 * 4 * queries * tokens * 64 * 2
     for tokens in (101, 1000):
         assert later.nbytes(tokens, g, 3) == plain.nbytes(tokens, g, 3)
-    assert later.for_layer(3, g.numbers).start == 100
+    assert later.for_layer(3, g.numbers).compress_after == 100
 
 
 def test_queries_are_counted_in_the_layers_that_score():
-    recipe = resolve("h2o:start=50@first 3=full")
+    recipe = resolve("h2o:compress_after=50@first 3=full")
     g = geometry()
     assert recipe.nbytes(50, g) == 50 * g.token_nbytes() + 50 * 4 * 64 * 2
 
@@ -261,4 +261,4 @@ def test_outliers_need_the_queries():
 @pytest.mark.parametrize("start", [-1, 1.0, True, "5", None])
 def test_a_bad_start_is_refused(start):
     with pytest.raises(RecipeError, match="must be a whole number of tokens, 0 or more"):
-        Recipe(start=start)
+        Recipe(compress_after=start)

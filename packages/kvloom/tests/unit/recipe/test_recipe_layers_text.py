@@ -17,13 +17,13 @@ from kvloom_lab.cli.options import split_recipes as split
 
 
 def test_layers_in_the_compact_spelling():
-    spelled = "kivi:bits=4,start=64@first 2=full@last2=rtn:bits=8,group=16"
+    spelled = "kivi:bits=4,compress_after=64@first 2=full@last2=rtn:bits=8,group=16"
     recipe = resolve(spelled)
     kivi, rtn = resolve("kivi:bits=4"), resolve("rtn:bits=8,group=16")
     assert recipe == Recipe(
         store=kivi.store,
         protect=kivi.protect,
-        start=64,
+        compress_after=64,
         name=spelled,
         layers=(
             LayerOverride("first 2", None, Store(), None, Protect()),
@@ -51,12 +51,15 @@ def test_files_and_overrides_combine(tmp_path, monkeypatch):
         ("kivi@first 2", """'kivi@first 2': spell layers as in "kivi@first 2=full\""""),
         ("kivi@first 2=ful", "no recipe named 'ful' (did you mean 'full'?)"),
         (
-            "kivi@0=full:start=3",
-            "layers '0': 'full:start=3' has layers, a start or sliding of its own",
+            "kivi@0=full:compress_after=3",
+            "layers '0': 'full:compress_after=3' has layers, compress_after or sliding of its own",
         ),
-        ("kivi:start=", "option 'start' of recipe 'kivi' needs a value"),
-        ("kivi:start=2k", "option 'start' of recipe 'kivi' must be a whole number, not '2k'"),
-        ("kivi:start=-1", "start=-1 must be a whole number of tokens, 0 or more"),
+        ("kivi:compress_after=", "option 'compress_after' of recipe 'kivi' needs a value"),
+        (
+            "kivi:compress_after=2k",
+            "must be a whole number, not '2k'",
+        ),
+        ("kivi:compress_after=-1", "compress_after=-1 must be a whole number of tokens, 0 or more"),
     ],
 )
 def test_a_wrong_spelling_of_layers_is_refused(spelling, says):
@@ -84,7 +87,7 @@ def test_a_list_of_recipes_is_split_at_its_names(recipes):
 def test_layers_in_toml_written_by_hand():
     recipe = Recipe.from_toml(
         """
-        start = 2048
+        compress_after = 2048
         [store.keys]
         bits = 2
         axis = "token"
@@ -109,7 +112,7 @@ def test_layers_in_toml_written_by_hand():
     assert recipe == Recipe(
         keep=SNAP,
         store=TWO,
-        start=2048,
+        compress_after=2048,
         layers=(
             LayerOverride("first 2", keep=None, store=Store()),
             LayerOverride("last 1", recall=None, protect=Protect(4)),
@@ -134,7 +137,7 @@ overrides = st.builds(
 
 @given(st.lists(overrides, max_size=4), st.integers(0, 9999))
 def test_any_layers_come_back_from_a_dict_and_from_toml(layers, start):
-    recipe = Recipe(store=FOUR, layers=tuple(layers), start=start)
+    recipe = Recipe(store=FOUR, layers=tuple(layers), compress_after=start)
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert Recipe.from_toml(recipe.to_toml()) == recipe
 
@@ -147,7 +150,7 @@ def test_any_layers_come_back_from_a_dict_and_from_toml(layers, start):
         ({"layers": [{"where": 1, "name": "a"}]}, "LayerOverride has no field 'name'; it has"),
         ({"layers": {"where": 1}}, "must be a tuple"),
         ({"layers": [3]}, "layers must be a table of where, keep"),
-        ({"start": "x"}, "start='x' must be a whole number"),
+        ({"compress_after": "x"}, "compress_after='x' must be a whole number"),
     ],
 )
 def test_bad_layers_in_data_are_refused_by_name(data, says):

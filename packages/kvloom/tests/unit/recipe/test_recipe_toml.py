@@ -12,7 +12,7 @@ from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Budget, Fit, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import LayerOverride, Protect, Recipe
+from kvloom.recipe.spec import LayerOverride, Protect, Recipe, Tuned
 from kvloom.store import Packed, Store
 
 formats = st.none() | st.builds(
@@ -181,6 +181,17 @@ def test_the_former_name_of_exact_recent_still_loads():
     recipe = Recipe.from_toml(text)
     assert recipe.protect == Protect(exact_recent=(0, 32))
     assert recipe.layers[0].protect == Protect(4, 8)
+
+
+def test_the_former_name_of_compress_after_still_loads():
+    assert Recipe.from_toml("start = 64") == Recipe(compress_after=64)
+
+
+def test_the_former_name_of_text_sha256_still_loads():
+    tuned = Tuned("a", "b", "share=0.2", 512, 3, 64, 0, 0.1, 0.1, 0.1, 1, 1, 0.2)
+    table = Recipe(tuned=tuned).to_dict()
+    table["tuned"]["text"] = table["tuned"].pop("text_sha256")
+    assert Recipe.from_dict(table).tuned == tuned
 
 
 def former(kind: str, sinks: int, fit: dict | None = None) -> dict:

@@ -98,7 +98,7 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:bit=2", ["no option 'bit'", "did you mean 'bits'", "bits, group, residual, meta"]),
         ("kivi:residuals=64", ["no option 'residuals'", "did you mean 'residual'"]),
         ("kivi-4:bits=4", ["'kivi-4' has no option 'bits'", "group, residual, meta"]),
-        ("full:bits=2", ["'full' has no option 'bits'", "it has start, sliding"]),
+        ("full:bits=2", ["'full' has no option 'bits'", "it has compress_after, sliding"]),
         ("kivi:bits", ["option 'bits' of recipe 'kivi' needs a value", "bits=…"]),
         ("kivi:bits=", ["needs a value"]),
         ("kivi:bits=two", ["option 'bits' of recipe 'kivi' must be a number, not 'two'"]),
@@ -109,7 +109,10 @@ def test_a_recipe_resolves_to_itself():
         ("evict:fraction=0.5,tokens=64", ["'evict': tokens=64 and fraction=0.5 are two sizes"]),
         ("evict:score=expected,epsilon=nan", ["epsilon=nan must be a finite number"]),
         ("h2o:recent=-inf", ["recent=-inf must be a finite number"]),
-        ("vatp:sinks=128", ["a short prompt is 128 tokens", "beside sinks=128; use fewer sinks"]),
+        (
+            "vatp:sinks=128",
+            ["budget of a fraction is 128 tokens", "sinks=128 would fill; use fewer sinks"],
+        ),
         ("evict:score=reconstruction", ["'reconstruction' repeats the first prompt, and no later"]),
         ("window:tokens=0", ["tokens=0", "1 or more"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
@@ -126,8 +129,8 @@ def test_a_recipe_resolves_to_itself():
             for name in ("clusterkv", "clusterkv-2bit", "quest")
         ),
         (
-            "near-lossless:start=1000,sliding=packed",
-            ["start=1000 keeps tokens exact that sliding=", "leave out one of the two"],
+            "near-lossless:compress_after=1000,sliding=packed",
+            ["compress_after=1000 keeps tokens exact that sliding=", "leave out one of the two"],
         ),
         ("minikv:residual=100", ["residual=100 is not a multiple of group=16", "use 16 or 64"]),
     ],
@@ -231,6 +234,9 @@ def test_former_names_of_options_are_read():
             table = table[name]
         table["group"] = table.pop("query_heads")
         assert Recipe.from_dict(data) == recipe
+    assert resolve("kivi:start=64") == replace(
+        resolve("kivi:compress_after=64"), name="kivi:start=64"
+    )
     assert resolve("quest:group=max").recall == resolve("quest:query_heads=max").recall
 
 

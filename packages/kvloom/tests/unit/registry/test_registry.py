@@ -81,10 +81,10 @@ def test_public_functions_are_decorators():
         """Sinks and nothing else."""
         return Recipe(protect=kvloom.Protect(sinks=sinks))
 
-    assert resolve("my-recipe:sinks=3,start=9").protect.sinks == my_recipe(3).protect.sinks
-    assert resolve("my-recipe:start=9").start == 9
+    assert resolve("my-recipe:sinks=3,compress_after=9").protect.sinks == my_recipe(3).protect.sinks
+    assert resolve("my-recipe:compress_after=9").compress_after == 9
     assert kvloom.register_recipe(named_by_itself) is named_by_itself
-    assert resolve("named-by-itself:a=2").start == 2
+    assert resolve("named-by-itself:a=2").compress_after == 2
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_public_functions_are_decorators():
         (lambda: kvloom.register_recipe("x")(lambda: Recipe()), "with a docstring"),
         (lambda: kvloom.register_recipe("x")(needs), "option 'a' of recipe 'x' needs a default"),
         (lambda: kvloom.register_recipe("x")(untyped), "option 'a' of recipe 'x' needs a default"),
-        (lambda: kvloom.register_recipe("x")(starts), "cannot have an option 'start'"),
+        (lambda: kvloom.register_recipe("x")(starts), "cannot have an option 'compress_after'"),
     ],
 )
 def test_what_cannot_be_registered_is_refused(register, says):
@@ -129,27 +129,27 @@ EMPTY = [empty(base) for base in (Scorer, Index, Format)]
 
 def needs(a: int) -> Recipe:
     """An option without a default."""
-    return Recipe(start=a)
+    return Recipe(compress_after=a)
 
 
 def untyped(a=1) -> Recipe:
     """An option without a type."""
-    return Recipe(start=a)
+    return Recipe(compress_after=a)
 
 
 def kivi(a: int = 1) -> Recipe:
     """A function with the name of a built-in recipe."""
-    return Recipe(start=a)
+    return Recipe(compress_after=a)
 
 
 def named_by_itself(a: int = 1) -> Recipe:
     """A function that gives the recipe its name."""
-    return Recipe(start=a)
+    return Recipe(compress_after=a)
 
 
-def starts(start: int = 1) -> Recipe:
+def starts(compress_after: int = 1) -> Recipe:
     """An option that every recipe has."""
-    return Recipe(start=start)
+    return Recipe(compress_after=compress_after)
 
 
 # --- plugins -------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def _check(name: str, build: Any) -> None:
     for option, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
-        if option in ("start", "sliding"):
+        if option in ("compress_after", "sliding"):
             raise RecipeError(
                 f"recipe {name!r} cannot have an option {option!r}, which every recipe has "
                 "already; rename it"

@@ -33,7 +33,7 @@ def clusterkv(
     steps: int = 1,
     seed: int = 0,
 ) -> Recipe:
-    """ClusterKV (ariv:2412.03213): everything stays, the nearest clusters are read.
+    """ClusterKV (arXiv:2412.03213): everything stays, the nearest clusters are read.
 
     Keys are clustered by cosine similarity: one cluster for every `size` tokens, of the prompt and
     of every 320 generated tokens. A query reads the clusters whose centroids have the largest inner
@@ -78,7 +78,7 @@ def quest(
     tier: str = "device",
     steps: int = 1,
 ) -> Recipe:
-    """Quest (ariv:2406.10774): everything stays, the most promising pages are read.
+    """Quest (arXiv:2406.10774): everything stays, the most promising pages are read.
 
     Pages of `page` tokens store the smallest and the largest key of every channel. A query reads
     the pages with the largest upper bound of q . k.
@@ -98,7 +98,7 @@ def infinigen(
     tier: str = "device",
     steps: int = 1,
 ) -> Recipe:
-    """InfiniGen (ariv:2406.19707): everything stays, rotated partial keys say what is read.
+    """InfiniGen (arXiv:2406.19707): everything stays, rotated partial keys say what is read.
 
     The queries of the prompt give a rotation after which a few channels, the part `share` of all,
     make up most of q . k. A query reads the tokens with the largest q . k in them.

@@ -70,7 +70,7 @@ def micro(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """As `tiny`, with a seventh of the prompt."""
+    """As `tiny`, with 15% of the prompt."""
     return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
 
 

@@ -13,8 +13,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.kernels.quantize.byte_layout import unpack_codes
 from kvloom.positions.alibi import Alibi, positions
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from kvloom.store.kv_side import KVSide
 from sampling import slow_except

@@ -16,8 +16,8 @@ from kvloom.errors import IncompatibleRecipe, InputError, UnsupportedModel
 from kvloom.hf.cache import Cache
 from kvloom.hf.observe import observe_steps
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from kvloom_lab.analyse.attention import measure
 from kvloom_lab.inspect import trace_recipe

@@ -13,10 +13,9 @@ import tiny
 from kvloom.errors import InputError
 from kvloom.hf import compat
 from kvloom.hf.layer_facts import identity
-from kvloom.recipe import Recipe
+from kvloom.recipe import Recipe, Tuned
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Tuned
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.choice import EVIDENCE
 from kvloom_lab.workload.files import store_recipe

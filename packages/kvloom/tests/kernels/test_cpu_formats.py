@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kv_views import agrees, channel, draw, hidden, known, mapped, rope, token
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Protect, Recipe
 from kvloom.store import LayerFacts, Store
 from sampling import slow_except
 

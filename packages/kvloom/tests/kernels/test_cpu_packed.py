@@ -9,7 +9,7 @@ import steps
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
-from kvloom.recipe.spec import Protect, Recipe
+from kvloom.recipe import Protect, Recipe
 from kvloom.store import LayerFacts, Packed, Store
 from kvloom.store.packed import PackedTokens
 from sampling import slow_except

@@ -12,8 +12,8 @@ from kvloom.keep import Budget, Keep, Mass
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.recall import Clusters, Recall
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerFacts, Packed, Store
 from steps import D, draw, feed
 

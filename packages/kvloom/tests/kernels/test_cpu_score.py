@@ -25,8 +25,8 @@ from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Store
 
 HEADS = [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)]

@@ -20,8 +20,8 @@ from kvloom.kernels.attend.triton import decode as triton_decode
 from kvloom.kernels.plan import OpPlan
 from kvloom.kernels.quantize.cpu import pack as cpu_pack
 from kvloom.kernels.quantize.triton import pack as triton_pack
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerEncoding, Packed, Store
 from sampling import slow_except
 

@@ -12,9 +12,9 @@ from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.keep import Budget, Keep
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from sampling import slow_except
 from steps import RECIPES, D, allocated, build, core_recipes, draw, feed
 

@@ -16,9 +16,9 @@ from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
 

@@ -15,8 +15,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, NotFinite, RecipeError
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.positions.rope import Rope
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import LayerFacts, Packed, Store
 from near import assert_near
 from steps import SOME, SOME_TOKENS, D, draw, feed

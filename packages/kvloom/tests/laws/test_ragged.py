@@ -16,9 +16,9 @@ from kvloom.cache.build import build_layers, coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse
 from kvloom.keep import Budget, Keep, KeyNorm
+from kvloom.recipe import LayerOverride, Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import LayerOverride, Protect, Recipe
 from kvloom.store import LayerFacts
 from steps import SCALE, D, assert_same_state, draw, feed, padded, state
 

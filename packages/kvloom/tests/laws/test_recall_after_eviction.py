@@ -14,9 +14,9 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation
 from kvloom.recall import Clusters, Pages, Recall, Tier
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from near import assert_near
 from sampling import slow_except
 from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state

@@ -14,9 +14,9 @@ import probe
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recall import Recall, Tier
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 from near import assert_near
 from sampling import slow_except

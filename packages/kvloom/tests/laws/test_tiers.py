@@ -16,9 +16,9 @@ from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import Protect, Recipe
 from steps import draw, feed
 
 PROMPT, STEPS = 120, 40

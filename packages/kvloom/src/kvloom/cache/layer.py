@@ -17,7 +17,8 @@ from ..keep import Keep
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recall import Traffic
-from ..recipe.spec import BudgetPlace, Recipe
+from ..recipe.parts import BudgetPlace
+from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
 from ..store import LayerFacts
 from . import checks, commit, cycle, reading

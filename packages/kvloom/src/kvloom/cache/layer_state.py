@@ -16,7 +16,8 @@ from ..errors import CacheMisuse
 from ..kernels import ops
 from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
-from ..recipe.spec import BudgetPlace, Recipe
+from ..recipe.parts import BudgetPlace
+from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide, LayerFacts
 from .block_evictor import BlockEvictor

@@ -20,7 +20,8 @@ from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
-from ..recipe.spec import BudgetPlace, Recipe
+from ..recipe.parts import BudgetPlace
+from ..recipe.spec import Recipe
 from .evictor import Evictor, Phase
 from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer

@@ -3,10 +3,11 @@
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
+from .parts import LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes
 from .resolve import options, part_options, resolve, summary
 from .role import Role
-from .spec import LayerOverride, Protect, Recipe, Tuned
+from .spec import Recipe
 from .text import is_file
 
 __all__ = [

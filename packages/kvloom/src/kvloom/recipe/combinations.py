@@ -6,19 +6,15 @@ in `model_problems`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import RecipeError
 from ..keep import Keep
 from ..keep.policy import FLOOR_TOKENS
 from ..recall import Recall
 from ..store import Packed
-
-Recipe = Any
-"""A `Recipe`; `spec`, which defines the class, imports this file."""
+from .parts import AnyRecipe
 
 
-def check_parts(recipe: Recipe) -> None:
+def check_parts(recipe: AnyRecipe) -> None:
     """Raise `RecipeError` for the first parts that do not combine."""
     if recipe.packs_windows:
         _check_sliding(recipe)
@@ -41,7 +37,7 @@ def check_parts(recipe: Recipe) -> None:
         _check_repeats(recipe)
 
 
-def _check_sliding(recipe: Recipe) -> None:
+def _check_sliding(recipe: AnyRecipe) -> None:
     """Check what packed windows do not combine with."""
     if recipe.compress_after:
         raise RecipeError(
@@ -61,7 +57,7 @@ def _check_sliding(recipe: Recipe) -> None:
         )
 
 
-def _check_repeats(recipe: Recipe) -> None:
+def _check_repeats(recipe: AnyRecipe) -> None:
     """Check a recipe for which the model repeats the prompt."""
     if recipe.compress_after:
         raise RecipeError(
@@ -76,7 +72,7 @@ def _check_repeats(recipe: Recipe) -> None:
         )
 
 
-def _check_keep(recipe: Recipe, keep: Keep) -> None:
+def _check_keep(recipe: AnyRecipe, keep: Keep) -> None:
     """Check a budget, and what eviction does not combine with."""
     if not recipe.store.exact and (not keep.scores_once or keep.by_age):
         raise RecipeError(
@@ -101,7 +97,7 @@ def _check_keep(recipe: Recipe, keep: Keep) -> None:
         _check_heads(recipe, f"head_share={keep.budget.head_share:g}")
 
 
-def _check_heads(recipe: Recipe, heads: str) -> None:
+def _check_heads(recipe: AnyRecipe, heads: str) -> None:
     """Check what does not combine with heads of different lengths; heads: as errors say it."""
     if recipe.recall is not None:
         raise RecipeError(
@@ -122,7 +118,7 @@ def _check_heads(recipe: Recipe, heads: str) -> None:
             )
 
 
-def _check_recall(recipe: Recipe, recall: Recall) -> None:
+def _check_recall(recipe: AnyRecipe, recall: Recall) -> None:
     """Check what a step that reads a choice of tokens does not combine with."""
     keep = recipe.keep
     if keep is not None and (keep.by_age or keep.when != "prompt"):
@@ -148,7 +144,7 @@ def _check_recall(recipe: Recipe, recall: Recall) -> None:
         )
 
 
-def _check_tier(recipe: Recipe, recall: Recall) -> None:
+def _check_tier(recipe: AnyRecipe, recall: Recall) -> None:
     """Check which formats and indexes a tier takes."""
     for side, fmt in recipe.store.formats.items():
         if not isinstance(fmt, Packed):

@@ -5,20 +5,16 @@ Which parts of a recipe do not combine, whatever the model, is in `combinations`
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import RecipeError
 from .geometry import Geometry
 from .layers import listed
-
-Recipe = Any
-"""A `Recipe`; `spec`, which defines the class, imports this file."""
+from .parts import AnyRecipe
 
 EXPIRED = 32
 """Tokens, at least, that a packed window drops at a time."""
 
 
-def model_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
+def model_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     """Return everything in a recipe that does not fit the model, one sentence each."""
     packs_windows = recipe.packs_windows and bool(geometry.sliding)
     if packs_windows and (problems := _sliding_problems(recipe, geometry)):
@@ -48,7 +44,7 @@ def model_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     ]
 
 
-def _sliding_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
+def _sliding_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     """Return why windows cannot be packed, one sentence each."""
     layers_of: dict[str, list[int]] = {}
     exact = max(
@@ -70,7 +66,7 @@ def _sliding_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
     ]
 
 
-def _plain_problems(recipe: Recipe, geometry: Geometry, count: int) -> list[str]:
+def _plain_problems(recipe: AnyRecipe, geometry: Geometry, count: int) -> list[str]:
     """Return the problems of a plain recipe whose budget `count` layers share."""
     problems: list[str] = recipe.store.problems(
         geometry.head_dim, geometry.kv_heads, geometry.value_dim
@@ -94,7 +90,7 @@ def _plain_problems(recipe: Recipe, geometry: Geometry, count: int) -> list[str]
     return problems
 
 
-def _latent_problem(recipe: Recipe) -> str | None:
+def _latent_problem(recipe: AnyRecipe) -> str | None:
     """Return what a recipe has that layers of latents lack; None if they have all of it."""
     if any(store.calibrated for store in recipe.stores):
         return (
@@ -109,7 +105,7 @@ def _latent_problem(recipe: Recipe) -> str | None:
     return None
 
 
-def _head_budget_problems(recipe: Recipe, geometry: Geometry) -> list[str]:
+def _head_budget_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     """Return why a model cannot have budgets that depend on the scores of all heads."""
     keep = recipe.keep
     problems: list[str] = []

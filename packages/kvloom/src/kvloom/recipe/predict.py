@@ -1,20 +1,16 @@
-"""The bytes that a cache has right after a prompt, computed from a recipe and a geometry."""
+"""The bytes that a cache has right after a prompt, from the recipe of one layer and a geometry."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from .geometry import Geometry
-
-PlainRecipe = Any
-"""A `Recipe` for one layer; `spec`, which defines the class, imports this file."""
+from .parts import AnyRecipe
 
 _INDEX = 4  # bytes of an int32 position, and of a score in fp32
 _SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
 
 def predicted_layer_nbytes(
-    recipe: PlainRecipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1
+    recipe: AnyRecipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1
 ) -> int:
     """Return the bytes that one row has in one layer with this plain recipe.
 
@@ -57,7 +53,7 @@ def predicted_layer_nbytes(
     return total + g.kv_heads * _INDEX * kept * numbers
 
 
-def _predict_blocks(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
+def _predict_blocks(recipe: AnyRecipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of one layer that evicts from blocks: see `cache.block_evictor`."""
     keep, sinks, unit = recipe.keep, recipe.protect.sinks, recipe.store.block_tokens
     assert keep is not None
@@ -70,7 +66,7 @@ def _predict_blocks(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
     return total + _predict_ragged(recipe, granted, g)
 
 
-def predicted_token_nbytes(recipe: PlainRecipe, tokens: int, g: Geometry, expired: int = 0) -> int:
+def predicted_token_nbytes(recipe: AnyRecipe, tokens: int, g: Geometry, expired: int = 0) -> int:
     """Return the bytes of keys and values of `tokens` tokens, packed and exact, and outliers.
 
     expired: the oldest of these, packed ones, that are dropped again.
@@ -88,7 +84,7 @@ def predicted_token_nbytes(recipe: PlainRecipe, tokens: int, g: Geometry, expire
     return total
 
 
-def _predict_ragged(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
+def _predict_ragged(recipe: AnyRecipe, tokens: int, g: Geometry) -> int:
     """Return the bytes of `tokens` tokens of all heads together, and of each head's span."""
     if not tokens:
         return 0
@@ -99,7 +95,7 @@ def _predict_ragged(recipe: PlainRecipe, tokens: int, g: Geometry) -> int:
     return total + g.kv_heads * _SPAN
 
 
-def _predict_index(recipe: PlainRecipe, tokens: int, prefix: int, g: Geometry) -> int:
+def _predict_index(recipe: AnyRecipe, tokens: int, prefix: int, g: Geometry) -> int:
     """Return the bytes of one head's index of `tokens` tokens without the first `prefix`."""
     if recipe.recall is None:
         return 0

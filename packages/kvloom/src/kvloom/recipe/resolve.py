@@ -18,7 +18,8 @@ from typing import Any, get_type_hints
 from ..errors import RecipeError
 from ..registry.fields import alternatives, check_finite
 from .named import PARTS, RECIPES, Build
-from .spec import LayerOverride, Recipe
+from .parts import LayerOverride
+from .spec import Recipe
 from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import PROTECTED, Budget, Keep, Mass, Observation, head_budgets
 from kvloom.recall import Pages, Recall
+from kvloom.recipe import LayerOverride, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
-from kvloom.recipe.spec import LayerOverride, Recipe
 from kvloom.store import Format, Store
 
 GEOMETRY = Geometry(4, 8, 2, 64, torch.float32)

@@ -10,9 +10,9 @@ import torch
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Noisy, Observation, Scorer
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Encoding, Packed, Store
 
 

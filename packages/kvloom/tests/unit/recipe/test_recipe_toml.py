@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Budget, Fit, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
+from kvloom.recipe import LayerOverride, Protect, Recipe, Tuned
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom.recipe.spec import LayerOverride, Protect, Recipe, Tuned
 from kvloom.store import Packed, Store
 
 formats = st.none() | st.builds(

@@ -9,8 +9,8 @@ import pytest
 
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Outliers
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
-from kvloom.recipe.spec import Protect, Recipe
 from kvloom.store import Packed, Store
 
 

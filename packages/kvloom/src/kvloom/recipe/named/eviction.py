@@ -15,7 +15,8 @@ sinks: the first tokens that stay, within the budget.
 from __future__ import annotations
 
 from ...keep import Budget, Dilated, Keep, Mass, Noisy, Scorer, ValueAware
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 
 
 def h2o(

@@ -16,7 +16,8 @@ from ...recall import INDEXES, Recall
 from ...registry import Registry
 from ...registry.fields import check_choice
 from ...store import FORMATS, Store
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 
 PARTS: dict[str, Registry] = {registry.what: registry for registry in (SCORERS, INDEXES, FORMATS)}
 """The options that choose a part whose own options a recipe passes on."""

@@ -34,7 +34,8 @@ from ...keep import (
     TriAttention,
 )
 from ...store import Packed, Store
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 
 
 def snapkv(

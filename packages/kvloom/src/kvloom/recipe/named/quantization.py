@@ -15,7 +15,8 @@ from __future__ import annotations
 from functools import partial
 
 from ...store import Packed, Store
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 from .general import outlier_rule
 
 

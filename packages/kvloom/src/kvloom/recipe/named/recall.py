@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from ...errors import RecipeError
 from ...recall import TIERS, Clusters, Index, Pages, PartialKeys, Recall, Tier, TopK
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 from .quantization import kivi
 
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from ...store import Packed, Store
-from ..spec import Protect, Recipe
+from ..parts import Protect
+from ..spec import Recipe
 from .prompt_eviction import kvzip, rotated
 
 

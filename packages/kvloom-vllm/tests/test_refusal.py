@@ -161,10 +161,10 @@ def test_layers_of_attention(other, why):
         refusal.refuse_attention_layers({"a": layer(), "b": other})
 
 
-def test_layers_that_share_a_number():
-    refusal.refuse_shared_numbers({"a.0": 0, "a.1": 1})
+def test_layers_that_share_an_index():
+    refusal.refuse_shared_indices({"a.0": 0, "a.1": 1})
     with pytest.raises(ValueError, match="layer 1 of this model"):
-        refusal.refuse_shared_numbers({"a.0": 0, "a.1": 1, "b.1": 1})
+        refusal.refuse_shared_indices({"a.0": 0, "a.1": 1, "b.1": 1})
 
 
 def test_more_sinks_than_a_page_has():

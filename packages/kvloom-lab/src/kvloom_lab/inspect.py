@@ -85,9 +85,9 @@ NEVER = -1
 class LayerTrace:
     """The record of one layer: int64 gone and packed [Hk, N], fp32 scores [Hk, N]."""
 
-    def __init__(self, number: int, layer: LayerCache, heads: int, tokens: int) -> None:
+    def __init__(self, layer_index: int, layer: LayerCache, heads: int, tokens: int) -> None:
         """Allocate the record for the tokens of the whole run."""
-        self.number, self.layer = number, layer
+        self.layer_index, self.layer = layer_index, layer
         self.gone = torch.full((heads, tokens), NEVER)
         packs = () if layer.recipe.store.exact else ("keys", "values")
         self.packed = {side: self.gone.clone() for side in packs}
@@ -156,7 +156,7 @@ class LayerTrace:
         contents = self.contents
         assert contents is not None
         return {
-            "number": self.number,
+            "number": self.layer_index,
             "budget": contents.budget_tokens,
             "index": self.index,
             "held": self.held,
@@ -276,7 +276,7 @@ def trace_recipe(
             "values": _format_text(store.values, g.dtype, g.dims[1]),
         },
         "views": _views(resolved),
-        "stock_layers": sorted({*range(len(cache.layers))} - {*cache.geometry.numbers}),
+        "stock_layers": sorted({*range(len(cache.layers))} - {*cache.geometry.layer_indices}),
         "layers": [layer.plain(len(read)) for layer in layers],
     }
 
@@ -285,10 +285,10 @@ def _run(
     model: PreTrainedModel, cache: Cache, ids: list[int], new_tokens: int, on_step: Progress
 ) -> tuple[list[int], list[LayerTrace]]:
     """Prefill ids and generate; return all ids that were read, and the record of each layer."""
-    numbers = cache.geometry.numbers
+    layer_indices = cache.geometry.layer_indices
     size = cache.geometry.kv_heads, len(ids) + new_tokens
     layers = [
-        LayerTrace(i, r.cache, *size) for i, r in zip(numbers, cache.full_layers, strict=True)
+        LayerTrace(i, r.cache, *size) for i, r in zip(layer_indices, cache.full_layers, strict=True)
     ]
     observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
     end = model.generation_config.eos_token_id

@@ -77,10 +77,10 @@ def test_bytes_of_layers_add_up_to_those_of_the_recipe(model):
     rng = np.random.default_rng(0)
     for _ in range(20):
         chosen = [choices[i] for i in rng.integers(0, len(choices), geometry.layers)]
-        recipe = by_layer(chosen, geometry.numbers, RecipeShape(8))
+        recipe = by_layer(chosen, geometry.layer_indices, RecipeShape(8))
         assert recipe.nbytes(200, geometry) == sum(nbytes[choice] for choice in chosen)
-        for number, choice in zip(geometry.numbers, chosen, strict=True):
-            plain = recipe.for_layer(number, geometry.numbers)
+        for number, choice in zip(geometry.layer_indices, chosen, strict=True):
+            plain = recipe.for_layer(number, geometry.layer_indices)
             assert replace(plain, name="") == replace(
                 uniform_recipe(choice, RecipeShape(8)), name=""
             )
@@ -132,7 +132,7 @@ class FakeScores:
         self.scored, rng = to_score(geometry), np.random.default_rng(0)
         choices = [*self.scored.formats, *self.scored.kept[1:]]
         self.found = {n: dict(zip(choices, rng.random(len(choices)), strict=True))
-                      for n in geometry.numbers}  # fmt: skip
+                      for n in geometry.layer_indices}  # fmt: skip
         for found in self.found.values():
             found[Choice()] = 0.0
 
@@ -163,7 +163,7 @@ def test_bytes_and_costs_of_every_problem_are_those_of_its_recipes(model, monkey
         recipe = problem.recipe(chosen)
         assert problem.size(chosen) == recipe.nbytes(LONG, geometry)
         for number, choice in enumerate(chosen):
-            keep = recipe.for_layer(number, geometry.numbers).keep
+            keep = recipe.for_layer(number, geometry.layer_indices).keep
             if choice.kept in problem.shares:
                 assert keep.budget.fraction == problem.shares[choice.kept][number]
             else:

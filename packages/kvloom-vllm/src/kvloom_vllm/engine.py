@@ -23,7 +23,7 @@ from .refusal import (
     refuse_attention_layers,
     refuse_engine,
     refuse_other_layers,
-    refuse_shared_numbers,
+    refuse_shared_indices,
     refuse_split_calibration,
     refuse_version,
 )
@@ -75,19 +75,19 @@ class Engine:
         )
         refuse_other_layers({type(module).__name__ for module in others})
         refuse_attention_layers(layers)
-        numbers = {name: _number(name) for name in layers}
-        refuse_shared_numbers(numbers)
+        layer_indices = {name: _layer_index(name) for name in layers}
+        refuse_shared_indices(layer_indices)
         first = next(iter(layers.values())).impl
         geometry = Geometry(
             len(layers), first.num_heads, first.num_kv_heads, first.head_size, first.dtype,
-            layer_numbers=tuple(sorted(numbers.values())),
+            cached=tuple(sorted(layer_indices.values())),
         )  # fmt: skip
         self.recipe.check(geometry)
         for name, layer in layers.items():
             if layer.impl.plan is None:
-                plan = self._plan(numbers[name], geometry)
+                plan = self._plan(layer_indices[name], geometry)
                 layer.impl.plan = plan
-                self._layouts[numbers[name]] = PageLayout(
+                self._layouts[layer_indices[name]] = PageLayout(
                     plan, self.page, first.num_kv_heads, first.head_size, first.dtype
                 )
                 layer.attn_backend = layer.attn_backend.of_layer(plan)
@@ -100,12 +100,12 @@ class Engine:
             for line in report.lines(self.spelled, self._layouts, memory.shape[0], block):
                 logger.info_once(line)
 
-    def _plan(self, number: int, geometry: Geometry) -> LayerPlan:
-        recipe = self.recipe.for_layer(number, geometry.numbers)
+    def _plan(self, layer_index: int, geometry: Geometry) -> LayerPlan:
+        recipe = self.recipe.for_layer(layer_index, geometry.layer_indices)
         store = recipe.store
         calibrated: tuple[Any, Any] = None, None
         if store.calibrated:
-            calibrated = self._calibrated(recipe).encodings(recipe, number)
+            calibrated = self._calibrated(recipe).encodings(recipe, layer_index)
         rope = rotary.rope(recipe) if store.pre_rope else None
         return LayerPlan.of_recipe(recipe, *calibrated, rope)
 
@@ -134,9 +134,9 @@ def of(config: Any) -> Engine:
     )
 
 
-def _number(name: str) -> int:
-    """Return the number of a layer: the first in its name, as in model.layers.3.self_attn.attn."""
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    if not numbers:
+def _layer_index(name: str) -> int:
+    """Return the index of a layer: the first in its name, as in model.layers.3.self_attn.attn."""
+    layer_indices = [int(part) for part in name.split(".") if part.isdigit()]
+    if not layer_indices:
         raise ValueError(f"kvloom in vLLM: layer {name!r} has no number; run without kvloom")
-    return numbers[0]
+    return layer_indices[0]

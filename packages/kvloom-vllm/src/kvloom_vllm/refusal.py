@@ -109,9 +109,9 @@ def refuse_attention_layers(layers: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_shared_numbers(numbers: Mapping[str, int]) -> None:
-    """Raise `ValueError` for a number that several layers of attention have, given by name."""
-    several = [number for number, count in Counter(numbers.values()).items() if count > 1]
+def refuse_shared_indices(layer_indices: Mapping[str, int]) -> None:
+    """Raise `ValueError` for an index that several layers of attention have, given by name."""
+    several = [i for i, count in Counter(layer_indices.values()).items() if count > 1]
     if several:
         raise ValueError(
             f"kvloom in vLLM: layer {several[0]} of this model attends more than once, and a "

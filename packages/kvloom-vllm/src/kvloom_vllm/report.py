@@ -16,8 +16,8 @@ def lines(recipe: str, layouts: Mapping[int, PageLayout], blocks: int, block: in
     """
     first = next(iter(layouts.values()))
     page = first.tokens
-    packed = [number for number, layout in layouts.items() if any(layout.encodings)]
-    exact = [number for number in layouts if number not in packed]
+    packed = [layer_index for layer_index, layout in layouts.items() if any(layout.encodings)]
+    exact = [layer_index for layer_index in layouts if layer_index not in packed]
     plain = sum(layout.exact_nbytes for layout in layouts.values())
     fits, before = blocks * page, blocks * block // plain * page
     tails = tail_blocks(list(layouts.values()), block)

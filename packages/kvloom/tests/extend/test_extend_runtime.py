@@ -439,9 +439,9 @@ def test_an_adapter_describes_its_model():
         )(print)  # fmt: skip
         assert set(layer_ropes(model)) == {rope}
         found = geometry(model)
-        assert (found.alibi, found.head_dim, found.numbers) == (False, 8, (0, 2))
+        assert (found.alibi, found.head_dim, found.layer_indices) == (False, 8, (0, 2))
         (sliding,) = found.sliding
-        assert (sliding.number, sliding.window) == (1, 24)
+        assert (sliding.layer_index, sliding.window) == (1, 24)
         assert sliding.geometry.layer_token_nbytes() == 2 * 4 * 8 * 4
     with installed():
         with pytest.raises(kvloom.RecipeError, match="'window' is not an option"):

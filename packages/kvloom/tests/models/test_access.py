@@ -28,7 +28,7 @@ def test_a_geometry_has_the_windows_of_sliding_attention():
     kinds, layers = stock_kinds(model), geometry(model).sliding
     # Transformers 5.10 makes no layer where a layer shares those of an earlier one.
     assert set(kinds) - {"DummyLayer"} == {"full_attention", "sliding_attention"}
-    assert [layer.number for layer in layers] == [
+    assert [layer.layer_index for layer in layers] == [
         i for i, kind in enumerate(kinds) if kind == "sliding_attention"
     ]
     assert {layer.window for layer in layers} == {24}

@@ -89,7 +89,7 @@ def test_a_score_reads_the_norms_of_the_layers_inputs(name, monkeypatch):
 
     monkeypatch.setattr(Rotated, "__call__", noted)
     cache = prefilled(model, ROTATED)
-    numbers = cache.geometry.numbers
+    numbers = cache.geometry.layer_indices
     kvloom.detach(model)
     with torch.no_grad():
         states = model(**IDS, output_hidden_states=True).hidden_states

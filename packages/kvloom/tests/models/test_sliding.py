@@ -71,7 +71,7 @@ def test_the_bytes_of_a_model_are_predicted_and_reported(name, prompt):
     assert report.skipped == {}
     assert report.nbytes == recipe.nbytes(32768, g) + recipe.sliding_nbytes(32768, g)
     exact_windows = kvloom.attach(model, "full")
-    assert set(exact_windows.skipped) == {layer.number for layer in g.sliding}
+    assert set(exact_windows.skipped) == {layer.layer_index for layer in g.sliding}
 
 
 @pytest.mark.parametrize("name", ["mistral-sliding", "gemma3"])

@@ -154,7 +154,7 @@ def measure(
     text = ids.to(model.device)
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, recipe)
-        layers = [_LayerObserver(number) for number in cache.geometry.numbers]
+        layers = [_LayerObserver(number) for number in cache.geometry.layer_indices]
         observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
         for lo, hi in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
             on_step("reading the prompt" if lo == 0 else "decoding", 0)

@@ -86,12 +86,12 @@ class Distribution:
 
 
 def measure(
-    model: PreTrainedModel, ids: Tensor, recipe: Recipe, numbers: Sequence[int] | None = None
+    model: PreTrainedModel, ids: Tensor, recipe: Recipe, layer_indices: Sequence[int] | None = None
 ) -> list[Distribution]:
-    """Return keys, keys before RoPE if the model has RoPE, and values, of each layer of `numbers`.
+    """Return keys, keys before RoPE if the model has RoPE, and values, of these layers.
 
     ids: int64 [1, T]. recipe: gives the group size and, if it is calibrated, the calibrated groups.
-    numbers: layer numbers; None for all layers. The model is left as it was. Raises
+    layer_indices: None for all layers. The model is left as it was. Raises
     `IncompatibleRecipe` without a calibration, `UnsupportedModel` for a layer that kvloom does not
     compress.
     """
@@ -99,8 +99,8 @@ def measure(
     recipe.check(shape)
     distributions: list[Distribution] = []
     with attachment_restored(model):
-        available = list(shape.numbers)
-        chosen = available if numbers is None else list(numbers)
+        available = list(shape.layer_indices)
+        chosen = available if layer_indices is None else list(layer_indices)
         if not set(chosen) <= set(available):
             raise UnsupportedModel(
                 f"kvloom does not compress layers {sorted(set(chosen) - set(available))}; "
@@ -112,19 +112,21 @@ def measure(
         except UnsupportedModel:
             ropes = {}
 
-        def add(number: int, inputs: AttentionInputs) -> None:
-            if number not in chosen:
+        def add(layer_index: int, inputs: AttentionInputs) -> None:
+            if layer_index not in chosen:
                 return
             tensors = {"keys": inputs.k, "values": inputs.v}
-            rope = ropes.get(number)
+            rope = ropes.get(layer_index)
             if rope is not None:
                 undo = -torch.arange(inputs.k.shape[2], device=inputs.k.device).view(1, 1, -1)
                 tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)
             for kind in KINDS:
                 if kind in tensors:
-                    groups = _calibrated_groups(recipe, facts[number], kind)
+                    groups = _calibrated_groups(recipe, facts[layer_index], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
-                    distributions.append(Distribution(number, kind, x, _group_size(recipe), groups))
+                    distributions.append(
+                        Distribution(layer_index, kind, x, _group_size(recipe), groups)
+                    )
 
         record(model, ids[:1], add)
     return distributions

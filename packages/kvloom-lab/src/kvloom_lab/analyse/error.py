@@ -61,13 +61,13 @@ def measure(
     facts = {recipe.name: load_layer_facts(model, recipe) for recipe in recipes}
     squares: dict[tuple[str, int], Tensor] = {}
     with attachment_restored(model):
-        index = {number: i for i, number in enumerate(shape.numbers)}
+        index = {layer_index: i for i, layer_index in enumerate(shape.layer_indices)}
 
-        def add(number: int, inputs: AttentionInputs) -> None:
+        def add(layer_index: int, inputs: AttentionInputs) -> None:
             exact = ExactAttention(AttentionSample.of(inputs, queries))
             for recipe in recipes:
-                new = _squares(exact, inputs, recipe, facts[recipe.name][index[number]])
-                key = recipe.name, number
+                new = _squares(exact, inputs, recipe, facts[recipe.name][index[layer_index]])
+                key = recipe.name, layer_index
                 squares[key] = squares[key] + new if key in squares else new
 
         for i in range(len(ids)):
@@ -75,9 +75,9 @@ def measure(
             if progress:
                 progress("quantizing", 1)
     errors: dict[str, dict[int, LayerError]] = {recipe.name: {} for recipe in recipes}
-    for (name, number), pairs in squares.items():
+    for (name, layer_index), pairs in squares.items():
         error, exact = pairs.unbind(1)
-        errors[name][number] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
+        errors[name][layer_index] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
     return errors
 
 
@@ -95,7 +95,7 @@ def to_data(
         {
             "recipe": name,
             **asdict(mean(errors)),
-            "layers": [{"layer": number, **asdict(e)} for number, e in sorted(errors.items())],
+            "layers": [{"layer": i, **asdict(e)} for i, e in sorted(errors.items())],
         }
         for name, errors in errors_by_recipe.items()
     ]

@@ -153,13 +153,13 @@ def distribution(
 
         chosen = resolve(recipe)
         try:
-            numbers = None if layers is None else [int(n) for n in layers.split(",")]
+            layer_indices = None if layers is None else [int(n) for n in layers.split(",")]
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
         inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
         _run(
             "distribution", to_data, inputs, json, plot,
-            lambda loaded, ids, progress: measure(loaded, ids, chosen, numbers),
+            lambda loaded, ids, progress: measure(loaded, ids, chosen, layer_indices),
         )  # fmt: skip
 
 

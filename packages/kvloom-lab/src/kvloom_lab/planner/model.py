@@ -212,8 +212,8 @@ def _refuse_other_layers(model: Any, kinds: list[str], counts_states: bool) -> N
         counted.append("LinearAttentionLayer")
     others = sorted({kind for kind in kinds if kind not in counted})
     if others:
-        numbers = [i for i, kind in enumerate(kinds) if kind in others]
+        uncounted = [i for i, kind in enumerate(kinds) if kind in others]
         raise UnsupportedModel(
-            f"{type(model).__name__} cannot be planned: kvloom cannot count what layers {numbers} "
-            f"store ({', '.join(others)}); attach the model itself and read its report"
+            f"{type(model).__name__} cannot be planned: kvloom cannot count what layers "
+            f"{uncounted} store ({', '.join(others)}); attach the model itself and read its report"
         )

@@ -81,17 +81,19 @@ class CacheBytes:
     """The bytes of a recipe's cache on a model."""
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
-        recipe, numbers = recipe.for_model(model.geometry), model.geometry.numbers
+        recipe, layer_indices = recipe.for_model(model.geometry), model.geometry.layer_indices
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
-        for number, budget_place in zip(numbers, recipe.budget_places(numbers), strict=True):
-            plain = recipe.for_layer(number, numbers)
+        for layer_index, budget_place in zip(
+            layer_indices, recipe.budget_places(layer_indices), strict=True
+        ):
+            plain = recipe.for_layer(layer_index, layer_indices)
             rank, count = budget_place if _unequal(plain) else (0, 1)
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry = model.geometry
         sliding = model.geometry.sliding
         same = Counter(
-            replace(x, number=0, geometry=replace(x.geometry, layer_numbers=None)) for x in sliding
+            replace(x, layer_index=0, geometry=replace(x.geometry, cached=None)) for x in sliding
         )
         self.windows = [WindowKind(recipe, *kind) for kind in same.items()]
         self.states = Counter(model.states)

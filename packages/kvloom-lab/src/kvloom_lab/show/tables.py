@@ -506,9 +506,9 @@ def tuning_table(tuning: Tuning, name: str) -> FigureTable:
     )
     rows = FigureTable(title, "layers", ["keys", "values", "kept", "KL"])
     for choice, run in groupby(tuning.choices, key=tuning.choices.__getitem__):
-        numbers = list(run)
-        first, last = numbers[0], numbers[-1]
-        cost = sum(tuning.predicted[number] for number in numbers)
+        layers = list(run)
+        first, last = layers[0], layers[-1]
+        cost = sum(tuning.predicted[i] for i in layers)
         where = f"{first}" if first == last else f"{first}-{last}"
         rows.add(where, *choice, f"{cost:.2g}")
     return rows
@@ -567,7 +567,7 @@ def error_table(
     for recipe, errors in errors_by_recipe.items():
         average = mean(errors)
         cells = [f"{getattr(average, name):.2%}" for name in NAMES]
-        by_layer = " ".join(f"{errors[number].output:.0%}" for number in sorted(errors))
+        by_layer = " ".join(f"{errors[i].output:.0%}" for i in sorted(errors))
         rows.add(recipe, *cells, by_layer)
     caption = (
         "|x - x'| / |x| with every token quantized, without recent window and sinks; weights: of "

@@ -189,11 +189,11 @@ def evicting(choice: Choice, shape: RecipeShape) -> Recipe:
 
 def by_layer(
     choices: Sequence[Choice],
-    numbers: Sequence[int],
+    layer_indices: Sequence[int],
     shape: RecipeShape,
     shares: Sequence[float | None] | None = None,
 ) -> Recipe:
-    """Return the recipe with these choices of the layers `numbers`, in order.
+    """Return the recipe with these choices of the layers with these indices, in order.
 
     shares: what each layer keeps of a prompt; None: what its choice says. The most frequent layer
     is the recipe's own; neighbours that are alike share an override.
@@ -202,16 +202,16 @@ def by_layer(
     common = Counter(kinds).most_common(1)[0][0]
     common_recipe = uniform(common[0], shape, common[1])
     overrides = []
-    for kind, run in groupby(zip(kinds, numbers, strict=True), key=lambda pair: pair[0]):
+    for kind, run in groupby(zip(kinds, layer_indices, strict=True), key=lambda pair: pair[0]):
         layer_parts = parts(kind[0], shape, kind[1])
         changed = {
             name: part for name, part in layer_parts.items() if part != getattr(common_recipe, name)
         }
         if not changed:
             continue
-        run_numbers = [number for _, number in run]
+        run_indices = [layer_index for _, layer_index in run]
         where = (
-            f"{run_numbers[0]}-{run_numbers[-1]}" if len(run_numbers) > 1 else f"{run_numbers[0]}"
+            f"{run_indices[0]}-{run_indices[-1]}" if len(run_indices) > 1 else f"{run_indices[0]}"
         )
         overrides.append(LayerOverride(where, **changed))
     return replace(common_recipe, layers=tuple(overrides), name="tuned")
@@ -234,7 +234,7 @@ class LayerSizes(NamedTuple):
 
         share: what the layer keeps; None: what the choice says.
         """
-        single_layer = replace(self.geometry, layers=1, layer_numbers=None)
+        single_layer = replace(self.geometry, layers=1, cached=None)
         sizes = [uniform(x, self.shape, share).nbytes(self.context, single_layer) for x in choices]
         return np.array(sizes, np.int64)
 

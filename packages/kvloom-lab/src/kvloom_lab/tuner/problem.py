@@ -150,7 +150,7 @@ class Problem:
     def __init__(
         self, choices: Sequence[Choice], costs: Costs, sizes: LayerSizes, shares: Shares
     ) -> None:
-        self.choices, self.numbers = list(choices), sizes.geometry.numbers
+        self.choices, self.layer_indices = list(choices), sizes.geometry.layer_indices
         self.shape, self.shares = sizes.shape, shares
         columns = []
         for choice in choices:
@@ -175,7 +175,7 @@ class Problem:
         """Return the recipe with one choice a layer."""
         shares = [self.shares[x.kept][i] if x.kept in self.shares else None
                   for i, x in enumerate(choices)]  # fmt: skip
-        return by_layer(choices, self.numbers, self.shape, shares)
+        return by_layer(choices, self.layer_indices, self.shape, shares)
 
     def costs(self, choices: Sequence[Choice]) -> np.ndarray:
         """Return what keys, values and kept tokens of one choice a layer cost, [layers, 3]."""
@@ -201,7 +201,7 @@ def all_problems(
     less or more are left out (None: there is no such bound). The first problem has the steadied
     costs.
     """
-    measured = [scores.costs(number) for number in sizes.geometry.numbers]
+    measured = [scores.costs(i) for i in sizes.geometry.layer_indices]
     singles = list(measured[0])
     raw = np.array([[of_layer[choice] for choice in singles] for of_layer in measured])
     scored = sizes._replace(shape=sizes.shape._replace(group=SCORED_GROUP)).of(singles)

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +198,11 @@ def tune(
         )
         recipe = replace(best.recipe, tuned=tuned)
         store_recipe(recipe)
-        numbers, predicted = sizes.geometry.numbers, best.predicted.sum(axis=1).tolist()
+        layer_indices, predicted = sizes.geometry.layer_indices, best.predicted.sum(axis=1).tolist()
         return Tuning(
             recipe=recipe,
-            choices=dict(zip(numbers, best.choices, strict=True)),
-            predicted=dict(zip(numbers, predicted, strict=True)),
+            choices=dict(zip(layer_indices, best.choices, strict=True)),
+            predicted=dict(zip(layer_indices, predicted, strict=True)),
             front=_front(first, bound.exact_nbytes),
             uniform=_uniform(first, bound.exact_nbytes),
             scores=scores.folder,
@@ -212,7 +213,7 @@ def _search(
     prompts: _Prompts, scores: Scores, sizes: LayerSizes, bound: Bound, on_step: TotalProgress
 ) -> tuple[MeasuredRecipe, Problem]:
     """Score the layers; return the best recipe that was measured, and the first problem."""
-    score(prompts, scores, sizes.geometry.numbers, on_step)
+    score(prompts, scores, sizes.geometry.layer_indices, on_step)
     competes = scores.scored.others.kept == OTHERS[0]
     shares = {
         recent: joint_shares(prompts, sizes.shape._replace(recent=recent)) if competes else {}
@@ -235,7 +236,7 @@ def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int
 
 
 def score(
-    prompts: _Prompts, scores: Scores, numbers: Sequence[int], on_step: TotalProgress
+    prompts: _Prompts, scores: Scores, layer_indices: Sequence[int], on_step: TotalProgress
 ) -> None:
     """Add the scores that are missing, layer by layer."""
     shape = RecipeShape(prompts.settings.window, SCORED_GROUP)
@@ -243,19 +244,19 @@ def score(
     formats = [uniform(choice, shape) for choice in scored.formats]
     kept = [uniform(choice, shape) for choice in scored.kept]
     others = evicting(scored.others, shape)
-    layers_of_texts = [(text, number) for text in range(len(prompts.rows)) for number in numbers]
+    layers_of_texts = list(product(range(len(prompts.rows)), layer_indices))
     evicted: dict[int, LayerContext] = {}
-    for done, (text, number) in enumerate(layers_of_texts):
-        if (text, number) not in scores:
-            on_step(f"scoring layer {number} on text {text + 1}", done, len(layers_of_texts))
+    for done, (text, layer_index) in enumerate(layers_of_texts):
+        if (text, layer_index) not in scores:
+            on_step(f"scoring layer {layer_index} on text {text + 1}", done, len(layers_of_texts))
             prompt = prompts[text]
             if text not in evicted:
                 evicted = {text: prompt.evicted(others)}
             layer_scores = {
-                "formats": prompt.one_layer(number, formats, prompt.exact),
-                "kept": prompt.one_layer(number, kept, evicted[text]),
+                "formats": prompt.one_layer(layer_index, formats, prompt.exact),
+                "kept": prompt.one_layer(layer_index, kept, evicted[text]),
             }
-            scores.add(text, number, layer_scores)
+            scores.add(text, layer_index, layer_scores)
 
 
 def joint_shares(prompts: _Prompts, shape: RecipeShape) -> dict[str, list[float]]:

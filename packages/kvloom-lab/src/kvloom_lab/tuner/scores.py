@@ -80,7 +80,7 @@ class Scores:
         """
         costs: dict[Choice, float] = {}
         for group, choices in self.choices.items():
-            lines = [x for (_, number), x in self.lines.items() if number == layer]
+            lines = [x for (_, i), x in self.lines.items() if i == layer]
             means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
             costs |= dict(zip(choices, (means - means[0]).tolist(), strict=True))
         return costs

@@ -76,7 +76,7 @@ class ReadPrompt:
         self.repeated: dict[int, Tensor | None] = {}
         """By layer, the scores of a repetition of this prompt, once they are needed."""
         cache = Cache(model, Recipe())
-        self.numbers, self.fingerprint = cache.geometry.numbers, cache.fingerprint
+        self.numbers, self.fingerprint = cache.geometry.layer_indices, cache.fingerprint
         self.layers = cache.layers  # after the prompt
         routed = zip(self.numbers, cache.full_layers, strict=True)
         self.readers = {number: _Reader(layer.cache, queries) for number, layer in routed}

@@ -83,7 +83,7 @@ def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
             f"{type(model).__name__} stores latents (MLA), which have neither keys nor values to "
             "calibrate or analyse; use a format without a calibration"
         )
-    for number, layer in zip(cache.geometry.numbers, cache.full_layers, strict=True):
+    for number, layer in zip(cache.geometry.layer_indices, cache.full_layers, strict=True):
         cache.replace(number, RecordingLayer(layer, number, observer))
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

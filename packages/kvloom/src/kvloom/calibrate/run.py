@@ -116,7 +116,7 @@ def _calibrate(
     settings: Settings,
     on_step: TotalProgress,
 ) -> Calibration:
-    layers, ropes = compat.geometry(model).numbers, _ropes(model, formats)
+    layers, ropes = compat.geometry(model).layer_indices, _ropes(model, formats)
     partial = out.with_name(out.name + ".partial")
     text = hashlib.sha256(ids.cpu().numpy().astype(np.int64).tobytes()).hexdigest()
     about = {**asdict(settings), "contexts": len(ids), "formats": [_spell(*f) for f in formats]}

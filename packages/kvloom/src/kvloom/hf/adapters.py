@@ -30,7 +30,7 @@ _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
 def check(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` for an adapted model whose modules do not know their layer."""
     for module in _attentions(model):
-        if _number(module) is None:
+        if _layer_index(module) is None:
             raise UnsupportedModel(
                 f"{type(module).__name__} has no layer_idx or layer_id, so kvloom cannot find its "
                 "layer of the cache; set one of them where the module is made"
@@ -98,8 +98,8 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def _number(module: torch.nn.Module) -> Any:
-    """Return the number of the module's layer; None if it has none."""
+def _layer_index(module: torch.nn.Module) -> Any:
+    """Return the index of the module's layer; None if it has none."""
     return getattr(module, "layer_idx", getattr(module, "layer_id", None))
 
 
@@ -116,7 +116,7 @@ def _forward(
     own_forward = getattr(module, _OWN)
     if not isinstance(cache, RoutedCache):
         return own_forward(*args, **kwargs)
-    layer = cache.layers[_number(module)]
+    layer = cache.layers[_layer_index(module)]
     if not isinstance(layer, RoutedLayer):
         mask = masks.stock_mask(kwargs["attention_mask"])
         stored = layer.get_mask_sizes(mask.shape[-2])[0]

@@ -53,7 +53,7 @@ class Report:
         model: The model's class.
         recipe: The attached recipe.
         geometry: The model's layers and heads.
-        compressed: Numbers of the compressed layers.
+        compressed: Indices of the compressed layers.
         skipped: Why each other layer is not compressed.
         full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
         nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers,
@@ -154,12 +154,12 @@ def detach(model: PreTrainedModel) -> None:
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
     geometry = compat.geometry(model)
-    packed = {layer.number for layer in geometry.sliding if recipe.packs_windows}
-    compressed = tuple(sorted({*geometry.numbers, *packed}))
+    packed = {layer.layer_index for layer in geometry.sliding if recipe.packs_windows}
+    compressed = tuple(sorted({*geometry.layer_indices, *packed}))
     skipped = {
-        number: _REASONS.get(kind, f"kvloom does not compress a {kind}")
-        for number, kind in enumerate(compat.stock_kinds(model))
-        if number not in compressed
+        layer_index: _REASONS.get(kind, f"kvloom does not compress a {kind}")
+        for layer_index, kind in enumerate(compat.stock_kinds(model))
+        if layer_index not in compressed
     }
     states = state_nbytes(model)
     notes = _notes(model, recipe, geometry) if compressed else ()

@@ -58,20 +58,20 @@ class Cache(RoutedCache):
         ropes, learned = rotary.renumbering(model, adapted)
         self_check.admit(model, type(self), check)
         stock = compat.new_stock_layers(model)
-        numbers = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
-        built = build_layers(adapted, numbers, facts, ropes)
+        layer_indices = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
+        built = build_layers(adapted, layer_indices, facts, ropes)
         ranks = shard.running()
         heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)
         super().__init__([layer for _, layer in stock], compat.fingerprint(model))
-        for i, compressed in zip(numbers, built, strict=True):
+        for i, compressed in zip(layer_indices, built, strict=True):
             self.replace(i, RoutedLayer(compressed, heads, i in shared))
         for layer in self.geometry.sliding if self.recipe.packs_windows else ():
             window = LayerCache(
-                self.recipe.in_windows, f"layer {layer.number}", window=layer.window
+                self.recipe.in_windows, f"layer {layer.layer_index}", window=layer.window
             )
             heads = layer.geometry.kv_heads if ranks else None
-            self.replace(layer.number, RoutedLayer(window, heads))
+            self.replace(layer.layer_index, RoutedLayer(window, heads))
         self.learned_positions = learned
         route(model)
         companion.expect(WeakMethod(self.rehearsals))

@@ -74,21 +74,23 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return list(lists[0]) if len(lists) == 1 else []
 
 
-def _attribute(config: Any, name: str, number: int | None = None) -> Any:
+def _attribute(config: Any, name: str, layer_index: int | None = None) -> Any:
     """Return an attribute of attention; None if the config has none.
 
-    number: of a layer; None: the layers of full attention, or `UNEQUAL` if these differ; without
-    any, the first layer.
+    layer_index: None: the layers of full attention, or `UNEQUAL` if these differ; without any, the
+    first layer.
     """
     of_full = getattr(config, _OF_FULL.get(name, ""), None)
-    is_full = of_full is not None and (number is None or config.layer_types[number] == FULL)
+    is_full = of_full is not None and (
+        layer_index is None or config.layer_types[layer_index] == FULL
+    )
     if is_full and (name == "head_dim" or config.attention_k_eq_v):
         return of_full
     try:
         return getattr(config, name, None)
     except RuntimeError:  # AmbiguousGlobalPerLayerAttributeError: layers differ
-        if number is not None:
-            return getattr(config.per_layer_config[number], name, None)
+        if layer_index is not None:
+            return getattr(config.per_layer_config[layer_index], name, None)
         pairs = zip(config.per_layer_config, config.layer_types, strict=True)
         layers = [layer for layer, kind in pairs if kind == FULL] or [config.per_layer_config[0]]
         values = {getattr(layer, name, None) for layer in layers}
@@ -130,30 +132,32 @@ def geometry(model: PreTrainedModel) -> Geometry:
     config, (rank, ranks) = layers_config(model), shard.heads_shard(model)
     q_heads, kv_heads = heads(config)
     stock = new_stock_layers(model)
-    numbers = tuple(i for i, (kind, _) in enumerate(stock) if kind == FULL)
+    layer_indices = tuple(i for i, (kind, _) in enumerate(stock) if kind == FULL)
     geometry = Geometry(
-        len(numbers), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
-        has_alibi(config), None if len(numbers) == len(stock) else numbers, rank, ranks,
+        len(layer_indices), q_heads // ranks, kv_heads // ranks, _head_dim(config), model.dtype,
+        has_alibi(config), None if len(layer_indices) == len(stock) else layer_indices, rank, ranks,
         _value_dim(config), bool(latent_dim(config)),
     )  # fmt: skip
     sliding = []
-    for number, layer in ((i, layer) for i, (kind, layer) in enumerate(stock) if kind == SLIDING):
-        q_heads, kv_heads = heads(config, number)
+    for layer_index, (kind, layer) in enumerate(stock):
+        if kind != SLIDING:
+            continue
+        q_heads, kv_heads = heads(config, layer_index)
         alone = replace(
             geometry, layers=1, q_heads=q_heads // ranks, kv_heads=kv_heads // ranks,
-            head_dim=_head_dim(config, number), layer_numbers=(number,),
+            head_dim=_head_dim(config, layer_index), cached=(layer_index,),
         )  # fmt: skip
-        problem = _window_problem(config, number, alone)
-        sliding.append(SlidingLayer(number, layer.sliding_window, alone, problem))
+        problem = _window_problem(config, layer_index, alone)
+        sliding.append(SlidingLayer(layer_index, layer.sliding_window, alone, problem))
     return replace(geometry, sliding=tuple(sliding))
 
 
-def _window_problem(config: Any, number: int, geometry: Geometry) -> str:
+def _window_problem(config: Any, layer_index: int, geometry: Geometry) -> str:
     """Return why a layer with a sliding window cannot be packed; empty: it can."""
     kinds = getattr(config, "layer_types", None)
     if config.model_type in models.ADAPTERS:
         return f"kvloom attends in place of {config.model_type}'s modules, and not in its windows"
-    if kinds is not None and kinds[number] == "chunked_attention":
+    if kinds is not None and kinds[layer_index] == "chunked_attention":
         return "its window begins anew after every chunk of tokens"
     if geometry.latent:
         return "it stores latents (MLA)"
@@ -162,32 +166,32 @@ def _window_problem(config: Any, number: int, geometry: Geometry) -> str:
     return ""
 
 
-def heads(config: Any, number: int | None = None) -> tuple[int, int]:
+def heads(config: Any, layer_index: int | None = None) -> tuple[int, int]:
     """Return the query heads and the key/value heads of the whole model.
 
-    number: of a layer; None: of the layers of full attention.
+    layer_index: None: of the layers of full attention.
     """
     adapter = models.adapter_of(config)
     if adapter is not None and adapter.heads is not None:
         return adapter.heads(config)
-    q_heads = _attribute(config, "num_attention_heads", number)
-    if latent_dim(config, number):
+    q_heads = _attribute(config, "num_attention_heads", layer_index)
+    if latent_dim(config, layer_index):
         return q_heads, 1
-    kv_heads = _attribute(config, "num_key_value_heads", number) or q_heads
-    if config.model_type in _DOUBLED_IN_WINDOWS and number is not None:
-        kv_heads *= 2 if config.layer_types[number] == SLIDING else 1
+    kv_heads = _attribute(config, "num_key_value_heads", layer_index) or q_heads
+    if config.model_type in _DOUBLED_IN_WINDOWS and layer_index is not None:
+        kv_heads *= 2 if config.layer_types[layer_index] == SLIDING else 1
     return q_heads, kv_heads
 
 
-def _head_dim(config: Any, number: int | None = None) -> int:
-    """Return the channels of a key; number: as for `heads`."""
+def _head_dim(config: Any, layer_index: int | None = None) -> int:
+    """Return the channels of a key; layer_index: as for `heads`."""
     adapter = models.adapter_of(config)
     if adapter is not None and adapter.head_dim is not None:
         return adapter.head_dim(config)
-    if latent_dim(config, number):
-        return _attribute(config, "qk_rope_head_dim", number)
-    head_dim = _attribute(config, "head_dim", number)
-    return head_dim or config.hidden_size // heads(config, number)[0]
+    if latent_dim(config, layer_index):
+        return _attribute(config, "qk_rope_head_dim", layer_index)
+    head_dim = _attribute(config, "head_dim", layer_index)
+    return head_dim or config.hidden_size // heads(config, layer_index)[0]
 
 
 def _value_dim(config: Any) -> int | None:
@@ -195,9 +199,9 @@ def _value_dim(config: Any) -> int | None:
     return latent_dim(config) or _attribute(config, "v_head_dim")
 
 
-def latent_dim(config: Any, number: int | None = None) -> int:
-    """Return the channels of a latent, 0 for none; number: as for `heads`."""
-    return _attribute(config, "kv_lora_rank", number) or 0
+def latent_dim(config: Any, layer_index: int | None = None) -> int:
+    """Return the channels of a latent, 0 for none; layer_index: as for `heads`."""
+    return _attribute(config, "kv_lora_rank", layer_index) or 0
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:

@@ -252,9 +252,9 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
     reading = [(i, layer) for i, layer in parts if layer is not None and layer.uses_input_norms]
     modules = compat.decoder_layers(model) if reading else []
     with ExitStack() as hooks:
-        for number, layer in reading if modules else ():
+        for layer_index, layer in reading if modules else ():
             note = partial(_note_norms, layer)
-            hook = modules[number].register_forward_pre_hook(note, with_kwargs=True)
+            hook = modules[layer_index].register_forward_pre_hook(note, with_kwargs=True)
             hooks.callback(hook.remove)
         yield
 

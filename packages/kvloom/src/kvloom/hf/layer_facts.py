@@ -39,9 +39,9 @@ def load_layer_facts(model: PreTrainedModel, recipe: Recipe) -> list[LayerFacts]
     recipe that was tuned for another model.
     """
     check_tuned(model, recipe)
-    numbers = compat.geometry(model).numbers
+    layer_indices = compat.geometry(model).layer_indices
     try:
-        return [_layer_facts(model, recipe.for_layer(n, numbers), n) for n in numbers]
+        return [_layer_facts(model, recipe.for_layer(n, layer_indices), n) for n in layer_indices]
     except CalibrationError as error:
         raise IncompatibleRecipe(recipe.name, [str(error)]) from error
 
@@ -111,7 +111,7 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
 
 
 def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
-    """Return the rotary embedding of each compressed layer, by its number in the model.
+    """Return the rotary embedding of each compressed layer, by its index in the model.
 
     It is one by no angle in a layer that does not rotate its keys. Raises `CalibrationError` if no
     layer rotates them, or if this cannot be undone.
@@ -127,8 +127,8 @@ def undoable_ropes(model: PreTrainedModel) -> dict[int, Rope]:
             "that can be undone and redone; use pre_rope=false"
         )
     identity = Rope(torch.zeros_like(rope.inv_freq))
-    numbers = compat.geometry(model).numbers
-    return {number: rope or identity for number, rope in zip(numbers, ropes, strict=True)}
+    layer_indices = compat.geometry(model).layer_indices
+    return {i: rope or identity for i, rope in zip(layer_indices, ropes, strict=True)}
 
 
 def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
@@ -142,10 +142,11 @@ def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     return adapted
 
 
-def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | None:
+def _score_rope(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> Rope | None:
     """Return the rotary embedding of a layer, for a score; None if it has none."""
     try:
-        return rotary.layer_ropes(model)[list(compat.geometry(model).numbers).index(number)]
+        ropes = rotary.layer_ropes(model)
+        return dict(zip(compat.geometry(model).layer_indices, ropes, strict=True))[layer_index]
     except UnsupportedModel as error:
         raise IncompatibleRecipe(
             recipe.name,
@@ -156,7 +157,7 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe, number: int) -> Rope | N
         ) from error
 
 
-def _layer_facts(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerFacts:
+def _layer_facts(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> LayerFacts:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
     store, geometry = recipe.store, compat.geometry(model)
     shape: dict[str, Any] = {
@@ -169,19 +170,19 @@ def _layer_facts(model: PreTrainedModel, recipe: Recipe, number: int) -> LayerFa
     stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
 
     def read() -> LayerFacts:
-        rope = _score_rope(model, recipe, number) if needs_rope else None
+        rope = _score_rope(model, recipe, layer_index) if needs_rope else None
         if store.pre_rope:
-            rope = undoable_ropes(model)[number]
+            rope = undoable_ropes(model)[layer_index]
         sides = {}
         if path is not None:
             calibration = _read_once(model, (path, stamp), lambda: _calibration(model, path))
-            sides = {s: calibration.encoding(number, s, f) for s, f in store.quantized.items()}
+            sides = {s: calibration.encoding(layer_index, s, f) for s, f in store.quantized.items()}
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
         return LayerFacts(sides.get("keys"), sides.get("values"), rope, **shape)
 
-    facts: LayerFacts = _read_once(model, (store, path, stamp, number, needs_rope), read)
+    facts: LayerFacts = _read_once(model, (store, path, stamp, layer_index, needs_rope), read)
     return facts
 
 

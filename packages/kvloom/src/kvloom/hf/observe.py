@@ -25,7 +25,7 @@ class ObservedStep(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
     Both as the model gives them, at their own positions also where the recipe renumbers. layer:
-    number of the layer among those of the cache. cache: the layer, before the step. bias: ALiBi's
+    index of the layer among those of the cache. cache: the layer, before the step. bias: ALiBi's
     of all tokens, fp32 [B, Hq, N], where the model has it. later_seen: as of `Queries`.
     """
 
@@ -103,7 +103,9 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "there is nothing to observe, so give another model"
         )
     parts = map(compressed_part, cache.layers)
-    numbers = [i for i, x in enumerate(parts) if x is not None and x.window is None]
-    for layer, (number, routed) in enumerate(zip(numbers, cache.full_layers, strict=True)):
+    layer_indices = [i for i, x in enumerate(parts) if x is not None and x.window is None]
+    for layer, (layer_index, routed) in enumerate(
+        zip(layer_indices, cache.full_layers, strict=True)
+    ):
         routed.cache.observe()
-        cache.replace(number, ObservedLayer(routed, layer, on_step))
+        cache.replace(layer_index, ObservedLayer(routed, layer, on_step))

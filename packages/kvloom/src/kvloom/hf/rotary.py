@@ -61,8 +61,8 @@ def renumbering(
     new tokens need smaller learned positions after an eviction. Raises `UnsupportedModel`, or
     `IncompatibleRecipe` where positions are learned and the layers would not agree on them.
     """
-    numbers = compat.geometry(model).numbers
-    keeps = {recipe.for_layer(number, numbers).keep for number in numbers}
+    layer_indices = compat.geometry(model).layer_indices
+    keeps = {recipe.for_layer(layer_index, layer_indices).keep for layer_index in layer_indices}
     if not any(keep is not None and keep.positions != "original" for keep in keeps):
         return None, False
     positions = _positions(model)
@@ -206,7 +206,7 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
         decoder.train(training)
     geometry = compat.geometry(model)
     side = "values" if geometry.latent else "keys"  # the positional part comes after the latent
-    return [getattr(stock[number], side) for number in geometry.numbers]
+    return [getattr(stock[layer_index], side) for layer_index in geometry.layer_indices]
 
 
 def _takes_positions(*modules: torch.nn.Module) -> bool:

@@ -148,9 +148,9 @@ def _read_prompt(
 ) -> tuple[Tensor, float]:
     """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
     fan_out = RoutedCache(list(leader.layers), leader.fingerprint)
-    for i, number in enumerate(leader.geometry.numbers):
+    for i, layer_index in enumerate(leader.geometry.layer_indices):
         parts = [(follower, follower.cache.full_layers[i]) for follower in followers]
-        fan_out.replace(number, _FanOutLayer(leader.full_layers[i], parts, clock))
+        fan_out.replace(layer_index, _FanOutLayer(leader.full_layers[i], parts, clock))
     fan_out.learned_positions = leader.learned_positions
     begin = clock()
     logits = last_logits(model, fan_out, **inputs)

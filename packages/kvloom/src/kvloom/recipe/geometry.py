@@ -23,7 +23,7 @@ class Geometry:
         head_dim: Channels of a head (D): of keys, and of values unless these differ.
         dtype: Of exact keys and values.
         alibi: Whether the model has ALiBi.
-        layer_numbers: The model's numbers of these layers, ascending; None: 0 to layers - 1.
+        cached: The model's indices of these layers, ascending; None: 0 to layers - 1.
         rank: Under tensor parallelism, the heads are this part of the model's.
         ranks: The number of these equal parts.
         value_dim: Channels of a value; None: `head_dim`.
@@ -38,7 +38,7 @@ class Geometry:
     head_dim: int
     dtype: torch.dtype
     alibi: bool = False
-    layer_numbers: tuple[int, ...] | None = None
+    cached: tuple[int, ...] | None = None
     rank: int = 0
     ranks: int = 1
     value_dim: int | None = None
@@ -56,13 +56,13 @@ class Geometry:
         return sum(self.dims) if self.latent else self.head_dim
 
     @property
-    def numbers(self) -> Sequence[int]:
-        """The model's numbers of the layers that kvloom caches."""
-        return range(self.layers) if self.layer_numbers is None else self.layer_numbers
+    def layer_indices(self) -> Sequence[int]:
+        """The model's indices of the layers that kvloom caches."""
+        return range(self.layers) if self.cached is None else self.cached
 
     @property
     def first_head(self) -> int:
-        """The model's number of the first key/value head."""
+        """The model's index of the first key/value head."""
         return self.rank * self.kv_heads
 
     def token_nbytes(self) -> int:
@@ -79,13 +79,13 @@ class SlidingLayer:
     """A layer with a sliding window, in which a token attends to the newest `window` tokens.
 
     Attributes:
-        number: The model's.
+        layer_index: Its index in the model.
         window: In tokens, the token itself included.
         geometry: Of this layer alone.
         problem: Why kvloom cannot pack it; empty: it can.
     """
 
-    number: int
+    layer_index: int
     window: int
     geometry: Geometry
     problem: str = ""

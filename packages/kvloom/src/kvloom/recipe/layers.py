@@ -1,6 +1,6 @@
 """Which layers an override names.
 
-A layer has the model's number: layers that kvloom does not cache, such as those with a sliding
+A layer has its index in the model: layers that kvloom does not cache, such as those with a sliding
 window, count too. "first 2" and "last 2" count the layers that kvloom caches.
 """
 
@@ -41,32 +41,32 @@ def spelled(where: Any) -> str:
     )
 
 
-def select(where: str, numbers: Sequence[int]) -> Sequence[int]:
-    """Return those of the cached layers' `numbers` that `where` names.
+def select(where: str, layer_indices: Sequence[int]) -> Sequence[int]:
+    """Return the indices of the cached layers that `where` names.
 
     Raises `RecipeError` where it names a layer that kvloom does not cache. A range may have such
     layers in it.
     """
     if end := _END.fullmatch(where):
         count = int(end[2])
-        chosen = numbers[:count] if end[1] == "first" else numbers[max(0, len(numbers) - count) :]
-        missing = count > len(numbers)
+        missing = count > len(layer_indices)
+        chosen = layer_indices[:count] if end[1] == "first" else layer_indices[-count:]
     else:
         low, _, high = where.partition("-")
-        chosen = [n for n in numbers if int(low) <= n <= int(high or low)]
-        missing = not chosen or int(high or low) > numbers[-1]
+        chosen = [n for n in layer_indices if int(low) <= n <= int(high or low)]
+        missing = not chosen or int(high or low) > layer_indices[-1]
     if missing:
         raise RecipeError(
-            f"layers {where!r} do not exist; kvloom caches {len(numbers)} layers of this model: "
-            f"{listed(numbers)}"
+            f"layers {where!r} do not exist; kvloom caches {len(layer_indices)} layers of this "
+            f"model: {listed(layer_indices)}"
         )
     return chosen
 
 
-def listed(numbers: Sequence[int]) -> str:
-    """Return numbers in ascending order as "0-3, 7"."""
+def listed(indices: Sequence[int]) -> str:
+    """Return indices in ascending order as "0-3, 7"."""
     runs: list[list[int]] = []
-    for n in numbers:
+    for n in indices:
         if runs and runs[-1][1] == n - 1:
             runs[-1][1] = n
         else:

@@ -30,12 +30,12 @@ def model_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
         return model_problems(adapted, geometry)
     if not recipe.layers:
         return _plain_problems(recipe, geometry, geometry.layers)
-    numbers = geometry.numbers
+    layer_indices = geometry.layer_indices
     layers_of: dict[str, list[int]] = {}
     try:
-        for number, (_, count) in zip(numbers, recipe.budget_places(numbers), strict=True):
-            for problem in _plain_problems(recipe.for_layer(number, numbers), geometry, count):
-                layers_of.setdefault(problem, []).append(number)
+        for i, (_, count) in zip(layer_indices, recipe.budget_places(layer_indices), strict=True):
+            for problem in _plain_problems(recipe.for_layer(i, layer_indices), geometry, count):
+                layers_of.setdefault(problem, []).append(i)
     except RecipeError as error:
         return [str(error)]
     return [
@@ -59,7 +59,7 @@ def _sliding_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
                 "exact"
             )
         for problem in [layer.problem] if layer.problem else problems:
-            layers_of.setdefault(problem, []).append(layer.number)
+            layers_of.setdefault(problem, []).append(layer.layer_index)
     return [
         f'layers {listed(where)}: sliding="packed" does not fit: {problem}; leave it out'
         for problem, where in layers_of.items()

@@ -126,8 +126,8 @@ class LayerOverride:
     """Whole parts of a recipe that are different in some layers; the parts not given stay.
 
     Attributes:
-        where: A layer's number (3 or "3"), a range ("0-3", both ends included), "first 2" or "last
-            2". Numbers are the model's; "first" and "last" count the layers that kvloom caches.
+        where: A layer's index (3 or "3"), a range ("0-3", both ends included), "first 2" or "last
+            2". Indices are the model's; "first" and "last" count the layers that kvloom caches.
         keep: None removes the part.
         store: Another store.
         recall: None removes the part.

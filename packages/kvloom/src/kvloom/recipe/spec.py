@@ -186,25 +186,25 @@ class Recipe:
         except RecipeError as error:
             raise RecipeError(f"layers {override.where!r}: {error}") from error
 
-    def for_layer(self, number: int, numbers: Sequence[int]) -> Recipe:
+    def for_layer(self, layer_index: int, layer_indices: Sequence[int]) -> Recipe:
         """Return the plain recipe of one layer: without `layers`, equal results being one object.
 
-        number: the model's, one of `numbers`, those of all layers that kvloom caches, ascending.
+        layer_index: in the model; one of `layer_indices`, those of all layers that kvloom caches.
         The first `recall.full_layers` layers have no recall. Raises `RecipeError` for an
         override of a layer that does not exist.
         """
         parts: dict[str, Any] = {"recall": self.recall}
         for override in self.layers:
-            if number in select(override.where, numbers):
+            if layer_index in select(override.where, layer_indices):
                 parts |= override.parts
         recall = parts["recall"]
-        if recall is not None and list(numbers).index(number) < recall.full_layers:
+        if recall is not None and list(layer_indices).index(layer_index) < recall.full_layers:
             parts["recall"] = None
         try:
             plain = replace(self, layers=(), tuned=None, sliding="exact", **parts)
             return _interned(plain)
         except RecipeError as error:  # overrides that fit one by one, but not together
-            raise RecipeError(f"layer {number}: {error}") from error
+            raise RecipeError(f"layer {layer_index}: {error}") from error
 
     @property
     def packs_windows(self) -> bool:
@@ -234,13 +234,13 @@ class Recipe:
             unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
         return max(0, tokens - (window - 1)) // unit * unit
 
-    def budget_places(self, numbers: Sequence[int]) -> list[BudgetPlace]:
+    def budget_places(self, layer_indices: Sequence[int]) -> list[BudgetPlace]:
         """Return the place of each of these layers among those that share its budget or score.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
-        keys = [budget_key(self.for_layer(number, numbers)) for number in numbers]
+        keys = [budget_key(self.for_layer(i, layer_indices)) for i in layer_indices]
         return [BudgetPlace(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
     # a model
@@ -295,10 +295,10 @@ class Recipe:
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
-        numbers, recipe = geometry.numbers, self.for_model(geometry)
+        layer_indices, recipe = geometry.layer_indices, self.for_model(geometry)
         rows = (
-            predicted_layer_nbytes(recipe.for_layer(number, numbers), tokens, geometry, *ranks)
-            for number, ranks in zip(numbers, recipe.budget_places(numbers), strict=True)
+            predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *ranks)
+            for i, ranks in zip(layer_indices, recipe.budget_places(layer_indices), strict=True)
         )
         return sum(rows) * batch
 

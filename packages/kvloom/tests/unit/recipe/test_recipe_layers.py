@@ -20,7 +20,7 @@ HYBRID = (1, 3, 5, 7)  # the cached layers of a model where every second layer h
 
 
 def geometry(layers: int = 4, numbers: tuple[int, ...] | None = None) -> Geometry:
-    return Geometry(layers, 4, 2, 64, torch.bfloat16, layer_numbers=numbers)
+    return Geometry(layers, 4, 2, 64, torch.bfloat16, cached=numbers)
 
 
 # --- which layers --------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_up_to_the_start_everything_is_exact(recipe, queries):
         assert later.nbytes(tokens, g, 3) == exact + 3 * 4 * queries * tokens * 64 * 2
     for tokens in (101, 1000):
         assert later.nbytes(tokens, g, 3) == plain.nbytes(tokens, g, 3)
-    assert later.for_layer(3, g.numbers).compress_after == 100
+    assert later.for_layer(3, g.layer_indices).compress_after == 100
 
 
 def test_queries_are_counted_in_the_layers_that_score():

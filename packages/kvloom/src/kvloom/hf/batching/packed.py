@@ -154,7 +154,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
             "manager.stop() first"
         )
 
-    def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store and attend all tokens of a step: q [T, Hq, D], k, v [T, H, D]."""
         if self.rows:
             rows, tails = zip(*self.rows, strict=True)
@@ -163,11 +163,11 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.rows = []
         assert self.step is not None
         step, by_layer = self.step
-        rank = self.layer_indices.index(number)
-        if number not in self.layers:
-            self.layers[number] = self._layer(rank, scale)
+        rank = self.layer_indices.index(layer_index)
+        if layer_index not in self.layers:
+            self.layers[layer_index] = self._layer(rank, scale)
         out = q.new_empty(q.shape)
-        self.layers[number].run(step, by_layer[rank // self.tails_per_block], q, k, v, out)
+        self.layers[layer_index].run(step, by_layer[rank // self.tails_per_block], q, k, v, out)
         return out
 
     def _layer(self, rank: int, scale: float) -> PagedAttention:
@@ -202,8 +202,8 @@ def attention(
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    number: int = module.layer_idx  # type: ignore[assignment]
-    return cache.layer_to_allocator[number].attend(number, q, k, v, scale)[None], None
+    layer_index: int = module.layer_idx  # type: ignore[assignment]
+    return cache.layer_to_allocator[layer_index].attend(layer_index, q, k, v, scale)[None], None
 
 
 @contextmanager
@@ -374,10 +374,10 @@ class PackedBatching:
         _check_settings(config, getattr(self.model.config, "compile_config", None))
         config.use_cuda_graph = config.use_async_batching = False
         found = paged(self.recipe, config.page_size, self.engine, "page_size=")
-        numbers = compat.geometry(self.model).numbers
+        layer_indices = compat.geometry(self.model).layer_indices
         plans = [
-            LayerPlan.of_recipe(found.for_layer(number, numbers), *facts[:3])
-            for number, facts in zip(numbers, load_layer_facts(self.model, found), strict=True)
+            LayerPlan.of_recipe(found.for_layer(i, layer_indices), *facts[:3])
+            for i, facts in zip(layer_indices, load_layer_facts(self.model, found), strict=True)
         ]
         with torch.no_grad():
             manager = PackedManager(plans, self, self.model, generation, config, workload_hints)

@@ -22,7 +22,7 @@ import torch
 import kvloom
 import record
 from evaluation import recipe_of
-from kvloom.hf import Follower, geometry, prefill_together
+from kvloom.hf import Follower, geometry, prefill_many
 from kvloom.recipe import resolve
 from kvloom_lab.eval.decoding import divergence
 from kvloom_lab.eval.evaluate import at_share
@@ -57,7 +57,7 @@ def text_divergences(samples: int) -> Values:
     for batch in task_named("instructions").batches(source):
         exact = kvloom.Cache(model, resolve("full"))
         followers = {name: Follower(kvloom.Cache(model, x)) for name, x in recipes.items()}
-        prefill_together(model, exact, list(followers.values()), input_ids=batch.ids[:, :CONTEXT])
+        prefill_many(model, exact, list(followers.values()), input_ids=batch.ids[:, :CONTEXT])
         logs = {}
         for name, cache in {"full": exact, **{n: f.cache for n, f in followers.items()}}.items():
             logits = model(batch.ids[:, CONTEXT:], past_key_values=cache).logits

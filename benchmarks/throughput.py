@@ -42,9 +42,9 @@ def llama(recipes: list[str], memory: str, rounds: int) -> None:
     batches |= {x: requests.memory // requests.recipe_nbytes(resolve(x)) for x in recipes}
     steps = {}
     for name, batch in batches.items():
-        own, peers = ([], ("dynamic",)) if name == DYNAMIC else ([name], ())
+        own, baselines = ([], ("dynamic",)) if name == DYNAMIC else ([name], ())
         (steps[name],) = generate_candidates(
-            model, replace(shape, batch=batch), own, PROMPT, peers, None
+            model, replace(shape, batch=batch), own, PROMPT, baselines, None
         )
         assert steps[name].problem is None, steps[name].problem
         steps[name].call()

@@ -136,9 +136,9 @@ def test_a_peer_that_takes_minutes_is_skipped(monkeypatch):
     assert (steps, found["full", 64]["problem"]) == ([], None)
 
 
-def test_baselines_choose_the_peers(tmp_path, monkeypatch):
+def test_baselines_are_chosen(tmp_path, monkeypatch):
     args = [*LAYER, "--context", "64", "--recipes", "full", "--baselines"]
-    monkeypatch.setattr(transformers_caches, "LIMIT_S", 1e-6)  # of peers that are not named
+    monkeypatch.setattr(transformers_caches, "LIMIT_S", 1e-6)  # of baselines that are not named
     _, found = measured("decode", *args, "dynamic,sdpa")
     assert found["DynamicCache", 64]["ms"] > 0
     assert {name for name, _ in found} == {

@@ -10,7 +10,7 @@ from test_saved import CALIBRATED, FORMS, IDS, PROMPT, llama, step
 import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse, NotFinite
-from kvloom.hf.shared_pass import Follower, prefill_together
+from kvloom.hf.shared_pass import Follower, prefill_many
 from sampling import slow_except
 
 __all__ = ["llama"]
@@ -28,7 +28,7 @@ def test_every_recipe_goes_on_as_if_it_had_read_the_prompt_alone(llama):
     forms = [f"{x},calibration={calibration}" if x in CALIBRATED else x for x in FORMS]
     leader, followers = kvloom.Cache(model, "full"), []
     followers = [Follower(kvloom.Cache(model, form)) for form in forms]
-    logits, _ = prefill_together(model, leader, followers, **prompt(PROMPT))
+    logits, _ = prefill_many(model, leader, followers, **prompt(PROMPT))
     for form, follower in zip(["full", *forms], [Follower(leader), *followers], strict=True):
         apart = kvloom.Cache(model, form)
         with torch.no_grad():  # as `generate` does
@@ -50,7 +50,7 @@ def test_every_model(name):
         forms[-1] = "streaming:tokens=24"
     leader = kvloom.Cache(model, "full")
     followers = [Follower(kvloom.Cache(model, form)) for form in forms]
-    prefill_together(model, leader, followers, **prompt(70))
+    prefill_many(model, leader, followers, **prompt(70))
     for form, follower in zip(forms, followers, strict=True):
         apart = kvloom.Cache(model, form)
         step(model, apart, 0, 70)
@@ -64,7 +64,7 @@ def test_positions_that_some_alibi_models_round_are_read_apart():
     model = zoo.build("bloom")
     cache = kvloom.Cache(model, "h2o:tokens=20,positions=renumbered")
     follower = Follower(cache)
-    prefill_together(model, kvloom.Cache(model, "full"), [follower], **prompt(70))
+    prefill_many(model, kvloom.Cache(model, "full"), [follower], **prompt(70))
     assert follower.reads_alone
     assert follower.error is None
     assert cache.get_seq_length() == 70
@@ -79,7 +79,7 @@ def test_each_follower_has_the_seconds_of_passes_that_it_shares(count):
     forms = [f"kvzip:tokens={40 + i}" for i in range(count)]
     followers = [Follower(kvloom.Cache(model, form)) for form in [*forms, KIVI]]
     leader = kvloom.Cache(model, "full")
-    _, forward = prefill_together(model, leader, followers, lambda: len(passes), **prompt(70, 1))
+    _, forward = prefill_many(model, leader, followers, lambda: len(passes), **prompt(70, 1))
     assert forward == followers[-1].seconds == 1
     assert {follower.seconds for follower in followers[:-1]} == {len(passes)}
     assert len(passes) > 1
@@ -91,7 +91,7 @@ def test_an_error_of_one_recipe_does_not_stop_the_others():
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e8)  # too large for fp16 scales
     good, bad = Follower(kvloom.Cache(model, "h2o:tokens=20")), Follower(kvloom.Cache(model, KIVI))
     leader = kvloom.Cache(model, "full")
-    prefill_together(model, leader, [bad, good], **prompt(70))
+    prefill_many(model, leader, [bad, good], **prompt(70))
     assert isinstance(bad.error, NotFinite)
     assert bad.cache.get_seq_length() == bad.cache.nbytes == 0
     assert good.error is None
@@ -107,10 +107,10 @@ def test_a_failure_of_the_model_leaves_every_cache_empty(monkeypatch):
 
     monkeypatch.setattr(model.model.layers[2].mlp, "forward", fail)
     with pytest.raises(KeyboardInterrupt):
-        prefill_together(model, leader, [follower], **prompt(70))
+        prefill_many(model, leader, [follower], **prompt(70))
     assert leader.nbytes == follower.cache.nbytes == 0
     monkeypatch.undo()
-    prefill_together(model, leader, [follower], **prompt(70))
+    prefill_many(model, leader, [follower], **prompt(70))
     assert follower.cache.get_seq_length() == 70
 
 
@@ -120,7 +120,7 @@ def test_a_cache_that_holds_tokens_is_refused():
     used = kvloom.Cache(model, KIVI)
     step(model, used, 0, 70)
     with pytest.raises(CacheMisuse, match="holds tokens already"):
-        prefill_together(model, kvloom.Cache(model, "full"), [Follower(used)], **prompt(70))
+        prefill_many(model, kvloom.Cache(model, "full"), [Follower(used)], **prompt(70))
     assert used.get_seq_length() == 70
 
 
@@ -134,7 +134,7 @@ def test_padded_rows_at_learned_positions_are_read_apart(name):
     follower = Follower(kvloom.Cache(model, recipe))
     with torch.no_grad():
         model(**batch, past_key_values=alone)
-        prefill_together(model, kvloom.Cache(model, "full"), [follower], **batch)
+        prefill_many(model, kvloom.Cache(model, "full"), [follower], **batch)
         ids, mask = (
             torch.tensor([[5]] * 3),
             torch.cat([batch["attention_mask"], torch.ones(3, 1)], 1),
@@ -158,7 +158,7 @@ def test_a_prompt_with_an_image_is_shared():
     followers = [Follower(kvloom.Cache(model, recipe)) for recipe in recipes]
     prompt = zoo.image_prompt(model, 30, 20)
     with torch.no_grad():
-        prefill_together(model, kvloom.Cache(model, "full"), followers, **prompt)
+        prefill_many(model, kvloom.Cache(model, "full"), followers, **prompt)
         for follower, recipe in zip(followers[:2], recipes, strict=False):
             alone = kvloom.Cache(model, recipe)
             model(**prompt, past_key_values=alone)

@@ -15,7 +15,7 @@ import probe
 from backends import by_reference
 from kvloom.calibrate.read_prompt import ReadPrompt
 from kvloom.errors import CacheMisuse, SavedCacheError, UnsupportedModel
-from kvloom.hf import Follower, observe_steps, prefill_together, state_nbytes
+from kvloom.hf import Follower, observe_steps, prefill_many, state_nbytes
 from kvloom.recipe.resolve import resolve
 
 pytestmark = [by_reference, pytest.mark.filterwarnings("ignore")]
@@ -241,7 +241,7 @@ def test_caches_that_share_a_prompt_have_states_of_their_own(name):
     prompt = {key: x[:, :PROMPT] for key, x in BATCH.items()}
     leader = kvloom.Cache(model, "full")
     followers = [Follower(kvloom.Cache(model, recipe)) for recipe in KINDS.values()]
-    prefill_together(model, leader, followers, **prompt)
+    prefill_many(model, leader, followers, **prompt)
     for recipe, cache in zip(
         ("full", *KINDS.values()), (leader, *(x.cache for x in followers)), strict=True
     ):

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvloom
 import probe
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite
-from kvloom.hf import geometry, prefill_together, read_tokens
+from kvloom.hf import geometry, prefill_many, read_tokens
 from kvloom.hf.shared_pass import Follower
 from steps import assert_same_state, state
 
@@ -170,7 +170,7 @@ def test_a_crop_beyond_the_window_changes_nothing():
 def test_caches_with_packed_windows_read_a_prompt_alone():
     model, ids = build("gemma3"), tokens(1, 150)
     leader, follower = kvloom.Cache(model, "full"), Follower(kvloom.Cache(model, TWO_BITS))
-    prefill_together(model, leader, [follower], input_ids=ids)
+    prefill_many(model, leader, [follower], input_ids=ids)
     assert follower.error is None
     alone = kvloom.Cache(model, TWO_BITS)
     with torch.no_grad():

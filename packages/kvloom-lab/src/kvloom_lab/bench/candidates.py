@@ -38,8 +38,8 @@ from ..workload.layers import (
 from . import transformers_caches
 from .timing import Candidate, built
 
-DECODE_BASELINES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
-DECODE_PEERS = ("sdpa", *transformers_caches.NAMES)
+DECODE_REFERENCES = ("SDPA fp32", "SDPA bf16", "DynamicCache")
+DECODE_BASELINES = ("sdpa", *transformers_caches.NAMES)
 """What recipes are compared with, by the names that `--baselines` takes."""
 
 
@@ -47,22 +47,22 @@ def decode_candidates(
     shape: LayerShape,
     recipes: Sequence[str],
     context: int,
-    peers: Sequence[str] = DECODE_PEERS,
+    baselines: Sequence[str] = DECODE_BASELINES,
     limit_s: float | None = None,
 ) -> list[Candidate]:
     """Return the candidates at one context, with filled caches.
 
-    peers: some of `DECODE_PEERS`. limit_s: see `transformers_caches.candidate`.
+    baselines: some of `DECODE_BASELINES`. limit_s: see `transformers_caches.candidate`.
     """
     q, k, v = random_qkv(shape, context)
     q = q[:, :, -1:]
     candidates = []
-    if "sdpa" in peers:
+    if "sdpa" in baselines:
         dtypes = dict.fromkeys((torch.float32, torch.bfloat16, shape.dtype))
         candidates += [_sdpa_step(dtype, q, k, v) for dtype in dtypes]
         if shape.q_heads != shape.kv_heads:
             candidates.append(_sdpa_step(shape.dtype, q, k, v, rows=True))
-    caches = [name for peer, name in transformers_caches.NAMES.items() if peer in peers]
+    caches = [name for baseline, name in transformers_caches.NAMES.items() if baseline in baselines]
     candidates += [_transformers_candidate(name, shape, q, k, v, limit_s) for name in caches]
     for name in recipes:
         candidates += built(name, partial(_decode_recipe, name, shape, context))
@@ -121,8 +121,8 @@ def _decode_recipe(name: str, shape: LayerShape, context: int) -> list[Candidate
     return [Candidate(name, attend, kv_bytes=lambda: cache.nbytes, read_bytes=read_bytes)]
 
 
-PACK_BASELINE = "the prompt's attention"
-PROMPT_BASELINES = (*(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values()), PACK_BASELINE)
+PACK_REFERENCE = "the prompt's attention"
+PROMPT_REFERENCES = (*(f"SDPA {short_name(dtype)}" for dtype in DTYPES.values()), PACK_REFERENCE)
 """Only those of the command, in the dtype of the shape, are measured."""
 
 
@@ -134,7 +134,7 @@ def prompt_candidates(
     g = torch.Generator().manual_seed(1)
     size = shape.batch, shape.q_heads, context, shape.head_dim
     q = torch.randn(size, generator=g).to(shape.dtype)
-    baseline = PACK_BASELINE if command == "pack" else f"SDPA {short_name(shape.dtype)}"
+    baseline = PACK_REFERENCE if command == "pack" else f"SDPA {short_name(shape.dtype)}"
     gqa = shape.q_heads != shape.kv_heads
     candidates = [
         Candidate(
@@ -188,8 +188,8 @@ def _renewed(name: str, make: Callable[[], Any], call: Callable[[Any], object]) 
     return Candidate(name, lambda: call(subject), prepare, lambda: subject.nbytes)
 
 
-GENERATE_BASELINES = ("DynamicCache",)
-GENERATE_PEERS = tuple(transformers_caches.NAMES)
+GENERATE_REFERENCES = ("DynamicCache",)
+GENERATE_BASELINES = tuple(transformers_caches.NAMES)
 """What recipes are compared with, by the names that `--baselines` takes."""
 
 
@@ -198,12 +198,12 @@ def generate_candidates(
     shape: ModelShape,
     recipes: Sequence[str],
     context: int,
-    peers: Sequence[str] = GENERATE_PEERS,
+    baselines: Sequence[str] = GENERATE_BASELINES,
     limit_s: float | None = None,
 ) -> list[Candidate]:
     """Return the candidates at one context, with filled caches.
 
-    peers: some of `GENERATE_PEERS`. limit_s: see `transformers_caches.candidate`.
+    baselines: some of `GENERATE_BASELINES`. limit_s: see `transformers_caches.candidate`.
     """
     _, k, v = random_qkv(shape, context)
     ids = torch.ones(shape.batch, 1, dtype=torch.long)
@@ -219,14 +219,14 @@ def generate_candidates(
             read_bytes=lambda: weights + read(),
         )
 
-    def peer(name: str, cache: Any) -> Candidate:
+    def baseline(name: str, cache: Any) -> Candidate:
         nbytes = partial(transformers_caches.nbytes, cache)
         return step(name, plain, cache, nbytes, nbytes)
 
     candidates = [
-        transformers_caches.candidate(name, plain.config, k, v, partial(peer, name), limit_s)
+        transformers_caches.candidate(name, plain.config, k, v, partial(baseline, name), limit_s)
         for short, name in transformers_caches.NAMES.items()
-        if short in peers
+        if short in baselines
     ]
     shared = {id(p): p for p in plain.parameters()}
     routed = copy.deepcopy(plain, shared)  # the same weights, with kvloom's attention

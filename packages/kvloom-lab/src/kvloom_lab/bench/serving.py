@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import kvloom
-from kvloom.hf import Together, can_step_together
+from kvloom.hf import BatchedCaches, can_batch
 from kvloom.kernels import companion, compile_seconds
 from kvloom.paged import paged
 from kvloom.recipe import Recipe
@@ -197,7 +197,7 @@ def _new_cache(model: PreTrainedModel, job: Job) -> Any:
 def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, list[float]]:
     """Return a cache that holds the prompts of ids [B, N], and when each of them was read."""
     caches: list[Any] = [_new_cache(model, job)]
-    joins = isinstance(caches[0], kvloom.Cache) and can_step_together(model, caches)
+    joins = isinstance(caches[0], kvloom.Cache) and can_batch(model, caches)
     joins = joins or job.cache == DYNAMIC
     ready: list[float] = []
     for rows in ids[:, : job.prompt].split(job.part if joins else len(ids)):
@@ -214,7 +214,7 @@ def _joined(model: PreTrainedModel, caches: list[Any]) -> Any:
     if len(caches) == 1:
         return caches[0]
     if isinstance(caches[0], kvloom.Cache):
-        return Together(model, caches)
+        return BatchedCaches(model, caches)
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         for side in ("keys", "values"):
             joined = torch.cat([getattr(layer, side) for layer in layers])
@@ -240,7 +240,7 @@ def _decode(model: PreTrainedModel, job: Job, cache: Any, ids: Tensor) -> Iterat
 
 
 def _nbytes(cache: Any) -> int:
-    if isinstance(cache, Together):
+    if isinstance(cache, BatchedCaches):
         return sum(one.nbytes for one in cache.caches)
     return cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
 

@@ -30,7 +30,7 @@ from . import serving, transformers_caches
 from .serving import DYNAMIC, PAGE, Job, RunFigures, as_paged
 from .timing import problem
 
-PEERS = (*transformers_caches.NAMES, "kvpress", "continuous")
+BASELINES = (*transformers_caches.NAMES, "kvpress", "continuous")
 """What recipes are compared with, by the names that `--baselines` takes."""
 EQUAL_KL = 0.02
 """Nats from exact attention up to which a row counts as equal in quality."""
@@ -171,21 +171,21 @@ def requests_of(
 
 
 def jobs(
-    requests: Requests, recipes: Sequence[Recipe], peers: Sequence[str]
+    requests: Requests, recipes: Sequence[Recipe], baselines: Sequence[str]
 ) -> list[Job | ThroughputRow]:
     """Return the job of each cache; for one that cannot run, a row with the reason.
 
-    peers: some of `PEERS`. Raises `InputError` if no request fits into any cache.
+    baselines: some of `BASELINES`. Raises `InputError` if no request fits into any cache.
     """
     r = requests
     tokens = r.prompt + r.new
     found: list[Job | ThroughputRow] = []
-    for peer, name in transformers_caches.NAMES.items():
-        if peer in peers:
+    for baseline, name in transformers_caches.NAMES.items():
+        if baseline in baselines:
             exact = name == DYNAMIC
             nbytes = r.exact_nbytes(tokens) if exact else r.quantized_nbytes(name)
             found.append(r.job(name, name, nbytes))
-    if "kvpress" in peers:
+    if "kvpress" in baselines:
         there = find_spec("kvpress") is not None
         kept = r.exact_nbytes(tokens - r.prompt // 2)
         found.append(r.job("kvpress snapkv, half", DYNAMIC,
@@ -199,7 +199,7 @@ def jobs(
             f"{show_bytes(r.memory)} hold not even one request of {r.prompt:,} and {r.new:,} new "
             f"tokens; give --memory {-(-least >> 20) or 1}MiB or more"
         )
-    return found + (list(_continuous_jobs(r, recipes)) if "continuous" in peers else [])
+    return found + (list(_continuous_jobs(r, recipes)) if "continuous" in baselines else [])
 
 
 def _continuous_jobs(r: Requests, recipes: Sequence[Recipe]) -> Iterator[Job | ThroughputRow]:

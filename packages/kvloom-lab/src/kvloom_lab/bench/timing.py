@@ -164,7 +164,7 @@ class TimedRow:
         kv_bytes: Keys and values in the cache, with metadata and spare room.
         read_bytes: The least that a call must read.
         gb_s: `read_bytes` over `ms`.
-        ratios: How many times faster than each baseline this candidate is.
+        ratios: How many times faster than each reference this candidate is.
         fell: Operations of kvloom that fell back to plain torch, with the reason.
         problem: Why there are no figures.
     """
@@ -186,13 +186,13 @@ class TimedRow:
 def make_rows(
     candidates: Sequence[Candidate],
     times: dict[str, Times],
-    baselines: Sequence[str],
+    references: Sequence[str],
     *,
     shape: str,
     context: int,
     batch: int,
 ) -> list[TimedRow]:
-    """Return one row a candidate. baselines: candidates that ratios are to, if they have times."""
+    """Return one row a candidate. references: candidates that ratios are to, if they have times."""
     median = {name: statistics.median(t.ms) for name, t in times.items() if t.ms}
     rows = []
     for candidate in candidates:
@@ -202,7 +202,7 @@ def make_rows(
             row.kv_bytes, row.read_bytes = candidate.kv_bytes(), candidate.read_bytes()
             if row.read_bytes is not None:
                 row.gb_s = row.read_bytes / row.ms / 1e6
-            row.ratios = {name: median[name] / row.ms for name in baselines if name in median}
+            row.ratios = {name: median[name] / row.ms for name in references if name in median}
             row.fell = sorted(times[candidate.name].fallbacks)
         rows.append(row)
     return rows

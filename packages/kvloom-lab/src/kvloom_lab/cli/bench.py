@@ -85,14 +85,14 @@ def decode(
     """
     with user_errors():
         from ..bench import LayerShape
-        from ..bench.candidates import DECODE_BASELINES, DECODE_PEERS, decode_candidates
+        from ..bench.candidates import DECODE_BASELINES, DECODE_REFERENCES, decode_candidates
 
         shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-        peers, limit_s = _parse_baselines(baselines, DECODE_PEERS)
+        compared, limit_s = _parse_baselines(baselines, DECODE_BASELINES)
         _run(
             "decode", shape, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: decode_candidates(shape, names, tokens, peers, limit_s),
-            DECODE_BASELINES,
+            lambda names, tokens: decode_candidates(shape, names, tokens, compared, limit_s),
+            DECODE_REFERENCES,
             "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
             "a step has to read, over its time.",
         )  # fmt: skip
@@ -116,12 +116,12 @@ def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, ca
     ) -> None:
         with user_errors():
             from ..bench import LayerShape
-            from ..bench.candidates import PROMPT_BASELINES, prompt_candidates
+            from ..bench.candidates import PROMPT_REFERENCES, prompt_candidates
 
             shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
             _run(
                 name, shape, context, recipes, threads, repeats, json, plot,
-                partial(prompt_candidates, name, shape), PROMPT_BASELINES, caption,
+                partial(prompt_candidates, name, shape), PROMPT_REFERENCES, caption,
             )  # fmt: skip
 
 
@@ -171,24 +171,24 @@ def generate(
     """
     with user_errors():
         from ..bench import ModelShape
-        from ..bench.candidates import GENERATE_BASELINES, GENERATE_PEERS, generate_candidates
+        from ..bench.candidates import GENERATE_BASELINES, GENERATE_REFERENCES, generate_candidates
         from ..models import random_llama
 
         shape = ModelShape(
             *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
             intermediate, vocabulary,
         )  # fmt: skip
-        peers, limit_s = _parse_baselines(baselines, GENERATE_PEERS)
+        compared, limit_s = _parse_baselines(baselines, GENERATE_BASELINES)
         model: Any = None
 
         def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
             nonlocal model
             model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
-            return generate_candidates(model, shape, names, tokens, peers, limit_s)
+            return generate_candidates(model, shape, names, tokens, compared, limit_s)
 
         _run(
             "generate", shape, context, recipes, threads, repeats, json, plot,
-            candidates, GENERATE_BASELINES,
+            candidates, GENERATE_REFERENCES,
             "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
             "weights, keys and values that a step has to read, over its time.",
         )  # fmt: skip
@@ -229,20 +229,20 @@ def throughput(
         from kvloom.units import parse_bytes
 
         from ..bench.serving import Job
-        from ..bench.throughput import PEERS, jobs, make_rows, measure, requests_of
+        from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
         from ..show.plots import throughput_plot
         from ..show.tables import throughput_line, throughput_table
         from ..workload.machine import machine
 
         nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
-        peers, _ = _parse_baselines(baselines, PEERS)
+        compared, _ = _parse_baselines(baselines, BASELINES)
         sizes = _parse_requests(prompt, new)
         check_outputs(json, plot=plot)
         of_model = ChosenModel(model, dtype)
         with show_progress() as progress:
             progress("planning")
             requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
-            planned = [row for one in requests for row in jobs(one, chosen, peers)]
+            planned = [row for one in requests for row in jobs(one, chosen, compared)]
             to_run = [one for one in planned if isinstance(one, Job)]
             on_step = progress.counter(rounds * len(to_run))
             settings = model, dtype, threads or torch.get_num_threads()
@@ -302,12 +302,13 @@ def _run(
     json: str | None,
     plot: Path | None,
     candidates: Callable[[Sequence[str], int], list[Candidate]],
-    baselines: Sequence[str],
+    references: Sequence[str],
     caption: str,
 ) -> None:
     """Measure at every context and show the result.
 
     name: of the command. candidates: returns the candidates of recipes at one context.
+    references: the names of rows by whose time the times of others are divided.
     """
     import torch
 
@@ -338,7 +339,7 @@ def _run(
                 measured = candidates(names, tokens)
                 times = time_candidates(measured, repeats, on_step)
                 yield from make_rows(
-                    measured, times, baselines, shape=str(shape), context=tokens, batch=shape.batch
+                    measured, times, references, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
         measured_rows, early_end = collect_rows(measure(), bench_line, progress)
@@ -368,21 +369,22 @@ def _run(
     finish(early_end, missing, list(dict.fromkeys(failed)))
 
 
-def _parse_baselines(option: str, peers: Sequence[str]) -> tuple[Sequence[str], float | None]:
-    """Return the peers of "all", "none" or names, and the most seconds that each may take.
+def _parse_baselines(option: str, baselines: Sequence[str]) -> tuple[Sequence[str], float | None]:
+    """Return the baselines of "all", "none" or names, and the most seconds that each may take.
 
-    A peer that was named has no limit.
+    A baseline that was named has no limit.
     """
     from ..bench import transformers_caches
 
     if option == "all":
-        return peers, transformers_caches.LIMIT_S
+        return baselines, transformers_caches.LIMIT_S
     if option == "none":
         return (), None
     names = [name.strip() for name in option.split(",")]
-    if not set(names) <= set(peers):
+    if not set(names) <= set(baselines):
         raise InputError(
-            f"--baselines {option!r} is not all, none or some of {', '.join(peers)}; choose of them"
+            f"--baselines {option!r} is not all, none or some of {', '.join(baselines)}; choose "
+            "of them"
         )
     return names, None
 

@@ -212,7 +212,7 @@ class Lab:
         `InputError` for a recipe that has no time.
         """
         candidates = generate_candidates(
-            random_llama(shape, context), shape, recipes, context, peers=("dynamic",)
+            random_llama(shape, context), shape, recipes, context, baselines=("dynamic",)
         )
         what = f"timing steps of {shape} after {context:,} tokens"
         times = time_candidates(

@@ -83,9 +83,8 @@ class CacheBytes:
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         recipe, layer_indices = recipe.for_model(model.geometry), model.geometry.layer_indices
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
-        for layer_index, budget_place in zip(
-            layer_indices, recipe.budget_places(layer_indices), strict=True
-        ):
+        places = recipe.budget_places(layer_indices)
+        for layer_index, budget_place in zip(layer_indices, places, strict=True):
             plain = recipe.for_layer(layer_index, layer_indices)
             rank, count = budget_place if _unequal(plain) else (0, 1)
             kinds[plain, rank, count] += 1

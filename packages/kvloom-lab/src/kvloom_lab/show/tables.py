@@ -238,23 +238,23 @@ def bench_table(
 ) -> Group:
     """Return a table of the rows, by context; rich can print it.
 
-    shares: show the share of a baseline's time that a row takes, instead of how many times faster
+    shares: show the share of a reference's time that a row takes, instead of how many times faster
     the row is.
     """
     bandwidth = limits["read_gb_s"]
-    baselines = list(dict.fromkeys(name for row in rows for name in row.ratios))
+    references = list(dict.fromkeys(name for row in rows for name in row.ratios))
     title = (
         f"{environment['shape']}, {environment['dtype']}, batch {environment['batch']}; "
         f"{_device_text(environment)}"
     )
     speeds = any(row.gb_s is not None for row in rows)
-    names = ["ms", *(_heading(name, shares) for name in baselines), "KV\nMiB"]
+    names = ["ms", *(_heading(name, shares) for name in references), "KV\nMiB"]
     table = FigureTable(title, "", names + ["GB/s", "of the\nlimit"] * speeds)
     for context in dict.fromkeys(row.context for row in rows):
         table.section(f"{context:,} tokens")
         for row in (row for row in rows if row.context == context):
             mark = "*" if row.fell else ""
-            table.add(row.name + mark, *_bench_cells(row, baselines, shares, speeds, bandwidth))
+            table.add(row.name + mark, *_bench_cells(row, references, shares, speeds, bandwidth))
     notes = [Text(f"{r.name}: {r.problem}", "yellow") for r in _once(rows) if r.problem]
     fallbacks = [f"* {r.name}: plain torch runs {'; '.join(r.fell)}" for r in _once(rows) if r.fell]
     notes += [Text(fallback, "yellow") for fallback in fallbacks]
@@ -276,12 +276,12 @@ def bench_line(row: TimedRow) -> str:
 
 
 def _bench_cells(
-    row: TimedRow, baselines: Sequence[str], shares: bool, speeds: bool, bandwidth: float
+    row: TimedRow, references: Sequence[str], shares: bool, speeds: bool, bandwidth: float
 ) -> list[str]:
     if row.ms is None:
         return ["–"]
     ratios = (
-        "–" if name not in row.ratios else _ratio(row.ratios[name], shares) for name in baselines
+        "–" if name not in row.ratios else _ratio(row.ratios[name], shares) for name in references
     )
     size = "–" if row.kv_bytes is None else f"{row.kv_bytes / 2**20:,.1f}"
     cells = [f"{row.ms:,.2f}", *ratios, size]
@@ -302,7 +302,7 @@ def _ratio(ratio: float, share: bool) -> str:
 
 
 def _heading(name: str, shares: bool) -> str:
-    """Return the heading of a baseline's column, with a long name on two lines."""
+    """Return the heading of a reference's column, with a long name on two lines."""
     head, _, rest = name.rpartition(" ")
     name = f"{head}\n{rest}" if head else name
     return f"it /\n{name}" if shares else f"{name}\n/ it"

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from kvloom import Cache
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.hf import (
+    BatchedCaches,
     Follower,
-    Together,
-    can_step_together,
-    prefill_together,
+    can_batch,
+    prefill_many,
     read_tokens,
     supported_model,
 )
@@ -101,10 +101,10 @@ def run_alone(model: PreTrainedModel, measurement: Measurement[Result]) -> Resul
 def _logits(model: PreTrainedModel, requests: Sequence[ForwardRequest]) -> list[Tensor | Exception]:
     """Return the logits of passes of equal size: as one batch, or one by one where that fails."""
     caches = [request.cache for request in requests]
-    if len(requests) > 1 and can_step_together(model, caches):
+    if len(requests) > 1 and can_batch(model, caches):
         ids = torch.cat([request.ids for request in requests])
         try:
-            logits = read_tokens(model, ids, Together(model, caches), requests[0].all_logits)
+            logits = read_tokens(model, ids, BatchedCaches(model, caches), requests[0].all_logits)
         except Exception:  # of one of them: find out which, each in a pass of its own
             pass
         else:
@@ -167,7 +167,7 @@ def prefill(
         for i, prompt in enumerate(prompts)
         if prompt.cache is not None and prompt.cache is not leader
     }
-    logits, seconds = prefill_together(
+    logits, seconds = prefill_many(
         model, leader, list(followers.values()), lambda: clock.seconds(model.device), input_ids=ids
     )
     for i, prompt in enumerate(prompts):

@@ -32,7 +32,7 @@ from ..hf.routed import (
     stock_part,
     with_compressed,
 )
-from ..hf.shared_pass import TogetherLayer
+from ..hf.shared_pass import BatchedLayer
 from ..recipe.spec import Recipe
 from .recorder import attend_causally
 
@@ -253,7 +253,7 @@ class _Shared(RoutedLayer):
         return attend_causally(step._replace(k=keys, v=values), index)
 
 
-class _Candidates(TogetherLayer):
+class _Candidates(BatchedLayer):
     """A layer whose rows each have a cache of their own."""
 
     def __init__(self, members: Sequence[LayerCache]) -> None:

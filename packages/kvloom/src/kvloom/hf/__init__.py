@@ -14,18 +14,18 @@ from .self_check import (
     routed_trial,
     sample_batch,
 )
-from .shared_pass import Follower, Together, can_step_together, prefill_together
+from .shared_pass import BatchedCaches, Follower, can_batch, prefill_many
 from .states import state_nbytes
 from .supported import supported_model
 
 __all__ = [
     "CALIBRATION_FILE",
+    "BatchedCaches",
     "Follower",
     "ObservedStep",
-    "Together",
     "adapters",
     "attachment_restored",
-    "can_step_together",
+    "can_batch",
     "generate_sample",
     "geometry",
     "has_adapter",
@@ -34,7 +34,7 @@ __all__ = [
     "load_layer_facts",
     "logits_difference",
     "observe_steps",
-    "prefill_together",
+    "prefill_many",
     "read_tokens",
     "rounding_tolerance",
     "routed_trial",

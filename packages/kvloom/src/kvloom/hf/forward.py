@@ -274,7 +274,7 @@ def read_tokens(
     Args:
         model: The model of the cache.
         ids: int64 [B, T].
-        cache: A `Cache`, or several of them `Together`.
+        cache: A `Cache`, or `BatchedCaches`.
         all_logits: Whether to return the logits of all T positions.
 
     Returns:

@@ -103,9 +103,7 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "there is nothing to observe, so give another model"
         )
     parts = map(compressed_part, cache.layers)
-    layer_indices = [i for i, x in enumerate(parts) if x is not None and x.window is None]
-    for layer, (layer_index, routed) in enumerate(
-        zip(layer_indices, cache.full_layers, strict=True)
-    ):
+    full_layers = [(i, x) for i, x in enumerate(parts) if x is not None and x.window is None]
+    for layer, (layer_index, routed) in enumerate(full_layers):
         routed.cache.observe()
         cache.replace(layer_index, ObservedLayer(routed, layer, on_step))

@@ -1,12 +1,12 @@
 """One forward pass for several caches: of a prompt they all read, or of a step of each.
 
-`prefill_together`: a first prompt attends to itself exactly, so its queries, keys and values do not
+`prefill_many`: a first prompt attends to itself exactly, so its queries, keys and values do not
 depend on the recipe. One cache, the leader, takes part in the forward pass; the others, its
 followers, store what each layer attends with. Each cache is then as if it had read the prompt
 alone. Followers that score a repetition of the prompt alike (KVzip) share its passes.
 
-`Together`: the rows of several caches are one batch. The weights of a model are then read once for
-all of them. Reading weights is most of the time of a decode step on a small batch. Each cache
+`BatchedCaches`: the rows of several caches are one batch. The weights of a model are then read once
+for all of them. Reading weights is most of the time of a decode step on a small batch. Each cache
 attends with its own rows. The results are those of separate steps but for rounding: matrix products
 of another batch size may round differently.
 """
@@ -76,7 +76,7 @@ class Follower:
 
 
 @torch.no_grad()
-def prefill_together(
+def prefill_many(
     model: PreTrainedModel,
     leader: Cache,
     followers: Sequence[Follower],
@@ -94,7 +94,7 @@ def prefill_together(
     """
     caches = [leader, *(follower.cache for follower in followers)]
     if any(cache.get_seq_length() for cache in caches):
-        raise CacheMisuse("a cache holds tokens already; give prefill_together new caches")
+        raise CacheMisuse("a cache holds tokens already; give prefill_many new caches")
     model = unwrap(model)
     for follower in followers:
         with follower.failing(CacheMisuse):
@@ -146,7 +146,7 @@ def _read_prompt(
     clock: Callable[[], float],
     inputs: dict[str, Any],
 ) -> tuple[Tensor, float]:
-    """Run one forward pass that fills all caches, then the repetitions; as `prefill_together`."""
+    """Run one forward pass that fills all caches, then the repetitions; as `prefill_many`."""
     fan_out = RoutedCache(list(leader.layers), leader.fingerprint)
     for i, layer_index in enumerate(leader.geometry.layer_indices):
         parts = [(follower, follower.cache.full_layers[i]) for follower in followers]
@@ -257,8 +257,8 @@ def _repeat(followers: Sequence[Follower], clock: Callable[[], float]) -> None:
             follower.seconds += scoring + clock() - begin
 
 
-def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
-    """Return whether `Together` supports these caches.
+def can_batch(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
+    """Return whether `BatchedCaches` supports these caches.
 
     It supports no layers with a sliding window or states, no learned position embeddings, and no
     models with an adapter. The caches must have seen equally many tokens.
@@ -271,20 +271,20 @@ def can_step_together(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     )
 
 
-class Together(RoutedCache):
+class BatchedCaches(RoutedCache):
     """Several caches of one model as one cache, for one step.
 
-    caches: with the rows of the batch in this order. Raises `CacheMisuse` for caches that cannot
-    step together. A failure in the step leaves all of them as they were.
+    caches: with the rows of the batch in this order. Raises `CacheMisuse` for caches that
+    `can_batch` refuses. A failure in the step leaves all of them as they were.
     """
 
     def __init__(self, model: PreTrainedModel, caches: Sequence[Cache]) -> None:
-        if not can_step_together(model, caches):
-            raise CacheMisuse("these caches cannot step together; step each of them alone")
+        if not can_batch(model, caches):
+            raise CacheMisuse("these caches cannot be batched; step each of them alone")
         ends = [0, *accumulate(_rows(cache) for cache in caches)]
         self.caches, self.slices = caches, [slice(*pair) for pair in pairwise(ends)]
         layers = [
-            TogetherLayer([cache.layers[i].cache for cache in caches], self.slices)
+            BatchedLayer([cache.layers[i].cache for cache in caches], self.slices)
             for i in range(len(caches[0].layers))
         ]
         super().__init__(layers, caches[0].fingerprint)
@@ -303,12 +303,12 @@ class Together(RoutedCache):
         """Raise `CacheMisuse` for another batch size than that of all caches."""
         if rows != self.slices[-1].stop:
             raise CacheMisuse(
-                f"the caches hold {self.slices[-1].stop} rows together and were given {rows}; "
+                f"the caches hold {self.slices[-1].stop} rows in all and were given {rows}; "
                 "give one row for each"
             )
 
 
-class TogetherLayer(RoutedLayer):
+class BatchedLayer(RoutedLayer):
     """The same layer of several caches; each attends with its rows of the batch."""
 
     def __init__(self, members: Sequence[LayerCache], slices: Sequence[slice]) -> None:
@@ -330,7 +330,7 @@ class TogetherLayer(RoutedLayer):
         self.arrived()
         if step.queries.visible is not None:
             raise CacheMisuse(
-                f"{self.cache.name}: rows with padding cannot step together; step each cache alone"
+                f"{self.cache.name}: rows with padding cannot be batched; step each cache alone"
             )
         step = self.with_ids_and_norms(step)
         parts = [

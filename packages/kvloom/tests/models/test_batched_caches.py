@@ -15,7 +15,7 @@ import probe
 from backends import by_reference
 from kvloom.errors import CacheMisuse
 from kvloom.hf import read_tokens as forward
-from kvloom.hf.shared_pass import Together, can_step_together
+from kvloom.hf.shared_pass import BatchedCaches, can_batch
 from kvloom.recipe import Protect, resolve
 from kvloom_lab.workload.passes import ForwardRequest, run_alone, run_batch
 from near import assert_near
@@ -52,7 +52,7 @@ def test_each_cache_steps_as_if_alone(name, tokens):
     for step in range(4):
         ids = torch.randint(3, 199, (2 * len(caches), tokens), generator=torch.manual_seed(step))
         with torch.no_grad():
-            out = forward(model, ids, Together(model, caches), all_logits=True)
+            out = forward(model, ids, BatchedCaches(model, caches), all_logits=True)
             rows = zip(ids.split(2), alone, strict=True)
             each = [forward(model, x, cache, all_logits=True) for x, cache in rows]
         assert_near(out, torch.cat(each), 1e-5)
@@ -67,11 +67,11 @@ def test_a_failure_in_one_cache_leaves_all_as_they_were():
     probe.layers(caches[3])[1].unusable = "a test broke it"
     ids = torch.randint(3, 199, (len(caches), 1))
     with torch.no_grad(), pytest.raises(CacheMisuse, match="a test broke it"):
-        forward(model, ids, Together(model, caches))
+        forward(model, ids, BatchedCaches(model, caches))
     assert [c.get_seq_length() for c in caches] == before
     probe.layers(caches[3])[1].unusable = ""
     with torch.no_grad():
-        forward(model, ids, Together(model, caches))
+        forward(model, ids, BatchedCaches(model, caches))
     assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
 
 
@@ -85,9 +85,9 @@ def test_models_that_need_more_than_the_caches_are_refused(name):
     for cache in caches:
         with torch.no_grad():
             model(**prompt(40, 1), past_key_values=cache)
-    assert not can_step_together(model, caches)
+    assert not can_batch(model, caches)
     with pytest.raises(CacheMisuse, match="step each of them alone"):
-        Together(model, caches)
+        BatchedCaches(model, caches)
 
 
 def test_caches_of_other_lengths_are_refused():
@@ -96,7 +96,7 @@ def test_caches_of_other_lengths_are_refused():
     for tokens, cache in zip((40, 41), caches, strict=True):
         with torch.no_grad():
             model(**prompt(tokens, 1), past_key_values=cache)
-    assert not can_step_together(model, caches)
+    assert not can_batch(model, caches)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])

@@ -29,7 +29,8 @@ import record
 from kvloom.kernels import compile_seconds
 from kvloom.recipe import resolve
 from kvloom_lab.models import random_llama
-from kvloom_lab.planner import machine as machine_module
+from kvloom_lab.planner import measure
+from kvloom_lab.planner.machine import UNMEASURED
 from kvloom_lab.planner.model import ModelFacts, read_model
 from kvloom_lab.planner.step import CacheBytes, step_work
 from kvloom_lab.workload.layers import ModelShape, filled_cache
@@ -84,7 +85,7 @@ def piece(model: object, planned: ModelFacts, name: str, context: int) -> list[d
     """Measure the machine, then steps of a recipe at each batch; return both beside each other."""
     cache = CacheBytes(resolve(name), planned)
     works = {batch: step_work(planned, cache, context, batch) for batch in BATCHES}
-    machine = machine_module.complete(None, list(works.values()), planned.geometry, lambda *_: None)
+    machine = measure.complete(UNMEASURED, list(works.values()), planned.geometry)
     rows = []
     for batch, work in works.items():
         real = measured(model, name, context, batch)
@@ -121,7 +122,7 @@ def main() -> None:
         if time.monotonic() - begin > options.seconds:
             print(f"{len(done)} of {len(wanted)} pieces; run the same command to continue")
             return
-        with patch.object(machine_module, "_median", least):
+        with patch.object(measure, "_median", least):
             done[key] = piece(model, planned, name, context)
         for row in done[key]:
             print(

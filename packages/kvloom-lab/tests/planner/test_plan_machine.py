@@ -9,8 +9,7 @@ from transformers import LlamaConfig
 
 from kvloom.errors import InputError
 from kvloom.recipe.resolve import resolve
-from kvloom_lab.planner import machine as machine_module
-from kvloom_lab.planner import read_model
+from kvloom_lab.planner import measure, read_model
 from kvloom_lab.planner.machine import (
     TOLERANCE,
     LayerRate,
@@ -19,9 +18,9 @@ from kvloom_lab.planner.machine import (
     layer_key,
     load_machine,
     machine_path,
-    measured_recipe,
     save_machine,
 )
+from kvloom_lab.planner.measure import measured_recipe
 from kvloom_lab.planner.plan_recipes import plan
 from kvloom_lab.planner.step import CacheBytes, step_work
 
@@ -46,8 +45,8 @@ def quick(monkeypatch, tmp_path):
         "_MATRICES": ((32, 32), (32, 16)), "_WEIGHTS": 1 << 14, "_CACHES": 1, "_SECONDS": 0.0,
         "_REPEATS": 2,
     }.items():  # fmt: skip
-        monkeypatch.setattr(machine_module, name, value)
-    monkeypatch.setattr(machine_module.clock, "read_bandwidth_gb_s", lambda: 10.0)
+        monkeypatch.setattr(measure, name, value)
+    monkeypatch.setattr(measure.clock, "read_bandwidth_gb_s", lambda: 10.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -69,7 +68,7 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
     assert units == [3 + kinds] == [sum(reported)]
     assert all(row.step_ms.low < row.step_ms.best < row.step_ms.high for row in found.rows)
     assert load_machine() == found.hardware
-    monkeypatch.setattr(machine_module, "layer_rate", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(measure, "layer_rate", lambda *_: pytest.fail("measured again"))
     again = plan(config, RECIPES, context=900, batch=3, hardware="this", on_step=on_step)
     assert again.hardware == found.hardware
     assert len(units) == 1
@@ -78,8 +77,8 @@ def test_a_plan_measures_the_machine_once_and_stores_it(quick, config, monkeypat
 def test_another_recipe_is_measured_alone(quick, config, monkeypatch):
     plan(config, ["full"], context=500, hardware="this")
     for name in ("linear_curve", "model_overhead", "total_memory"):
-        monkeypatch.setattr(machine_module, name, lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr("kvloom_lab.planner.machine.total_memory", lambda: 1 << 40)
+        monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("kvloom_lab.planner.measure.total_memory", lambda: 1 << 40)
     found = plan(config, ["full", "h2o:fraction=0.1", "h2o"], context=500, hardware="this")
     assert len(found.hardware.layers) == 2  # a budget changes bytes, not rates
 
@@ -87,7 +86,7 @@ def test_another_recipe_is_measured_alone(quick, config, monkeypatch):
 def test_measurements_of_another_machine_or_version_do_not_count(quick, config, monkeypatch):
     plan(config, ["full"], context=500, hardware="this")
     assert load_machine() is not None
-    about = machine_module.about()
+    about = measure.about()
     monkeypatch.setattr("kvloom_lab.planner.machine.about", lambda: {**about, "threads": 64})
     assert load_machine() is None
     monkeypatch.undo()
@@ -115,7 +114,7 @@ def test_a_machine_with_a_gpu_is_not_measured(quick, config, monkeypatch):
 
 def test_the_fit_returns_the_rates_that_made_the_times():
     points = [(1, 10**6), (4, 4 * 10**6), (1, 10**8), (4, 4 * 10**8)]
-    found = machine_module.fit_rate([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
+    found = measure.fit_rate([(b, n, 2e-4 + b * 3e-5 + n / 5e9) for b, n in points])
     assert found.fixed_s == pytest.approx(2e-4)
     assert found.row_s == pytest.approx(3e-5)
     assert found.bytes_s == pytest.approx(5e9)
@@ -123,7 +122,7 @@ def test_the_fit_returns_the_rates_that_made_the_times():
 
 def test_no_part_of_a_fit_is_negative():
     """Times that fall with the rows: the time per row is left out."""
-    found = machine_module.fit_rate(
+    found = measure.fit_rate(
         [(1, 1000, 3e-4), (4, 4000, 2e-4), (1, 10**8, 2e-2), (4, 4 * 10**8, 8e-2)]
     )
     assert found.row_s == 0

@@ -14,9 +14,9 @@ from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
 from ..recommended import RECOMMENDED
-from . import machine as machine_module
+from . import measure
 from .hardware import PRESETS, Hardware, read_hardware
-from .machine import Machine, load_machine, save_machine
+from .machine import UNMEASURED, Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
 from .step import CacheBytes, StepWork, step_work
 from .units import Range, largest_fitting, show_bytes, show_rate
@@ -384,7 +384,7 @@ def plan(
     context = context or min(CONTEXT, facts.positions or CONTEXT)
     caches = [fitting_cache(recipe, facts, context) for recipe in chosen]
     if hardware == THIS:
-        _check_memory(facts, memory or machine_module.total_memory())
+        _check_memory(facts, memory or measure.total_memory())
         works = [step_work(facts, x, context, batch) for x in caches if isinstance(x, CacheBytes)]
         device = _this_machine(facts.geometry, works, on_step)
     memory = memory or (None if device is None else device.memory)
@@ -414,11 +414,9 @@ def _this_machine(
     geometry: Geometry, works: Sequence[StepWork], on_step: Callable[[int], Progress] | None
 ) -> Machine:
     """Return this machine with the rates that these steps need; measure and store new ones."""
-    machine = load_machine()
-    units = machine_module.units(machine, works, geometry)
-    if machine is None or units:
-        report = on_step(units) if on_step else (lambda what, done: None)
-        machine = machine_module.complete(machine, works, geometry, report)
+    before = load_machine() or UNMEASURED
+    machine = measure.complete(before, works, geometry, on_step)
+    if machine is not before:
         save_machine(machine)
     return machine
 

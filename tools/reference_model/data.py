@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.eval.facts import WORDS
+from kvloom_lab.eval.needle_text import WORDS
 from kvloom_lab.workload.text import train_documents
 
 from .tasks import Encoder, Fact, copy_fact, needle_fact, pair_fact, variable_facts

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom_lab.eval.facts import (
+from kvloom_lab.eval.needle_text import (
     ANSWER_DIGITS,
     WORDS,
     draw_keys,

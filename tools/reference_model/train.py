@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from kvloom_lab.eval.facts import WORDS
+from kvloom_lab.eval.needle_text import WORDS
 from kvloom_lab.workload.text import train_documents
 
 from . import attention, data, tasks

@@ -6,7 +6,7 @@ from task_sources import ruler_source, source
 
 import tiny
 from kvloom.errors import InputError
-from kvloom_lab.eval.facts import hide_near_depths
+from kvloom_lab.eval.needle_text import hide_near_depths
 from kvloom_lab.eval.sample import Question, task_batches
 from kvloom_lab.eval.tasks import TASKS, task_named
 from kvloom_lab.eval.tasks.text import repetition

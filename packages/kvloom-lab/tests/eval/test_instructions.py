@@ -16,7 +16,6 @@ from kvloom_lab.eval.evaluate import evaluate
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import task_batches
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.eval.tasks.asking import system_frame
 from kvloom_lab.eval.tasks.instructions import (
     COUNTS,
     FIRST,
@@ -26,6 +25,7 @@ from kvloom_lab.eval.tasks.instructions import (
     draw_rules,
     rule_scores,
 )
+from kvloom_lab.eval.tasks.questions import system_chat_parts
 
 LENGTH = 900
 RECIPES = ("full", "window:tokens=64", "quest:page=4,recent=8,full_layers=0,tokens=32")
@@ -129,7 +129,7 @@ def test_a_system_role_has_the_rules_or_else_the_user(chat):
     assert rules.question.endswith(" mean?<bot>")
     for template in (CHAT, NO_SYSTEM_ROLE + CHAT):  # which ignores the role, which refuses it
         chat.chat_template = template
-        before, after = system_frame(chat, [], "Obey.")
+        before, after = system_chat_parts(chat, [], "Obey.")
         assert (chat.decode(before), after) == ("<user>Obey.\n\n", "</user><bot>")
 
 

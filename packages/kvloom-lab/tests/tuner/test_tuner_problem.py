@@ -27,7 +27,7 @@ from kvloom_lab.tuner.candidates import (
 )
 from kvloom_lab.tuner.candidates import uniform as uniform_recipe
 from kvloom_lab.tuner.knapsack import Knapsack
-from kvloom_lab.tuner.problem import Bound, Costs, all_problems, repair, steadied
+from kvloom_lab.tuner.problem import Bound, Costs, all_problems, repair, shrink_costs
 
 # the knapsack
 
@@ -111,7 +111,7 @@ def test_costs_are_drawn_to_the_mean_and_never_fall_with_the_bytes(model):
     nbytes = LayerSizes(compat.geometry(model), 512, RecipeShape(8)).of(choices)
     costs = np.random.default_rng(0).normal(0.1, 0.1, (3, len(choices)))
     costs[:, 0] = 0
-    found = steadied(costs, choices, nbytes)
+    found = shrink_costs(costs, choices, nbytes)
     assert not found[:, 0].any()
     assert (found >= 0).all()
     assert (found >= (costs + costs.mean(axis=0)) / 2 - 1e-12).all()

@@ -1,20 +1,8 @@
 """How attention is distributed over tokens, layer by layer, and how a recipe changes it.
 
 One pass measures everything: a prompt attends exactly under every recipe, so its queries and keys
-are those of the plain model; the steps after it attend to the recipe's cache. The figures:
-
-- sparsity (Keyformer, arXiv:2403.09054, figure 3a, which does not state its threshold): the share
-  of attention weights below 1% of the largest weight of their query row, among all causal weights
-  of all query heads and rows of the prompt.
-- cdf (figure 3b): the share of a query head's attention, summed over the prompt's rows, on its best
-  tokens, as a function of the fraction of tokens; the mean over query heads.
-- variance (MiniKV, arXiv:2411.18077, figure 7): the variance over tokens (divided by N - 1) of the
-  attention summed over the prompt's rows and over the query heads that share a key/value head; the
-  mean over key/value heads. Budgets by variance divide by it.
-- before, after (Keyformer, figure 4, equations 2 and 3): a token's score is the attention it
-  receives, averaged over the queries after the prompt, for every query head. Before: the softmax
-  runs over all tokens. After: over the tokens in the cache, with the same logits, so the shares of
-  evicted tokens go to the others. Keys are exact in both; quantization is not measured here.
+are those of the plain model; the steps after it attend to the recipe's cache. `LayerAttention`
+defines the figures. Quantization is not measured here.
 
 An attention matrix is computed in blocks of rows: memory grows with the number of tokens, not with
 its square.
@@ -109,19 +97,28 @@ def score_histogram(scores: Tensor, counted: Tensor) -> list[float]:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The figures of one layer; the module's docstring defines sparsity, cdf and variance.
+    """The figures of one layer.
 
     Attributes:
-        number: Of the layer in the model.
-        sparsity: See the module.
-        cdf: See the module.
+        number: Its index in the model.
+        sparsity: The share of attention weights below 1% of the largest weight of their query row,
+            among all causal weights of all query heads and rows of the prompt (Keyformer,
+            arXiv:2403.09054, figure 3a, which does not state its threshold).
+        cdf: The share of a query head's attention, summed over the prompt's rows, on its best
+            tokens, as a function of the fraction of tokens. The mean over query heads (Keyformer,
+            figure 3b).
         most: The fraction of tokens with 90% of the attention, read from the cdf.
-        variance: See the module.
+        variance: The variance over tokens (divided by N - 1) of the attention summed over the
+            prompt's rows and over the query heads that share a key/value head. The mean over
+            key/value heads (MiniKV, arXiv:2411.18077, figure 7). Budgets by variance divide by it.
         held_tokens: Tokens in the cache of a head after the prompt.
         kept: The share of the later queries' attention on tokens in the cache, the mean over
             queries and heads.
-        before: Share of the prompt's tokens in each bin of scores.
-        after: The same for tokens still in the cache at the last query; it sums to their share.
+        before: Share of the prompt's tokens in each bin of scores (Keyformer, figure 4, equations 2
+            and 3). A token's score is the attention that it receives, averaged over the queries
+            after the prompt, for every query head; the softmax runs over all tokens.
+        after: The same for tokens still in the cache at the last query, with the softmax over these
+            and the same logits. It sums to their share.
     """
 
     number: int

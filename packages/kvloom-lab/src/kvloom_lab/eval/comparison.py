@@ -33,7 +33,7 @@ from ..workload.passes import ForwardRequest, Measurement
 from ..workload.text import cut_rows
 from .decoding import answers, equal_lengths, greedy
 from .evaluate import Measured, measure_batch, with_full
-from .facts import (
+from .needle_text import (
     draw_keys,
     draw_number,
     fact_text,

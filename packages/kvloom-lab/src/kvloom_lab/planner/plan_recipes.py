@@ -188,12 +188,12 @@ class RecipePlanner:
             row,
             fits=self.fits(cache, self.context, self.batch),
             longest_context=largest_fitting(
-                lambda n: self.fits(cache, n, self.batch), beyond=cache.sawtooth
+                lambda n: self.fits(cache, n, self.batch), beyond=cache.packing_period
             ),
             largest_batch=largest_fitting(lambda b: self.fits(cache, self.context, b)),
             fits_in_chunks=self.fits_in_chunks(cache, self.context),
             longest_in_chunks=largest_fitting(
-                lambda n: self.fits_in_chunks(cache, n), beyond=cache.sawtooth
+                lambda n: self.fits_in_chunks(cache, n), beyond=cache.packing_period
             ),
         )
 
@@ -219,7 +219,7 @@ class RecipePlanner:
         return replace(
             row,
             longest_at_target=largest_fitting(
-                lambda n: self.on_target(cache, n), beyond=cache.sawtooth
+                lambda n: self.on_target(cache, n), beyond=cache.packing_period
             ),
             reaches=self.on_target(cache, self.context),
         )

@@ -100,7 +100,7 @@ class CacheBytes:
         self.exact = model.geometry.layer_token_nbytes()
 
     @property
-    def sawtooth(self) -> int:
+    def packing_period(self) -> int:
         """How many tokens later the cache may be smaller: packing a block of tokens frees bytes.
 
         A block that waits is up to 16 times as large as a packed one.

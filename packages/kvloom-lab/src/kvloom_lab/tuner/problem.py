@@ -1,10 +1,10 @@
 """Which layers get which choices: the bound, the choice as a knapsack, and whole recipes measured.
 
 The scores of layers are measured one layer at a time and added. Some problems choose a share of the
-prompt for each layer alone. Some begin with a share that all layers keep together: a layer keeps
-what it gets if the heads of all layers compete for such a budget, or for one of the two
-next larger ones. Some have one uniform recipe. Together, layers may cost more or less than their
-sum, so whole recipes are measured, and correct the predicted costs of keys, values and kept tokens.
+prompt for each layer alone. Some start from a shared budget: the heads of all layers compete for
+it, and each layer may also take its result for one of the next two larger budgets. Some have one
+uniform recipe. All layers at once may cost more or less than their sum, so whole recipes are
+measured, and correct the predicted costs of keys, values and kept tokens.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ class Bound:
             return knapsack.within(self.nbytes)
         return knapsack.reaching(self.kl * margin)
 
-    def wasted_by(self, knapsack: Knapsack) -> bool:
+    def leaves_slack(self, knapsack: Knapsack) -> bool:
         """Return whether even the largest items leave bytes unused."""
         return self.share is not None and knapsack.most < self.nbytes
 
-    def met_by(self, recipe: MeasuredRecipe) -> bool:
+    def satisfied_by(self, recipe: MeasuredRecipe) -> bool:
         """Return whether a measured recipe is within the bound."""
         return recipe.nbytes <= self.nbytes if self.kl is None else recipe.mean <= self.kl
 
     def rank(self, recipe: MeasuredRecipe) -> tuple[bool, float]:
         """Return a key that sorts measured recipes, the best first."""
-        met = self.met_by(recipe)
+        met = self.satisfied_by(recipe)
         return not met, recipe.nbytes if met and self.kl is not None else recipe.mean
 
 
@@ -92,7 +92,7 @@ JOINT_SHARES = 3  # neighbours among the joint shares, between which layers choo
 NEAR_BOUND = 0.5, 1.1  # bytes of uniform layers with the first of them, as a share of the bound
 
 
-def steadied(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -> np.ndarray:
+def shrink_costs(costs: np.ndarray, choices: Sequence[Choice], nbytes: np.ndarray) -> np.ndarray:
     """Return costs [layers, choices] with less of the chance in them.
 
     choices: each changes one thing; nbytes int64 [choices]. A cost is the mean of what was measured
@@ -198,15 +198,15 @@ def all_problems(
 
     shares: by the number of the newest tokens that eviction spares; empty ones for a model without
     KVzip. nbytes: the most bytes: uniform recipes fill them, and shares with which 4 bits take much
-    less or more are left out (None: there is no such bound). The first problem has the steadied
-    costs.
+    less or more are left out (None: there is no such bound). The first problem has the
+    costs of `shrink_costs`.
     """
     measured = [scores.costs(i) for i in sizes.geometry.layer_indices]
     singles = list(measured[0])
     raw = np.array([[of_layer[choice] for choice in singles] for of_layer in measured])
     scored = sizes._replace(shape=sizes.shape._replace(group=SCORED_GROUP)).of(singles)
     costs = Costs(singles, raw)
-    steady = Costs(singles, steadied(raw, singles, scored))
+    steady = Costs(singles, shrink_costs(raw, singles, scored))
     alone = combined(scores.scored)
     formats = dict.fromkeys((x.keys, x.values) for x in alone if EXACT not in x)
     low, high = NEAR_BOUND
@@ -281,7 +281,7 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
         for problem in unsolved:
             knapsack = problem.knapsack(weights)
             items = bound.solve(knapsack, margin)
-            if items is not None and not (problem.open and bound.wasted_by(knapsack)):
+            if items is not None and not (problem.open and bound.leaves_slack(knapsack)):
                 choices = tuple(problem.choices[i] for i in items)
                 solved[problem.recipe(choices)] = problem, choices
         new = [recipe for recipe in solved if recipe not in measured]
@@ -292,7 +292,7 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
     margin = 1.0
     for number in range(MOST_ROUNDS):
         best = min((x for x in measured.values() if x.problem.open), key=bound.rank)
-        within = bound.met_by(best)
+        within = bound.satisfied_by(best)
         if within and number >= ROUNDS:
             break
         margin = margin if within or number < ROUNDS else margin * TIGHTER
@@ -301,7 +301,7 @@ def repair(problems: Sequence[Problem], bound: Bound, measure: Measure) -> list[
         if within and len(measured) == before:
             break
     best, *others = sorted(measured.values(), key=bound.rank)
-    if not bound.met_by(best):
+    if not bound.satisfied_by(best):
         raise InputError(
             f"no recipe that was measured is within {bound}; the nearest has kl={best.mean:.4g}: "
             "allow that much"

@@ -20,7 +20,7 @@ from kvloom_lab.eval.comparison import (
     haystacks,
     question_about,
 )
-from kvloom_lab.eval.facts import fact_text
+from kvloom_lab.eval.needle_text import fact_text
 from kvloom_lab.eval.sample import Question
 from kvloom_lab.workload.passes import run_alone
 from kvloom_lab.workload.text import tokenize

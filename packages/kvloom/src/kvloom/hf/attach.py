@@ -14,7 +14,7 @@ from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat
 from .cache import Cache
-from .guard import Owner
+from .guard import ModelRef
 from .layer_facts import recipe_for
 from .prompts import reading
 from .prompts.store import PromptStore
@@ -216,7 +216,7 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
     return tuple(notes)
 
 
-def _restore(owner: Owner, attached: Attached | None) -> None:
+def _restore(owner: ModelRef, attached: Attached | None) -> None:
     """Give a model, if it still exists, what was attached before."""
     model = owner.get()
     if model is not None:

@@ -15,7 +15,7 @@ from ..kernels import companion
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
-from .guard import Owner
+from .guard import ModelRef
 from .layer_facts import load_layer_facts, recipe_for
 from .routed import RoutedCache, RoutedLayer
 from .routing import route
@@ -50,7 +50,7 @@ class Cache(RoutedCache):
         check: bool = True,
     ) -> None:
         model = supported_model(model)
-        self.recipe, self.owner = resolve(recipe), Owner(model)
+        self.recipe, self.owner = resolve(recipe), ModelRef(model)
         self.geometry = compat.geometry(model)
         self.recipe.check(self.geometry)
         adapted = recipe_for(model, self.recipe)

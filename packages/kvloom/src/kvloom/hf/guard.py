@@ -68,19 +68,19 @@ class Guard:
             self.unusable = ""
 
 
-class Owner:
+class ModelRef:
     """A weak reference to a model; a pickle loses it."""
 
     def __init__(self, model: PreTrainedModel | None = None) -> None:
         self._model = None if model is None else weakref.ref(model)
 
-    def __deepcopy__(self, memo: dict) -> Owner:
+    def __deepcopy__(self, memo: dict) -> ModelRef:
         """Return itself: the copy is of the same model."""
         return self
 
     def __reduce__(self) -> tuple:
         """Leave the model out."""
-        return Owner, ()
+        return ModelRef, ()
 
     def get(self) -> PreTrainedModel | None:
         """Return the model; None if it no longer exists, or was lost in a pickle."""

@@ -30,7 +30,7 @@ from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat, stock
-from .guard import Guard, Owner
+from .guard import Guard, ModelRef
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -342,7 +342,7 @@ class RoutedCache(transformers.Cache):
     """A cache whose layers of full attention are kvloom's; `Cache` makes it from a recipe."""
 
     recipe: Recipe
-    owner = Owner()
+    owner = ModelRef()
     read_prompt: Callable[..., Any] | None = None
     """Runs the first step instead, with a prompt store."""
 

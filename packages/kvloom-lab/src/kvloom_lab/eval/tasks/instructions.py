@@ -24,9 +24,9 @@ from kvloom.errors import InputError
 
 from ...workload.passes import Measurement
 from ..decoding import answers, decode, divergence, read_question
-from ..facts import draw_keys, draw_number, hide_near_depths
+from ..needle_text import draw_keys, draw_number, hide_near_depths
 from ..sample import Batch, Outcome, Question, Run, Sample, Source, Task
-from .asking import outcome_of, question_positions, system_frame
+from .questions import outcome_of, question_positions, system_chat_parts
 
 COUNTS = (8, 2, 5, 3, 7, 4, 6)  # rules of the samples, in turn
 COMMON = ("the", "and", "is", "of")  # words that an answer would use
@@ -205,15 +205,15 @@ def _batch(source: Source, length: int, number: int) -> Batch:
     secret, (key,) = draw_number(rng), draw_keys(rng, 1)
     lines = [f"{i}. {RULES[name].text.format(word)}" for i, (name, word) in enumerate(rules, 1)]
     system = SYSTEM.format(secret=secret, rules="\n".join(lines))
-    chat_frame = system_frame(source.tokenizer, source.first, system)
-    before = [*chat_frame.before, *source.encode(READ)]
+    chat = system_chat_parts(source.tokenizer, source.first, system)
+    before = [*chat.before, *source.encode(READ)]
     if len(before) >= length:
         raise InputError(
             f"instructions: a context of {length} tokens is too short for the {len(before)} of its "
             "rules; use a longer --context"
         )
     text = hide_near_depths(source.tokenizer, source.text_ids, rng, [], [], length - len(before))
-    ids, after = [*before, *text], chat_frame.after or "\nAnswer:"
+    ids, after = [*before, *text], chat.after or "\nAnswer:"
     asked = [RULES_QUESTION.format(key=key), LEAKS[number % len(LEAKS)]]
     first, second = (source.encode(question + after) for question in asked)
     questions = [

@@ -25,7 +25,7 @@ from kvloom.errors import InputError
 
 from ...workload.passes import ForwardRequest, Measurement
 from ..decoding import greedy, read_question
-from ..facts import (
+from ..needle_text import (
     draw_keys,
     draw_number,
     fact_text,
@@ -34,7 +34,7 @@ from ..facts import (
     split_at_answer,
 )
 from ..sample import Batch, Outcome, Question, Run, Sample, Source, Task
-from .asking import QuestionTask, frame, outcome_of, prompt
+from .questions import QuestionTask, chat_parts, outcome_of, prompt
 
 DEPTHS = tuple(np.linspace(0, 1, 10).round(3).tolist())
 VARIANTS = ("single", "multikey", "multivalue", "multiquery", "passkey")
@@ -68,7 +68,7 @@ class Niah(QuestionTask):
         return batches
 
 
-class _Content(NamedTuple):
+class _Haystack(NamedTuple):
     """A context: its introduction, its facts with their depths, and the questions about them.
 
     questions: the text, the expected strings and the depth of each.
@@ -79,12 +79,12 @@ class _Content(NamedTuple):
     questions: list[tuple[str, list[str], float]]
 
 
-def _contents(rng: np.random.Generator, variant: str) -> Iterator[_Content]:
+def _contents(rng: np.random.Generator, variant: str) -> Iterator[_Haystack]:
     """Yield the content of contexts: one for each depth, or one with facts at all depths."""
     if variant == "multikey":
         keys, values = draw_keys(rng, len(DEPTHS)), [draw_number(rng) for _ in DEPTHS]
         needles = list(zip(keys, values, DEPTHS, strict=True))
-        yield _Content(
+        yield _Haystack(
             "",
             [(fact_text(key, value), depth) for key, value, depth in needles],
             [(question_text(key), [value], depth) for key, value, depth in needles],
@@ -99,7 +99,7 @@ def _contents(rng: np.random.Generator, variant: str) -> Iterator[_Content]:
             )
             text = f"\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
             question = "\nWhat is the pass key? The pass key is"
-            yield _Content(intro, [(text, depth)], [(question, [key], depth)])
+            yield _Haystack(intro, [(text, depth)], [(question, [key], depth)])
             continue
         keys = draw_keys(rng, 4)
         count = 1 if variant == "single" else 4
@@ -115,7 +115,7 @@ def _contents(rng: np.random.Generator, variant: str) -> Iterator[_Content]:
             question = f"\nQuestion: The magic numbers for {names} are"
         texts = [fact_text(key, value) for key, value in zip(keys, values, strict=True)]
         facts = list(zip(texts, depths, strict=True))
-        yield _Content("", facts, [(question, values, depth)])
+        yield _Haystack("", facts, [(question, values, depth)])
 
 
 def _batch(
@@ -124,16 +124,16 @@ def _batch(
     name: str,
     variant: str,
     length: int,
-    content: _Content,
+    content: _Haystack,
 ) -> Batch:
     """Return one context of exactly `length` ids and the samples that ask about it."""
     tokenizer, questions = source.tokenizer, content.questions
-    chat_frame = frame(tokenizer, source.first, chat=None if variant == "passkey" else False)
-    before = [*chat_frame.before, *source.encode(content.intro)]
+    chat = chat_parts(tokenizer, source.first, chat=None if variant == "passkey" else False)
+    before = [*chat.before, *source.encode(content.intro)]
     if source.ask == "inside" and len(questions) > 1:
         raise InputError("niah: the variant multikey asks ten questions; use it with --ask after")
     prompts = [
-        prompt(source, before, question_ids(tokenizer, text, chat_frame.after, expected[0]))
+        prompt(source, before, question_ids(tokenizer, text, chat.after, expected[0]))
         for text, expected, _ in questions
     ]
     facts = [source.encode(text) for text, _ in content.facts]

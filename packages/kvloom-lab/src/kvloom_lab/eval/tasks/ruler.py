@@ -8,9 +8,9 @@ official ones. The two question-answering tasks need data sets and are left out.
 What differs from the official generator: the essays are not shipped, so that the haystack is the
 evaluation's text, from a word drawn at random; its sentences end at a full stop, question or
 exclamation mark, or after `SENTENCE` words. Instead of the lists of the package wonderwords, keys
-are two words of `eval.facts.WORDS`, and cwe counts words of the text. The model reads the question
-after the context is compressed, or, with ask="inside", as in the official code. A context has at
-most the tokens of --context, and one more unit of its haystack would not fit. The worked
+are two words of `eval.needle_text.WORDS`, and cwe counts words of the text. The model reads the
+question after the context is compressed, or, with ask="inside", as in the official code. A context
+has at most the tokens of --context, and one more unit of its haystack would not fit. The worked
 examples of vt and cwe are in the same user message as the question.
 """
 
@@ -28,9 +28,9 @@ import numpy as np
 
 from kvloom.errors import InputError
 
-from ..facts import WORDS, draw_number
+from ..needle_text import WORDS, draw_number
 from ..sample import Batch, Question, Source
-from .asking import QuestionTask, frame, prompt, question_batch
+from .questions import QuestionTask, chat_parts, prompt, question_batch
 
 NIAH = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I "
@@ -83,7 +83,7 @@ class RulerPrompt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Material:
+class PromptInputs:
     """What prompts are made from: words of the text in order, its different words, the length."""
 
     source: Source
@@ -92,7 +92,7 @@ class Material:
     length: int
 
 
-Make = Callable[[np.random.Generator, int, Material], RulerPrompt]
+Make = Callable[[np.random.Generator, int, PromptInputs], RulerPrompt]
 """Returns a prompt with a number of units in its haystack."""
 
 
@@ -105,17 +105,17 @@ class RulerPart:
     tokens: int
 
 
-def _batch(material: Material, name: str, number: int) -> Batch:
+def _batch(inputs: PromptInputs, name: str, number: int) -> Batch:
     """Return the sample with the largest haystack that fits."""
-    source, length, part = material.source, material.length, PARTS[name]
-    chat_frame = frame(source.tokenizer, source.first)
+    source, length, part = inputs.source, inputs.length, PARTS[name]
+    chat = chat_parts(source.tokenizer, source.first)
     seed = [source.seed, length, list(PARTS).index(name), number]
 
     def encoded(units: int) -> tuple[RulerPrompt, list[int], list[int] | None]:
         """Return a prompt, its question and what is compressed; None if that is too long."""
-        task_text = part.make(np.random.default_rng(seed), units, material)
-        tail = source.encode(task_text.question + chat_frame.after + task_text.prefix)
-        parts, text = prompt(source, chat_frame.before, tail), source.encode(task_text.text)
+        task_text = part.make(np.random.default_rng(seed), units, inputs)
+        tail = source.encode(task_text.question + chat.after + task_text.prefix)
+        parts, text = prompt(source, chat.before, tail), source.encode(task_text.text)
         ids = parts.context(text) if len(text) <= parts.room(length) else None
         return task_text, parts.question, ids
 
@@ -145,7 +145,7 @@ def largest_fitting(fits: Callable[[int], bool], least: int) -> int:
 
 
 @dataclass(frozen=True)
-class Needles:
+class NeedleSettings:
     """The settings of a needle task: of the haystack, the keys and values, and their numbers."""
 
     haystack: str  # noise, essay or needle
@@ -157,7 +157,7 @@ class Needles:
 
 
 def niah(
-    settings: Needles, rng: np.random.Generator, units: int, material: Material
+    settings: NeedleSettings, rng: np.random.Generator, units: int, inputs: PromptInputs
 ) -> RulerPrompt:
     """Return a prompt with needles; a unit is a word of an essay, or a sentence."""
     names = [draw(rng, settings.keys) for _ in range(settings.num_keys)]
@@ -170,7 +170,7 @@ def niah(
     rng.shuffle(needles)
     queried = rng.choice(len(names), settings.num_queries, replace=False)
     if settings.haystack == "essay":
-        context = hidden_in_essay(rng, needles, units, material.words)
+        context = hidden_in_essay(rng, needles, units, inputs.words)
     else:
         places = np.sort(rng.permutation(units)[: len(needles)])[::-1]
         sentences = [
@@ -232,7 +232,7 @@ def hidden_in_essay(
     return " ".join(parts)
 
 
-def vt(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
+def vt(rng: np.random.Generator, units: int, inputs: PromptInputs) -> RulerPrompt:
     """Return a prompt with a chain of variables, after a worked example; units are sentences."""
 
     def example(units: int) -> str:
@@ -240,7 +240,7 @@ def vt(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
 
     seed = int(rng.integers(2**32))
     most = largest_fitting(
-        lambda n: len(material.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1
+        lambda n: len(inputs.source.encode(example(n))) <= EXAMPLE_TOKENS, HOPS + 1
     )
     task = tracked(rng, units, 5)
     return task._replace(text=f"{example(most)}\n{task.text}")
@@ -270,13 +270,13 @@ def with_answer(prompt: RulerPrompt) -> str:
     return f"{prompt.text}{prompt.question}{prompt.prefix} {' '.join(prompt.expected)}"
 
 
-def cwe(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
+def cwe(rng: np.random.Generator, units: int, inputs: PromptInputs) -> RulerPrompt:
     """Return a list of words after a worked example; units are the different words."""
-    large = material.length >= LARGE
+    large = inputs.length >= LARGE
     shape, repeats = ((40, 10, 3), (30, 3)) if large else ((20, 3, 1), (6, 1))
-    example = counted(rng, *shape, material.vocabulary)
+    example = counted(rng, *shape, inputs.vocabulary)
     answer = [f"{i}. {word}" for i, word in enumerate(example.expected, start=1)]
-    task = counted(rng, units, *repeats, material.vocabulary)
+    task = counted(rng, units, *repeats, inputs.vocabulary)
     solved = with_answer(example._replace(expected=answer))
     return task._replace(text=f"{solved}\n{task.text}")
 
@@ -295,9 +295,9 @@ def counted(
     return RulerPrompt(text + context, question, CWE_PREFIX, words[:COMMON])
 
 
-def fwe(rng: np.random.Generator, units: int, material: Material) -> RulerPrompt:
+def fwe(rng: np.random.Generator, units: int, inputs: PromptInputs) -> RulerPrompt:
     """Return coded words with the frequencies of a zeta distribution; the first is noise."""
-    size = max(COMMON, material.length // 50)
+    size = max(COMMON, inputs.length // 50)
     coded: dict[str, None] = {}
     while len(coded) < size:
         coded[letters_of(rng, CODED)] = None
@@ -314,14 +314,14 @@ def letters_of(rng: np.random.Generator, count: int) -> str:
     return "".join(chr(ord("a") + i) for i in rng.integers(0, 26, count))
 
 
-_SINGLE = Needles("essay")
+_SINGLE = NeedleSettings("essay")
 _NIAH = {
-    "niah_single_1": Needles("noise"),
+    "niah_single_1": NeedleSettings("noise"),
     "niah_single_2": _SINGLE,
     "niah_single_3": replace(_SINGLE, values="uuids"),
     "niah_multikey_1": replace(_SINGLE, num_keys=4),
-    "niah_multikey_2": Needles("needle"),
-    "niah_multikey_3": Needles("needle", "uuids", "uuids"),
+    "niah_multikey_2": NeedleSettings("needle"),
+    "niah_multikey_3": NeedleSettings("needle", "uuids", "uuids"),
     "niah_multivalue": replace(_SINGLE, num_values=4),
     "niah_multiquery": replace(_SINGLE, num_keys=4, num_queries=4),
 }
@@ -349,7 +349,7 @@ class Ruler(QuestionTask):
         words = source.text.split()
         vocabulary = sorted(set(re.findall(r"\b[a-z]{3,12}\b", source.text)))
         return [
-            _batch(Material(source, words, vocabulary, length), name, number)
+            _batch(PromptInputs(source, words, vocabulary, length), name, number)
             for length in source.lengths
             for name in self.chosen
             for number in range(source.samples)

@@ -18,9 +18,9 @@ import numpy as np
 
 from kvloom.errors import InputError
 
-from ..facts import draw_keys, hide_near_depths
+from ..needle_text import draw_keys, hide_near_depths
 from ..sample import Batch, Question, Sample, Source
-from .asking import QuestionTask, frame, prompt, question_batch
+from .questions import QuestionTask, chat_parts, prompt, question_batch
 
 STEPS = (1, 2, 4, 8)
 ANSWER_TOKENS = 8
@@ -30,7 +30,7 @@ INTRO = (
 )
 
 
-class Content(NamedTuple):
+class Puzzle(NamedTuple):
     """Statements in the order of the text, what the question asks for, and its value."""
 
     statements: list[str]
@@ -38,7 +38,7 @@ class Content(NamedTuple):
     value: int
 
 
-def chain(rng: np.random.Generator, steps: int) -> Content:
+def chain(rng: np.random.Generator, steps: int) -> Puzzle:
     """Return a variable for each of `steps` updates, from 1 to 9; values stay above 0."""
     names, value = draw_keys(rng, steps + 1), int(rng.integers(1, 10))
     statements = [f"VAR {names[0]} = {value}"]
@@ -47,23 +47,23 @@ def chain(rng: np.random.Generator, steps: int) -> Content:
         sign = "-" if change < value and rng.random() < 0.5 else "+"
         value += change if sign == "+" else -change
         statements.append(f"VAR {new} = {old} {sign} {change}")
-    return Content(statements, names[-1], value)
+    return Puzzle(statements, names[-1], value)
 
 
-def recursion(rng: np.random.Generator, steps: int) -> Content:
+def recursion(rng: np.random.Generator, steps: int) -> Puzzle:
     """Return a function; the question asks for its value after `steps` calls."""
     (name,), (first, change) = draw_keys(rng, 1), rng.integers(1, 10, 2).tolist()
     statements = [f"VAR {name}(0) = {first}", f"VAR {name}(n) = {name}(n - 1) + {change}"]
-    return Content(statements, f"{name}({steps})", first + steps * change)
+    return Puzzle(statements, f"{name}({steps})", first + steps * change)
 
 
-def update(rng: np.random.Generator, steps: int) -> Content:
+def update(rng: np.random.Generator, steps: int) -> Puzzle:
     """Return one variable that is assigned `steps` times more; the last value counts."""
     (name,), values = draw_keys(rng, 1), rng.choice(np.arange(10, 100), steps + 1, replace=False)
-    return Content([f"VAR {name} = {value}" for value in values], name, int(values[-1]))
+    return Puzzle([f"VAR {name} = {value}" for value in values], name, int(values[-1]))
 
 
-MAKERS: dict[str, Callable[[np.random.Generator, int], Content]] = {
+MAKERS: dict[str, Callable[[np.random.Generator, int], Puzzle]] = {
     "update": update,
     "chain": chain,
     "recursion": recursion,
@@ -100,13 +100,13 @@ def _batch(source: Source, length: int, variant: str, steps: int, number: int) -
     """Return one context of exactly `length` ids and its question."""
     rng = np.random.default_rng([source.seed, length, list(MAKERS).index(variant), steps, number])
     content = MAKERS[variant](rng, steps)
-    chat_frame = frame(source.tokenizer, source.first)
+    chat = chat_parts(source.tokenizer, source.first)
     question = f"\nQuestion: What is the value of {content.asked} in the text above?"
     answer = f" Answer: The value of {content.asked} is"
     parts = prompt(
         source,
-        [*chat_frame.before, *source.encode(INTRO)],
-        source.encode(f"{question}{chat_frame.after}{answer}"),
+        [*chat.before, *source.encode(INTRO)],
+        source.encode(f"{question}{chat.after}{answer}"),
     )
     facts = [source.encode(f"\n{statement}.\n") for statement in content.statements]
     room = parts.room(length)

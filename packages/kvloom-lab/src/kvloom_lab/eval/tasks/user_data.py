@@ -30,7 +30,7 @@ from kvloom.errors import InputError
 
 from ...workload.files import Fields, Record, read_toml
 from ..sample import Batch, Question, Sample, Source
-from .asking import QuestionTask, data_records, drawn, frame, prompt, question_batch
+from .questions import QuestionTask, chat_parts, data_records, drawn, prompt, question_batch
 
 Metric = Callable[[str, str, Sequence[str]], float]
 """Takes an answer, an expected answer and all classes."""
@@ -244,19 +244,19 @@ def _checked(record: Record) -> str:
 
 def _batch(source: Source, length: int, name: str, dataset: str, record: Record) -> Batch:
     template, tokens, _ = DATA_SETS[dataset]
-    chat_frame = frame(source.tokenizer, source.first, chat=dataset not in PLAIN)
+    chat = chat_parts(source.tokenizer, source.first, chat=dataset not in PLAIN)
     head, tail = template.split("{context}")
     text = head + record.value["context"]
     tail = tail.replace("{input}", record.value["input"])
-    end = source.encode(chat_frame.after)
+    end = source.encode(chat.after)
     if source.ask == "inside":
-        room = length + 1 - len(chat_frame.before) - len(end)
-        whole = [*chat_frame.before, *middle_cut(source.encode(text + tail), room), *end]
+        room = length + 1 - len(chat.before) - len(end)
+        whole = [*chat.before, *middle_cut(source.encode(text + tail), room), *end]
         ids, question_ids = whole[:-1], whole[-1:]
     else:
-        room = length - len(chat_frame.before)
-        ids = [*chat_frame.before, *middle_cut(source.encode(text), room)]
-        question_ids = source.encode(tail + chat_frame.after)
+        room = length - len(chat.before)
+        ids = [*chat.before, *middle_cut(source.encode(text), room)]
+        question_ids = source.encode(tail + chat.after)
     answers, classes = record.value["answers"], record.value.get("all_classes") or []
     question = LongBenchQuestion(question_ids, answers, tokens, dataset, classes)
     reference = " / ".join(answers)
@@ -294,8 +294,8 @@ class Summarize(QuestionTask):
         assert source.data_path is not None
         package("rouge_score.rouge_scorer")
         records = data_records(source.data_path, {"text": str, "summary": str})
-        chat_frame = frame(source.tokenizer, source.first)
-        parts = prompt(source, chat_frame.before, source.encode(TAIL + chat_frame.after))
+        chat = chat_parts(source.tokenizer, source.first)
+        parts = prompt(source, chat.before, source.encode(TAIL + chat.after))
         batches = []
         for length in source.lengths:
             room = parts.room(length)

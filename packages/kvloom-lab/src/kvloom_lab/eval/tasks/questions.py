@@ -24,14 +24,14 @@ _MARK = "<<kvloom>>"
 _USER = {"role": "user", "content": _MARK}
 
 
-class Frame(NamedTuple):
+class ChatParts(NamedTuple):
     """Ids before the text; text between the user's words and the answer's prefix."""
 
     before: list[int]
     after: str
 
 
-def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Frame:
+def chat_parts(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> ChatParts:
     """Return the chat template's parts around a user's message, or plain ones without a template.
 
     first: special ids before a plain text. chat: True requires a template and raises `InputError`
@@ -47,11 +47,11 @@ def frame(tokenizer: Any, first: list[int], *, chat: bool | None = None) -> Fram
             f"use such a model, or a task without --data: {', '.join(others)}"
         )
     if not has_template or chat is False:
-        return Frame(list(first), "")
+        return ChatParts(list(first), "")
     return _around(tokenizer, _applied(tokenizer, [_USER]))
 
 
-def system_frame(tokenizer: Any, first: list[int], system: str) -> Frame:
+def system_chat_parts(tokenizer: Any, first: list[int], system: str) -> ChatParts:
     """Return the parts around a user's message that follows a system prompt.
 
     Without a chat template, or with one that has no system role, the system prompt stands at the
@@ -64,9 +64,9 @@ def system_frame(tokenizer: Any, first: list[int], system: str) -> Frame:
             whole = ""
         if system in whole and _MARK in whole:
             return _around(tokenizer, whole)
-    plain = frame(tokenizer, first)
+    plain = chat_parts(tokenizer, first)
     head = tokenizer.encode(f"{system}\n\n", add_special_tokens=False)
-    return Frame([*plain.before, *head], plain.after)
+    return ChatParts([*plain.before, *head], plain.after)
 
 
 def _applied(tokenizer: Any, messages: list[dict[str, str]]) -> str:
@@ -74,9 +74,9 @@ def _applied(tokenizer: Any, messages: list[dict[str, str]]) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def _around(tokenizer: Any, whole: str) -> Frame:
+def _around(tokenizer: Any, whole: str) -> ChatParts:
     before, after = whole.split(_MARK)
-    return Frame(tokenizer.encode(before, add_special_tokens=False) if before else [], after)
+    return ChatParts(tokenizer.encode(before, add_special_tokens=False) if before else [], after)
 
 
 @dataclass(frozen=True)

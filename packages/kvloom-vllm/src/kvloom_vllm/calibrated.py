@@ -30,12 +30,12 @@ class Calibrated:
     def __init__(self, recipe: Recipe, folder: str | Path, config: Any) -> None:
         path = recipe.store.calibration
         self.file = Calibration.load(Path(folder) / CALIBRATION_FILE if path is None else path)
-        own = checkpoint_identity(Path(folder), config)
-        if self.file.model != own:
+        identity = checkpoint_identity(Path(folder), config)
+        if self.file.model != identity:
             raise CalibrationError(
                 f"{self.file.name} is the calibration of a model with weights "
-                f"{self.file.model.get('weights')}, and this model has weights {own['weights']}; "
-                "calibrate it with `kvloom calibrate`"
+                f"{self.file.model.get('weights')}, and this model has weights "
+                f"{identity['weights']}; calibrate it with `kvloom calibrate`"
             )
 
     def encodings(

@@ -18,8 +18,8 @@ def spelled(vllm_config: Any) -> str | None:
 
     Raises `ValueError` if the two ways to ask disagree, or the value is no text.
     """
-    more = vllm_config.additional_config
-    given = more.get(KEY) if isinstance(more, dict) else None
+    config = vllm_config.additional_config
+    given = config.get(KEY) if isinstance(config, dict) else None
     if given is not None and not (isinstance(given, str) and given.strip()):
         raise ValueError(
             f'additional_config["{KEY}"] is {given!r}, not the name of a recipe; '

@@ -77,7 +77,9 @@ class TailLayer(torch.nn.Module, AttentionLayerBase):
         super().__init__()
         self.engine = engine
         layers = config.compilation_config.static_forward_context
-        self.prefix = f"kvloom_tail.{sum(isinstance(one, TailLayer) for one in layers.values())}"
+        self.prefix = (
+            f"kvloom_tail.{sum(isinstance(layer, TailLayer) for layer in layers.values())}"
+        )
         layers[self.prefix] = self
         self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
         self._memory = torch.tensor([])

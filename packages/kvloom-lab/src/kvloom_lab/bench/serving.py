@@ -241,7 +241,7 @@ def _decode(model: PreTrainedModel, job: Job, cache: Any, ids: Tensor) -> Iterat
 
 def _nbytes(cache: Any) -> int:
     if isinstance(cache, BatchedCaches):
-        return sum(one.nbytes for one in cache.caches)
+        return sum(member.nbytes for member in cache.caches)
     return cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
 
 
@@ -291,9 +291,9 @@ def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
             begin, started = _now(job), time.perf_counter()
             found = run(prompts, job.new)
             both = _since(begin, job)
-    if errors := [one.error for one in found.values() if one.error]:
+    if errors := [state.error for state in found.values() if state.error]:
         raise RuntimeError(errors[0])
-    first = median(one.timestamps[0] - started for one in found.values())
+    first = median(state.timestamps[0] - started for state in found.values())
     decode = steps.wall, steps.processor
     prompt = both[0] - decode[0], both[1] - decode[1]
     return RunFigures(

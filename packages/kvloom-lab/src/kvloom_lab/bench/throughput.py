@@ -186,10 +186,10 @@ def jobs(
             nbytes = r.exact_nbytes(tokens) if exact else r.quantized_nbytes(name)
             found.append(r.job(name, name, nbytes))
     if "kvpress" in baselines:
-        there = find_spec("kvpress") is not None
+        has_kvpress = find_spec("kvpress") is not None
         kept = r.exact_nbytes(tokens - r.prompt // 2)
         found.append(r.job("kvpress snapkv, half", DYNAMIC,
-                           kept if there else "not installed: pip install kvpress",
+                           kept if has_kvpress else "not installed: pip install kvpress",
                            press=True))  # fmt: skip
     found += [r.job(recipe.name, recipe, r.recipe_nbytes(recipe)) for recipe in recipes]
     sizes = [row.predicted_bytes for row in found if isinstance(row, ThroughputRow)]

@@ -242,8 +242,8 @@ def throughput(
         with show_progress() as progress:
             progress("planning")
             requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
-            planned = [row for one in requests for row in jobs(one, chosen, compared)]
-            to_run = [one for one in planned if isinstance(one, Job)]
+            planned = [row for request in requests for row in jobs(request, chosen, compared)]
+            to_run = [row for row in planned if isinstance(row, Job)]
             on_step = progress.counter(rounds * len(to_run))
             settings = model, dtype, threads or torch.get_num_threads()
 

@@ -36,9 +36,9 @@ class ResultFolder:
         run: parts of run.json. The error names the first difference.
         """
         path = Path(path)
-        there = next(x for x in (path, *path.absolute().parents) if x.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            reason = "no permission" if there.is_dir() else f"{str(there)!r} is a file"
+        existing = next(x for x in (path, *path.absolute().parents) if x.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            reason = "no permission" if existing.is_dir() else f"{str(existing)!r} is a file"
             raise InputError(f"cannot write to {str(path)!r}: {reason}; give another folder")
         if not (path / "run.json").exists():
             return

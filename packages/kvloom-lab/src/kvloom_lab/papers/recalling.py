@@ -111,10 +111,10 @@ def recall_rates(
             progress("", 1)
     return {
         name: Recalled(
-            {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by.items()},
+            {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by_name.items()},
             build_s[name],
         )
-        for name, by in rates.items()
+        for name, by_name in rates.items()
     }
 
 

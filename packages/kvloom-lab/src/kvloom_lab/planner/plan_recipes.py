@@ -391,7 +391,7 @@ def plan(
     if memory is not None:
         _check_memory(facts, memory)
     planner = RecipePlanner(facts, context, batch, memory, device, target)
-    rows = tuple(planner.row(*each) for each in zip(chosen, caches, strict=True))
+    rows = tuple(planner.row(*pair) for pair in zip(chosen, caches, strict=True))
     warnings = tuple(plan_warnings(planner, rows))
     return Plan(facts, context, batch, memory, device, target, rows, warnings)
 

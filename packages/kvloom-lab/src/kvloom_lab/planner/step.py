@@ -91,10 +91,10 @@ class CacheBytes:
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry = model.geometry
         sliding = model.geometry.sliding
-        same = Counter(
+        windows = Counter(
             replace(x, layer_index=0, geometry=replace(x.geometry, cached=None)) for x in sliding
         )
-        self.windows = [WindowKind(recipe, *kind) for kind in same.items()]
+        self.windows = [WindowKind(recipe, *kind) for kind in windows.items()]
         self.states = Counter(model.states)
         self.state_nbytes = sum(model.states)
         self.exact = model.geometry.layer_token_nbytes()
@@ -111,9 +111,9 @@ class CacheBytes:
 
     def nbytes(self, tokens: int, batch: int) -> int:
         """Return the bytes of all layers that hold a context of `tokens` tokens."""
-        ours = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
+        cached = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
         sliding = sum(kind.layers * kind.nbytes(tokens) for kind in self.windows)
-        return batch * (ours + sliding + self.state_nbytes)
+        return batch * (cached + sliding + self.state_nbytes)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.

@@ -130,9 +130,9 @@ def to_score(geometry: Geometry, repeats: bool = True) -> Scored:
 
 def combined(scored: Scored) -> list[Choice]:
     """Return all that a layer can be."""
-    every = itertools.starmap(Choice, itertools.product(*FORMATS.values(), KEPT))
+    choices = itertools.starmap(Choice, itertools.product(*FORMATS.values(), KEPT))
     scored_choices = {*scored.formats, *scored.kept}
-    return [choice for choice in every if scored_choices.issuperset(choice.changes)]
+    return [choice for choice in choices if scored_choices.issuperset(choice.changes)]
 
 
 def recents(context: int) -> list[int]:
@@ -140,8 +140,8 @@ def recents(context: int) -> list[int]:
 
     There, they are at most a sixteenth, so a budget has room for sinks and tokens with high scores.
     """
-    few, more = RECENTS
-    return [few, more] if 16 * more <= context else [few]
+    few, many = RECENTS
+    return [few, many] if 16 * many <= context else [few]
 
 
 class RecipeShape(NamedTuple):

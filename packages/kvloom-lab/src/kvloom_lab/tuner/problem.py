@@ -218,8 +218,8 @@ def all_problems(
         for i, name in enumerate(names):
             if nbytes is None or low < layer_sizes.uniform(shares_by_name[name]) / nbytes < high:
                 levels = {x: shares_by_name[x] for x in names[i : i + JOINT_SHARES]}
-                together = [Choice(*sides, level) for sides in formats for level in levels]
-                results.append(Problem(together, costs, layer_sizes, levels))
+                joint_choices = [Choice(*sides, level) for sides in formats for level in levels]
+                results.append(Problem(joint_choices, costs, layer_sizes, levels))
         if names and nbytes is not None and (UNIFORM.keys, UNIFORM.values) in formats:
             joint = layer_sizes._replace(shape=layer_sizes.shape._replace(layers="joint"))
             share = joint.filling(nbytes)

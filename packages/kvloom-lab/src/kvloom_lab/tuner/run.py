@@ -224,8 +224,8 @@ def _search(
         on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
         return prompts.whole(recipes) if recipes else []
 
-    every = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
-    return repair(every, bound, measure)[0], every[0]
+    problems = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
+    return repair(problems, bound, measure)[0], problems[0]
 
 
 def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:

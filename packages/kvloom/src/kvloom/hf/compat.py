@@ -107,8 +107,8 @@ def shared_layers(model: PreTrainedModel) -> set[int]:
     """Return the layers of full attention whose keys and values later layers attend to, too."""
     config = decoder_config(model)
     count = getattr(config, "num_kv_shared_layers", 0) or 0
-    before = config.layer_types[: config.num_hidden_layers - count] if count else []
-    return {max(i for i, kind in enumerate(before) if kind == FULL)} if FULL in before else set()
+    unshared = config.layer_types[: config.num_hidden_layers - count] if count else []
+    return {max(i for i, x in enumerate(unshared) if x == FULL)} if FULL in unshared else set()
 
 
 def has_alibi(config: Any) -> bool:
@@ -143,12 +143,12 @@ def geometry(model: PreTrainedModel) -> Geometry:
         if kind != SLIDING:
             continue
         q_heads, kv_heads = heads(config, layer_index)
-        alone = replace(
+        layer_geometry = replace(
             geometry, layers=1, q_heads=q_heads // ranks, kv_heads=kv_heads // ranks,
             head_dim=_head_dim(config, layer_index), cached=(layer_index,),
         )  # fmt: skip
-        problem = _window_problem(config, layer_index, alone)
-        sliding.append(SlidingLayer(layer_index, layer.sliding_window, alone, problem))
+        problem = _window_problem(config, layer_index, layer_geometry)
+        sliding.append(SlidingLayer(layer_index, layer.sliding_window, layer_geometry, problem))
     return replace(geometry, sliding=tuple(sliding))
 
 

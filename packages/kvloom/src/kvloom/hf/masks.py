@@ -208,15 +208,15 @@ def _measured(mask: RoutedMask) -> tuple[Tensor | None, bool]:
     rows, _, t, n = sees.shape if visible is None else (len(visible), *sees.shape[1:])
     sees = sees.expand(rows, -1, -1, -1)[:, 0]
     index = torch.arange(n, device=sees.device)
-    own, real = index[n - t :], sees.new_ones(rows, n)
+    step_index, real = index[n - t :], sees.new_ones(rows, n)
     if visible is not None:
         real = visible[:, 0].to(sees.device)
     last = n - 1 - sees.flip(-1).byte().argmax(dim=-1)
-    later_seen = ((last - own) * real[:, n - t :]).clamp(min=0)
-    wanted = (index <= (own + later_seen)[..., None]) & real[:, None]
-    same = (sees == wanted).all(dim=-1) | ~real[:, n - t :]
-    alone = mask.shape[1] == 1  # else a mask for each head
-    return later_seen if bool(later_seen.any()) else None, alone and bool(same.all())
+    later_seen = ((last - step_index) * real[:, n - t :]).clamp(min=0)
+    wanted = (index <= (step_index + later_seen)[..., None]) & real[:, None]
+    matches = (sees == wanted).all(dim=-1) | ~real[:, n - t :]
+    for_all_heads = mask.shape[1] == 1  # else a mask for each head
+    return later_seen if bool(later_seen.any()) else None, for_all_heads and bool(matches.all())
 
 
 def not_causal(layer: RoutedLayer) -> CacheMisuse:

@@ -143,10 +143,10 @@ def _rope(
         return None
     if not end.isfinite().all():
         return candidates[0].rope
-    by = torch.tensor([[[_END - _START]]])
+    shift = torch.tensor([[[_END - _START]]])
     for rope, kind in candidates:
         fits = 2 * len(rope.inv_freq) <= start.shape[-1]
-        if fits and _equal(rope.rotate(start.float(), by).to(start.dtype), end):
+        if fits and _equal(rope.rotate(start.float(), shift).to(start.dtype), end):
             _refuse_changing(model, kind)
             return rope
     raise _not_understood(model)

@@ -169,13 +169,13 @@ class RoutedLayer(CacheLayerMixin):
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after each `update`; masks may be on any device."""
-        again = self.arrived()
+        is_repeated = self.arrived()
         if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
-            run = partial(self.cache.repeat, repeated=None if again else self.repeated)
-        elif again:
+            run = partial(self.cache.repeat, repeated=None if is_repeated else self.repeated)
+        elif is_repeated:
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)
@@ -414,8 +414,8 @@ class RoutedCache(transformers.Cache):
     @property
     def traffic(self) -> Traffic:
         """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
-        each = [layer.cache.traffic for layer in self.full_layers]
-        return Traffic(*(sum(x) for x in zip(*each, strict=True)))
+        traffics = [layer.cache.traffic for layer in self.full_layers]
+        return Traffic(*(sum(x) for x in zip(*traffics, strict=True)))
 
     @property
     def bits_per_value(self) -> float:

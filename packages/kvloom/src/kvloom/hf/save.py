@@ -228,11 +228,13 @@ def _check_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
 def _traits(model: PreTrainedModel) -> dict[str, Any]:
     """Return what a model must share with the saved one, as JSON returns it."""
     config = compat.decoder_config(model)
-    more = {name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")}
+    extra_config = {
+        name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")
+    }
     dtype = str(model.dtype).removeprefix("torch.")
     place = shard.weights_shard(model)
     rank = None if place == shard.WHOLE else str(place)
-    traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **more}
+    traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **extra_config}
     if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
         traits["transformers"] = transformers.__version__  # which decides the form of states
     return json.loads(json.dumps(traits, default=str))

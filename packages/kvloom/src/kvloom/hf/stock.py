@@ -74,14 +74,14 @@ def _recorded(layer: Any, seen: int) -> int:
 
 def change(layer: Any, method: str, argument: Any) -> None:
     """Call a method of a layer that changes its batch, or removes tokens."""
-    ours = has_states(layer) and method.startswith("batch_")
-    states = _state_tensors(layer) if ours else ()
+    changes_here = has_states(layer) and method.startswith("batch_")
+    states = _state_tensors(layer) if changes_here else ()
     if states:
         rows = torch.arange(len(states[0]), device=states[0].device)
         repeats = method == "batch_repeat_interleave"
         rows = rows.repeat_interleave(argument) if repeats else rows[argument.to(rows.device)]
         LinearAttentionCacheLayerMixin.reorder_cache(layer, rows)
-    if not ours or isinstance(layer, CacheLayerMixin):
+    if not changes_here or isinstance(layer, CacheLayerMixin):
         getattr(layer, method)(argument)
 
 

@@ -54,7 +54,7 @@ class Role:
         Raises:
             InputError: There is no chat template, or it has no role for system prompts alone.
         """
-        before, behind = [], []
+        before, after = [], []
         for content, user in zip(_CONTENTS, reversed(_CONTENTS), strict=True):
             text = _applied(tokenizer, ("system", content), ("user", f"{user}?"))
             head, found, rest = text.partition(content)
@@ -62,8 +62,8 @@ class Role:
             if not (found and found_user):
                 raise _no_role("it leaves out what a system prompt says")
             before += [_encoded(tokenizer, x) for x in (text, _before_digits(head))]
-            behind.append(_encoded(tokenizer, head + content + middle)[::-1])
-        opens, closes = _common(before), _common(behind)[::-1]
+            after.append(_encoded(tokenizer, head + content + middle)[::-1])
+        opens, closes = _common(before), _common(after)[::-1]
         special = [i for i, id in enumerate(closes) if id in _special_ids(tokenizer)]
         closes = closes[: special[0] + 1] if special else closes
         if not (opens and closes):

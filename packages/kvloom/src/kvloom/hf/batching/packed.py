@@ -39,8 +39,8 @@ _TABLE = threading.Lock()
 _ALIGNED = 128  # bytes, as transformers aligns blocks
 
 
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 class PackedAllocator(FullAttentionCacheAllocator):
@@ -217,8 +217,8 @@ def _packed(plans: list[LayerPlan], config: Any) -> Iterator[None]:
             """Has the attributes of transformers' class, which other threads may read."""
 
             def __new__(cls, **options: Any) -> Any:
-                ours = options["config"] is config
-                return PackedAllocator(plans, **options) if ours else former(**options)
+                is_this_model = options["config"] is config
+                return PackedAllocator(plans, **options) if is_this_model else former(**options)
 
         table[compat.FULL] = Chosen
         try:

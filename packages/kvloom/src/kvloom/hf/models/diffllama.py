@@ -36,8 +36,8 @@ def heads(config: DiffLlamaConfig) -> tuple[int, int]:
 
 def head_dim(config: DiffLlamaConfig) -> int:
     """Return the channels of a pair."""
-    own = getattr(config, "head_dim", None)
-    return 2 * (own or config.hidden_size // config.num_attention_heads)
+    single = getattr(config, "head_dim", None)
+    return 2 * (single or config.hidden_size // config.num_attention_heads)
 
 
 def rope(config: DiffLlamaConfig) -> Rope:

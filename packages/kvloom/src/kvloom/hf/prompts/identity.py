@@ -146,9 +146,9 @@ def _is_plain(x: Any) -> bool:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a model by name: parameters, buffers and attributes."""
     for prefix, module in model.named_modules():
-        own = {**module._parameters, **module._buffers}
+        tensors = {**module._parameters, **module._buffers}
         attributes = {key: x for key, x in vars(module).items() if isinstance(x, Tensor)}
-        for name, x in {**own, **attributes}.items():
+        for name, x in {**tensors, **attributes}.items():
             if x is not None:
                 yield f"{prefix}.{name}", x
 

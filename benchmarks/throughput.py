@@ -85,7 +85,8 @@ def main() -> None:
         command = [
             sys.executable, "-m", "kvloom_lab", "bench", "throughput", "--model", "smollm2",
             "--dtype", "bfloat16", "--threads", "1", "--memory", options.memory,
-            "--prompt", str(PROMPT), "--new", str(options.new), "--rounds", str(options.rounds),
+            "--prompt", str(PROMPT), "--max-new-tokens", str(options.new),
+            "--rounds", str(options.rounds),
             "--recipes", ",".join(options.recipes),
             "--json", str(record.results() / "throughput.json"),
         ]  # fmt: skip

@@ -94,7 +94,7 @@ def test_the_commands_on_the_reference_model(tmp_path):
     assert raw["spread_reordered"] < raw["spread"]  # calibration puts like beside like
     assert sorted(raw["order"]) == list(range(len(raw["channels"])))
 
-    found = run("error", "--recipes", "rtn,kivi,kivi-4", "--context", 128, "--contexts", 1,
+    found = run("error", "--recipes", "rtn,kivi,kivi-4", "--context", 128, "--samples", 1,
                 "--json", "-")  # fmt: skip
     rtn, kivi, kivi_4 = json.loads(found.stdout)["rows"]
     assert kivi_4["output"] < kivi["output"] < rtn["output"]

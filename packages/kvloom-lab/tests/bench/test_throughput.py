@@ -53,7 +53,7 @@ def run(folder, *args, memory=3 * REQUEST):
     return CliRunner().invoke(
         app,
         ["bench", "throughput", "--model", str(folder), "--memory", str(memory),
-         "--prompt", str(PROMPT), "--new", str(NEW), "--threads", "1", *map(str, args)],
+         "--prompt", str(PROMPT), "--max-new-tokens", str(NEW), "--threads", "1", *map(str, args)],
     )  # fmt: skip
 
 

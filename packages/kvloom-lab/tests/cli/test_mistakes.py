@@ -146,7 +146,8 @@ OWN = [
     ("bench throughput --memory 1MiB --baselines sdpa",
      "is not all, none or some of dynamic, quanto, hqq, fp8, kvpress, continuous; choose"),
     ("bench throughput --memory 1MiB --prompt 1000 --model model", "the model has 1024"),
-    ("bench throughput --memory 8KiB --prompt 400 --new 50 --model model --recipes full,kivi",
+    ("bench throughput --memory 8KiB --prompt 400 --max-new-tokens 50 --model model "
+     "--recipes full,kivi",
      "hold not even one request of 400 and 50 new tokens; give --memory 1MiB or more"),
 ]  # fmt: skip
 

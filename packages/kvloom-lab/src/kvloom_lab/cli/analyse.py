@@ -97,7 +97,7 @@ def error(
         ),
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
     context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
-    contexts: Annotated[int, typer.Option(min=1, help="Contexts to read.")] = 2,
+    samples: Annotated[int, typer.Option(min=1, help="Contexts to read.")] = 2,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
@@ -114,9 +114,9 @@ def error(
         _run(
             "error", to_data, inputs, json, None,
             lambda loaded, ids, progress: measure(
-                loaded, ids, chosen, progress=progress.counter(contexts)
+                loaded, ids, chosen, progress=progress.counter(samples)
             ),
-            contexts=contexts,
+            contexts=samples,
         )  # fmt: skip
 
 

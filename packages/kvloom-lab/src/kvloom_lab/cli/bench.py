@@ -201,7 +201,9 @@ def throughput(
         str,
         typer.Option(help="Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens."),
     ] = "1024",
-    new: Annotated[int, typer.Option(min=2, help="Tokens that a request generates.")] = 256,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens that a request generates.")
+    ] = 256,
     recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
     baselines: Annotated[
         str,
@@ -236,7 +238,7 @@ def throughput(
 
         nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
         compared, _ = _parse_baselines(baselines, BASELINES)
-        sizes = _parse_requests(prompt, new)
+        sizes = _parse_requests(prompt, max_new_tokens)
         check_outputs(json, plot=plot)
         of_model = ChosenModel(model, dtype)
         with show_progress() as progress:

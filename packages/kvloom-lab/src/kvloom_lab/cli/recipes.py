@@ -302,7 +302,7 @@ def calibrate_command(
     recipes: Annotated[
         str, typer.Option(help="Recipes to calibrate for, with their options.")
     ] = DEFAULT_RECIPES,
-    contexts: Annotated[int, typer.Option(min=4, help="Contexts to read at most.")] = 64,
+    samples: Annotated[int, typer.Option(min=4, help="Contexts to read at most.")] = 64,
     context: Annotated[int, typer.Option(min=64, help="Tokens of a context.")] = 1024,
     dtype: Dtype = "auto",
 ) -> None:
@@ -330,7 +330,7 @@ def calibrate_command(
         content = read_files(text) if text else calibration_text()
         silence_transformers()
         loaded, tokenizer = load(model, dtype)
-        settings = Settings(contexts=contexts, context=context)
+        settings = Settings(contexts=samples, context=context)
         ids = cut_contexts(tokenize(tokenizer, content), leading_ids(tokenizer), settings)
         with show_progress() as progress:
 

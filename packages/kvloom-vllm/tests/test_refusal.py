@@ -182,15 +182,15 @@ def test_versions():
 
 def test_how_a_recipe_is_asked_for(monkeypatch):
     monkeypatch.delenv(request.VARIABLE, raising=False)
-    assert request.spelled(engine_config()) is None
+    assert request.recipe_text(engine_config()) is None
     asked = engine_config(additional_config={"kvloom": "kivi"})
-    assert request.spelled(asked) == "kivi"
+    assert request.recipe_text(asked) == "kivi"
     with pytest.raises(ValueError, match="not the name of a recipe"):
-        request.spelled(engine_config(additional_config={"kvloom": 4}))
+        request.recipe_text(engine_config(additional_config={"kvloom": 4}))
     monkeypatch.setenv(request.VARIABLE, "rtn")
-    assert request.spelled(engine_config()) == "rtn"
+    assert request.recipe_text(engine_config()) == "rtn"
     with pytest.raises(ValueError, match="two recipes"):
-        request.spelled(asked)
+        request.recipe_text(asked)
 
 
 def state(llm):

@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     from vllm.config import get_current_vllm_config
 
-    if name == "CPU_ATTN" and request.spelled(get_current_vllm_config()) is not None:
+    if name == "CPU_ATTN" and request.recipe_text(get_current_vllm_config()) is not None:
         from .backend import KvloomBackend
 
         return KvloomBackend
@@ -40,7 +40,7 @@ def _own(name: str) -> Any:
     def checked(method: str) -> Any:
         def get() -> Any:
             """Return vLLM's own class."""
-            recipe = request.spelled(get_current_vllm_config())
+            recipe = request.recipe_text(get_current_vllm_config())
             if recipe is not None:
                 raise ValueError(_why_not(name, recipe))
             return getattr(base, method)()

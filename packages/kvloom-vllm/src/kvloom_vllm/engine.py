@@ -37,17 +37,17 @@ class Engine:
     """The recipe of an engine in one process."""
 
     def __init__(self, config: Any) -> None:
-        spelled = request.spelled(config)
-        if spelled is None:
+        recipe_text = request.recipe_text(config)
+        if recipe_text is None:
             raise ValueError(
                 "this process began with an engine with kvloom, and vLLM keeps that choice; start "
                 "an engine without kvloom in a process of its own"
             )
         refuse_version(vllm.__version__)
         refuse_engine(config)
-        self.spelled = spelled
+        self.recipe_text = recipe_text
         self.page: int = config.cache_config.block_size
-        self.recipe: Recipe = paged(spelled, self.page)
+        self.recipe: Recipe = paged(recipe_text, self.page)
         refuse_split_calibration(self.recipe, config.parallel_config.tensor_parallel_size)
         self._config = ref(config)
         self._layouts: dict[int, PageLayout] = {}
@@ -97,7 +97,7 @@ class Engine:
         if not self._reported:
             self._reported = True
             block = memory.stride(0) * memory.itemsize
-            for line in report.lines(self.spelled, self._layouts, memory.shape[0], block):
+            for line in report.lines(self.recipe_text, self._layouts, memory.shape[0], block):
                 logger.info_once(line)
 
     def _plan(self, layer_index: int, geometry: Geometry) -> LayerPlan:

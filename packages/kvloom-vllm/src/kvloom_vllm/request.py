@@ -13,7 +13,7 @@ VARIABLE = "KVLOOM_VLLM"
 KEY = "kvloom"
 
 
-def spelled(vllm_config: Any) -> str | None:
+def recipe_text(vllm_config: Any) -> str | None:
     """Return the recipe that the user configured for an engine, as spelled, or None.
 
     Raises `ValueError` if the two ways to ask disagree, or the value is no text.

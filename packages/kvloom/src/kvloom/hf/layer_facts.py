@@ -199,13 +199,13 @@ def _calibration(model: PreTrainedModel, path: Path) -> Calibration:
     calibration, this_model = Calibration.load(path), identity(model)
     if calibration.model != this_model:
         raise CalibrationError(
-            f"{str(path)!r} is the calibration of {_spell(calibration.model)}, and this is "
-            f"{_spell(this_model)}; calibrate it with `kvloom calibrate`"
+            f"{str(path)!r} is the calibration of {_format_identity(calibration.model)}, and "
+            f"this is {_format_identity(this_model)}; calibrate it with `kvloom calibrate`"
         )
     return calibration
 
 
-def _spell(model: dict[str, Any]) -> str:
+def _format_identity(model: dict[str, Any]) -> str:
     return (
         f"{model.get('model')} ({model.get('layers')} layers, {model.get('kv_heads')} key/value "
         f"heads of {model.get('head_dim')}, weights {model.get('weights')})"

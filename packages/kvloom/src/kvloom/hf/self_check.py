@@ -82,14 +82,16 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
             plain = generate_sample(model, sample)
     except Exception as error:
         raise UnsupportedModel(
-            f"{name} cannot be verified: without kvloom, generate() raises {_spelled(error)} for "
-            "random tokens; check=False skips this check"
+            f"{name} cannot be verified: without kvloom, generate() raises {_format_error(error)} "
+            "for random tokens; check=False skips this check"
         ) from error
     try:
         with routed_trial(model, new_cache), dispatch.use("ref"):  # kernels take seconds to compile
             routed = generate_sample(model, sample)
     except Exception as error:
-        raise UnsupportedModel(f"{name} cannot be used with kvloom: {_spelled(error)}") from error
+        raise UnsupportedModel(
+            f"{name} cannot be used with kvloom: {_format_error(error)}"
+        ) from error
     if not isinstance(routed.past_key_values, RoutedCache):
         raise UnsupportedModel(
             f"{name} cannot be used with kvloom: its generate() makes a cache of its own, a "
@@ -228,7 +230,7 @@ def _is_meta(model: PreTrainedModel) -> bool:
     return any(weight.is_meta for weight in model.parameters())
 
 
-def _spelled(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     is_ours = isinstance(error, KvloomError)
     return str(error) if is_ours else f"{type(error).__name__}: {error}"
 

@@ -26,7 +26,7 @@ class Unchanged(enum.Enum):
 UNCHANGED = Unchanged.UNCHANGED
 
 
-def spelled(where: Any) -> str:
+def format_where(where: Any) -> str:
     """Return `where` as "3", "0-3", "first 2" or "last 2"; raises `RecipeError` for any other."""
     text = str(where).strip() if type(where) in (int, str) else ""
     if (end := _END.fullmatch(text)) and int(end[2]):

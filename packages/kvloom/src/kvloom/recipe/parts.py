@@ -13,7 +13,7 @@ from ..keep import Keep, Outliers
 from ..recall import Recall
 from ..registry.fields import check_fields, check_whole, renamed
 from ..store import Store
-from .layers import UNCHANGED, Unchanged, spelled
+from .layers import UNCHANGED, Unchanged, format_where
 from .role import Role
 
 AnyRecipe = Any
@@ -144,7 +144,7 @@ class LayerOverride:
     protect: Protect | Unchanged = UNCHANGED
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "where", spelled(self.where))
+        object.__setattr__(self, "where", format_where(self.where))
         check_fields(self, "keep", "store", "recall", "protect")
         if not self.parts:
             raise RecipeError(

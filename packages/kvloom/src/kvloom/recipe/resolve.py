@@ -64,9 +64,9 @@ def resolve(recipe: Recipe | str | Path) -> Recipe:
     if isinstance(recipe, Path) or (_OVERRIDE.search(recipe) and os.path.isfile(recipe)):
         return replace(Recipe.from_toml(Path(recipe)), name=str(recipe))
     first, *others = _OVERRIDE.split(recipe)
-    base = _named(first)
+    base = _parse_recipe(first)
     if others:
-        base = replace(base, layers=(*base.layers, *map(_override, others)))
+        base = replace(base, layers=(*base.layers, *map(_parse_override, others)))
     return replace(base, name=recipe)
 
 
@@ -96,13 +96,13 @@ def part_options(name: str) -> dict[str, dict[str, Any]]:
     return {kind: _defaults(PARTS[what][kind]) for kind in PARTS[what]}
 
 
-def _named(spelled: str) -> Recipe:
-    name, _, rest = spelled.partition(":")
+def _parse_recipe(text: str) -> Recipe:
+    name, _, rest = text.partition(":")
     name = name.strip()
-    if name not in RECIPES and is_file(spelled.strip()):
-        return Recipe.from_toml(Path(spelled.strip()))
+    if name not in RECIPES and is_file(text.strip()):
+        return Recipe.from_toml(Path(text.strip()))
     if "@" in name:
-        raise RecipeError(f'{spelled!r}: spell layers as in "kivi@first 2=full"')
+        raise RecipeError(f'{text!r}: spell layers as in "kivi@first 2=full"')
     if name not in RECIPES:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
@@ -110,11 +110,11 @@ def _named(spelled: str) -> Recipe:
     has = options(name) | _GENERAL
     present = {a: b for a, b in _FORMER_NAMES.items() if b in has and a not in has}
     texts: dict[str, str] = {}
-    for key, text in (_item(item) for item in rest.split(",") if item.strip()):
+    for key, option_text in (_split_option(item) for item in rest.split(",") if item.strip()):
         option = present.get(key, key)
         if option in texts:
             raise RecipeError(f"option {option!r} of recipe {name!r} is given twice; give it once")
-        texts[option] = text
+        texts[option] = option_text
     hints = _hints(name, RECIPES[name], texts)
     values = {key: _value(name, key, text, hints) for key, text in texts.items()}
     if values.get("tokens") and values.get("fraction"):
@@ -126,9 +126,9 @@ def _named(spelled: str) -> Recipe:
     return replace(RECIPES[name](**values), **general)
 
 
-def _override(spelled: str) -> LayerOverride:
-    where, _, recipe = spelled.partition("=")
-    parts = _named(recipe)
+def _parse_override(text: str) -> LayerOverride:
+    where, _, recipe = text.partition("=")
+    parts = _parse_recipe(recipe)
     if parts.layers or parts.compress_after or parts.packs_windows:
         raise RecipeError(
             f"layers {where.strip()!r}: {recipe.strip()!r} has layers, compress_after or sliding "
@@ -139,8 +139,8 @@ def _override(spelled: str) -> LayerOverride:
     )
 
 
-def _item(item: str) -> tuple[str, str]:
-    key, _, text = (part.strip() for part in item.partition("="))
+def _split_option(option: str) -> tuple[str, str]:
+    key, _, text = (part.strip() for part in option.partition("="))
     return key, text
 
 

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import RecipeError
 
-_SPELLED = {
+_TYPE_NAMES = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
@@ -31,7 +31,7 @@ def check_fields(part: Any, *names: str) -> None:
         value = getattr(part, name)
         check_finite(name, value)
         if not _fits(value, hints[name]):
-            raise RecipeError(f"{name}={value!r} must be {_spelled(hints[name])}")
+            raise RecipeError(f"{name}={value!r} must be {_format_type(hints[name])}")
 
 
 def check_finite(name: str, value: Any) -> None:
@@ -83,17 +83,17 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _spelled(hint: Any) -> str:
+def _format_type(hint: Any) -> str:
     kinds = alternatives(hint)
     if len(kinds) > 1:
         shown = [
             kind for kind in kinds if not (kind is int and float in kinds) and not _marker(kind)
         ]
-        return " or ".join(map(_spelled, shown))
+        return " or ".join(map(_format_type, shown))
     if get_origin(hint) is tuple:
-        return f"a tuple, each item {_spelled(get_args(hint)[0])}"
+        return f"a tuple, each item {_format_type(get_args(hint)[0])}"
     article = "an" if hint.__name__[0] in "AEIOU" else "a"
-    return _SPELLED.get(hint) or f"{article} {hint.__name__}"
+    return _TYPE_NAMES.get(hint) or f"{article} {hint.__name__}"
 
 
 def _marker(hint: Any) -> bool:

@@ -54,12 +54,12 @@ class Registry(Mapping[str, Entry]):
         that is not derived from `base` or lacks its `kind` or a method, and for a name that is
         taken or that recipes cannot spell.
         """
-        called = getattr(entry, "__name__", repr(entry))
+        entry_name = getattr(entry, "__name__", repr(entry))
         if self.base is not None:
-            self._check_class(entry, self.base, called)
+            self._check_class(entry, self.base, entry_name)
         name = getattr(entry, "kind", "") if name is None else name
         if not name:
-            raise RecipeError(f'{called} has no name: give it kind: ClassVar[str] = "..."')
+            raise RecipeError(f'{entry_name} has no name: give it kind: ClassVar[str] = "..."')
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise RecipeError(
                 f"{name!r} is not a name for {self._a}: use letters, digits, '-', '_' and '.'"
@@ -67,21 +67,21 @@ class Registry(Mapping[str, Entry]):
         if name in self._entries:
             origin = "built-in" if self.is_builtin(name) else "registered"
             raise RecipeError(
-                f"{called} cannot be registered: {name!r} is the name of a {origin} {self.what}; "
-                "choose another name"
+                f"{entry_name} cannot be registered: {name!r} is the name of a {origin} "
+                f"{self.what}; choose another name"
             )
         self._entries[name] = entry
         return entry
 
-    def _check_class(self, entry: Any, base: type, called: str) -> None:
+    def _check_class(self, entry: Any, base: type, entry_name: str) -> None:
         if not (isinstance(entry, type) and issubclass(entry, base)) or entry is base:
-            raise RecipeError(f"{called} is not {self._a}: derive a class from {base.__name__}")
+            raise RecipeError(f"{entry_name} is not {self._a}: derive a class from {base.__name__}")
         missing = [
             method for method in self.methods if getattr(entry, method) is getattr(base, method)
         ]
         if missing:
             raise RecipeError(
-                f"{called} lacks {missing[0]}: {self._a} defines {', '.join(self.methods)}"
+                f"{entry_name} lacks {missing[0]}: {self._a} defines {', '.join(self.methods)}"
             )
 
     def is_builtin(self, name: str) -> bool:

@@ -199,7 +199,7 @@ class PromptFolder:
         new = []
         for key in stored.keys() - rows:
             try:
-                new.append(described(stored[key]))
+                new.append(read_entry(stored[key]))
             except SavedCacheError as error:
                 if stored[key].exists() and not isinstance(error.__cause__, OSError):
                     _set_aside(stored[key], str(error))
@@ -279,7 +279,7 @@ class PromptFolder:
                 os.unlink(f"{self.database}{end}")
 
 
-def described(path: Path) -> Entry:
+def read_entry(path: Path) -> Entry:
     """Return what the header of an entry's file says of it; raises `SavedCacheError`."""
     about = save.read(path, whole=False)
     key = about.get("prompt")

@@ -24,7 +24,7 @@ from ...units import parse_bytes, parse_seconds
 from .. import save
 from ..cache import Cache
 from ..routed import RoutedCache, outside_inference_mode
-from .folder import Entry, PromptFolder, described
+from .folder import Entry, PromptFolder, read_entry
 from .identity import BLOCK, chain, seed
 
 _LACKS = (OSError, MemoryError, torch.OutOfMemoryError)
@@ -266,7 +266,7 @@ class PromptStore:
             path = self.index.path(entry.key)
             try:
                 save.read(path)
-                described(path)
+                read_entry(path)
             except SavedCacheError as error:
                 problems[entry.key] = str(error)
                 self.index.remove(entry.key, str(error))

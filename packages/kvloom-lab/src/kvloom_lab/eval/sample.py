@@ -37,8 +37,11 @@ def check_ask(ask: str) -> None:
 class Sample:
     """One measurement of a task.
 
-    name: unique in the task. context, question, reference: texts, as in `prompts.jsonl`. fields:
-    what else describes it, such as its length and depth. payload: what the task measures it with.
+    Attributes:
+        name: Unique in the task.
+        context: A text, as in `prompts.jsonl`; `question` and `reference` likewise.
+        fields: What else describes it, such as its length and depth.
+        payload: What the task measures it with.
     """
 
     name: str
@@ -51,7 +54,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a context: its ids, the expected strings, and the tokens of an answer."""
+    """A question about a context.
+
+    Attributes:
+        ids: Its ids.
+        expected: The expected strings.
+        tokens: Tokens of an answer.
+    """
 
     ids: list[int]
     expected: list[str]
@@ -66,9 +75,11 @@ class Question:
 class Batch:
     """Contexts that one forward pass compresses, and the samples that follow them.
 
-    ids: int64 [B, T], the contexts. samples: of all contexts; the task knows which belong together.
-    timed: int64 [B, steps], the tokens of decode steps that are timed after the contexts; None:
-    none are.
+    Attributes:
+        ids: int64 [B, T], the contexts.
+        samples: Of all contexts; the task knows which belong together.
+        timed: int64 [B, steps], the tokens of decode steps that are timed after the contexts; None:
+            none are.
     """
 
     ids: Tensor
@@ -90,9 +101,18 @@ class Outcome:
 class Source:
     """What samples are made from.
 
-    text_ids: int64 [tokens], the text around what is asked. lengths: of contexts, in tokens.
-    samples: how many of each kind. new_tokens: of a continuation. batch: contexts in one pass. ask:
-    a key of `ASK`. data_path: a file or folder of the user, for tasks that take one.
+    Attributes:
+        tokenizer: The model's.
+        text: The text around what is asked.
+        text_ids: int64 [tokens], its ids.
+        first: Special ids before a context.
+        lengths: Of contexts, in tokens.
+        samples: How many of each kind.
+        new_tokens: Of a continuation.
+        batch: Contexts in one pass.
+        seed: Of everything drawn.
+        ask: A key of `ASK`.
+        data_path: A file or folder of the user, for tasks that take one.
     """
 
     tokenizer: Any
@@ -131,10 +151,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Run(Generic[Baseline]):
-    """One recipe on one batch: its cache, which has read the contexts.
+    """One recipe on one batch.
 
-    source: what the samples are made from. baseline: what the task's `measure` returned for `full`;
-    None for `full` itself. count: reports the current work and finished units of progress.
+    Attributes:
+        model: The model.
+        source: What the samples are made from.
+        cache: The recipe's, which has read the contexts.
+        batch: The contexts and their samples.
+        baseline: What the task's `measure` returned for `full`; None for `full` itself.
+        count: Reports the current work and finished units of progress.
     """
 
     model: PreTrainedModel
@@ -148,11 +173,15 @@ class Run(Generic[Baseline]):
 class Task(Generic[Baseline]):
     """A task: how samples are made, and what is measured on them; the base class of all tasks.
 
-    name: what it is called by. about: what it measures, in a sentence of a report. needs_data: what
-    the user's file or folder must contain; "" for a task that takes none. variants: their names, as
-    after the colon of "niah:single"; empty for a task that has none. variant_word: what messages
-    call a variant. main_score: the score that a report shows first, if the samples have it.
-    lower_is_better: the scores of which a smaller value is better. chosen: the variants to measure.
+    Attributes:
+        name: What it is called by.
+        about: What it measures, in a sentence of a report.
+        needs_data: What the user's file or folder must contain; "" for a task that takes none.
+        variants: Their names, as after the colon of "niah:single"; empty: it has none.
+        variant_word: What messages call a variant.
+        main_score: The score that a report shows first, if the samples have it.
+        lower_is_better: The scores of which a smaller value is better.
+        chosen: The variants to measure.
     """
 
     name: ClassVar[str] = ""

@@ -24,9 +24,17 @@ from .routed import RoutedCache, RoutedLayer, compressed_part
 class ObservedStep(NamedTuple):
     """One layer's step: q [B, Hq, T, D] over the keys [B, Hk, N, D] of all tokens so far.
 
-    Both as the model gives them, at their own positions also where the recipe renumbers. layer:
-    index of the layer among those of the cache. cache: the layer, before the step. bias: ALiBi's
-    of all tokens, fp32 [B, Hq, N], where the model has it. later_seen: as of `Queries`.
+    Both are as the model gives them, at their own positions also where the recipe renumbers.
+
+    Attributes:
+        layer: The index of the layer among those of the cache.
+        cache: The layer, before the step.
+        q: The queries.
+        keys: The keys.
+        scale: Of the logits.
+        softcap: Of the logits.
+        bias: ALiBi's of all tokens, fp32 [B, Hq, N], where the model has it.
+        later_seen: As of `Queries`.
     """
 
     layer: int

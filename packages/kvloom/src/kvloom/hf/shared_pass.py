@@ -48,10 +48,13 @@ from .supported import unwrap
 class Follower:
     """A cache that stores a prompt without attending to it.
 
-    seconds: what the prompt takes in this cache alone: the forward pass, the passes that repeat the
-    prompt, and storing it. error: why the cache is still empty; None if it holds the prompt.
-    reads_alone: whether this cache needs a forward pass of its own.
-    repetition: of a cache that scores one.
+    Attributes:
+        cache: The cache.
+        seconds: What the prompt takes in this cache alone: the forward pass, the passes that repeat
+            the prompt, and storing it.
+        error: Why the cache is still empty; None if it holds the prompt.
+        reads_alone: Whether this cache needs a forward pass of its own.
+        repetition: Of a cache that scores one.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -274,8 +277,14 @@ def can_batch(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
 class BatchedCaches(RoutedCache):
     """Several caches of one model as one cache, for one step.
 
-    caches: with the rows of the batch in this order. Raises `CacheMisuse` for caches that
-    `can_batch` refuses. A failure in the step leaves all of them as they were.
+    A failure in the step leaves all of them as they were.
+
+    Args:
+        model: The model of the caches.
+        caches: In the order of their rows in the batch.
+
+    Raises:
+        CacheMisuse: `can_batch` refuses the caches.
     """
 
     def __init__(self, model: PreTrainedModel, caches: Sequence[Cache]) -> None:

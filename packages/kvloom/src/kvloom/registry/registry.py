@@ -29,10 +29,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # without : , = @, which the 
 class Registry(Mapping[str, Entry]):
     """An ordered mapping of names: the built-in ones, then those registered from outside.
 
-    what: what errors call an entry, such as "score". builtin: names and entries. base: the class
-    that every entry is derived from; None where entries are functions or modules. methods: those
-    that a class from outside must define. Plugins are loaded when a name is looked up that is not
-    there, and when all names are listed.
+    Plugins are loaded when a name is looked up that is not there, and when all names are listed.
+
+    Args:
+        what: What errors call an entry, such as "score".
+        builtin: Names and entries.
+        base: The class that every entry is derived from; None where entries are functions or
+            modules.
+        methods: Those that a class from outside must define.
     """
 
     def __init__(

@@ -443,8 +443,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/save.py",
-        '"rank": rank, "dtype": dtype, **more}',
-        '"rank": rank, **more}',
+        '"rank": rank, "dtype": dtype, **extra_config}',
+        '"rank": rank, **extra_config}',
         "a cache is loaded into a model of another dtype",
         "packages/kvloom/tests/models/test_saved_refused.py",
     ),

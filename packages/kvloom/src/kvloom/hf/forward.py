@@ -33,6 +33,7 @@ class RoutedForward:
     def __init__(self, model: PreTrainedModel, module: torch.nn.Module) -> None:
         self.model, self.module = model, module
         self.replaced = vars(module).get("forward")  # a forward that other code had set
+        self.refuses_caches = compat.refuses_caches(model)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -85,7 +86,7 @@ class RoutedForward:
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the module with a kvloom cache."""
         _check_positions(kwargs)
-        if compat.refuses_caches(self.model):
+        if self.refuses_caches:
             kwargs = {**kwargs, "use_cache": False}
         return self.forward(*args, **kwargs)
 
@@ -248,14 +249,14 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
 
     A model whose layers are not one list of modules that take hidden states [B, T, D] gives none.
     """
-    parts = enumerate(map(compressed_part, cache.layers))
-    reading = [(i, layer) for i, layer in parts if layer is not None and layer.uses_input_norms]
+    reading = any(layer.uses_input_norms for layer in cache.compressed)
     modules = compat.decoder_layers(model) if reading else []
     with ExitStack() as hooks:
-        for layer_index, layer in reading if modules else ():
-            note = partial(_note_norms, layer)
-            hook = modules[layer_index].register_forward_pre_hook(note, with_kwargs=True)
-            hooks.callback(hook.remove)
+        for module, layer in zip(modules, map(compressed_part, cache.layers), strict=False):
+            if layer is not None and layer.uses_input_norms:
+                note = partial(_note_norms, layer)
+                hook = module.register_forward_pre_hook(note, with_kwargs=True)
+                hooks.callback(hook.remove)
         yield
 
 

@@ -101,7 +101,7 @@ def mask(
     model itself reads get what the model's own implementation makes.
     """
     make = ALL_MASK_ATTENTION_FUNCTIONS[stock_implementation(config)]
-    stock_mask = partial(
+    make_stock = partial(
         make, *args, config=config, kv_length=kv_length, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
@@ -112,7 +112,7 @@ def mask(
         visible = padding[:, None]
     plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
     if not plainly_causal or local_size is not None:
-        made = stock_mask()
+        made = make_stock()
         if not isinstance(made, Tensor):
             return made
         model_reads = local_size is not None or is_plainly_causal(config, mask_function, True)
@@ -120,7 +120,7 @@ def mask(
             hides_more = made.shape[-2] == 1
             hides_more = hides_more and not _hides_padding_alone(made, padding[:, kv_offset:])
             return RoutedMask.of(made, MaskFacts(visible, hides_more=hides_more))
-    return RoutedMask.of(padding, MaskFacts(visible, stock_mask))
+    return RoutedMask.of(padding, MaskFacts(visible, make_stock))
 
 
 def _hides_padding_alone(mask: Tensor, padding: Tensor) -> bool:

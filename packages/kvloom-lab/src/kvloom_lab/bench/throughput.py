@@ -229,15 +229,15 @@ Measured = tuple[Job, RunFigures | str]
 
 
 def measure(
-    planned: Sequence[Job], settings: tuple[str, str, int], rounds: int, on_step: Progress
+    jobs: Sequence[Job], settings: tuple[str, str, int], rounds: int, on_step: Progress
 ) -> Iterator[Measured]:
     """Yield the runs of all jobs in turns.
 
     settings: model, dtype and threads. on_step: called with the current job and a unit for each.
     """
-    fitting = {str(job): job for job in planned}
+    fitting = {str(job): job for job in jobs}
     for i in range(rounds):
-        for name in map(str, planned):
+        for name in map(str, jobs):
             on_step(name, 0)
             if name in fitting:
                 job = fitting.pop(name)
@@ -249,18 +249,18 @@ def measure(
 
 
 def make_rows(
-    planned: Sequence[Job | ThroughputRow], measured: Iterable[Measured]
+    jobs_and_rows: Sequence[Job | ThroughputRow], measured: Iterable[Measured]
 ) -> list[ThroughputRow]:
     """Return a row for each job that was measured or cannot be."""
     runs: dict[str, list[RunFigures | str]] = {}
     for job, run in measured:
         runs.setdefault(str(job), []).append(run)
     rows = []
-    for one in planned:
-        if isinstance(one, ThroughputRow):
-            rows.append(one)
-        elif str(one) in runs:
-            rows.append(_row(one, runs[str(one)]))
+    for job in jobs_and_rows:
+        if isinstance(job, ThroughputRow):
+            rows.append(job)
+        elif str(job) in runs:
+            rows.append(_row(job, runs[str(job)]))
     exact = {
         (row.prompt, row.new): row.processor_tokens_s.best
         for row in rows

@@ -244,14 +244,14 @@ def throughput(
         with show_progress() as progress:
             progress("planning")
             requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
-            planned = [row for request in requests for row in jobs(request, chosen, compared)]
-            to_run = [row for row in planned if isinstance(row, Job)]
+            jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
+            to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
             on_step = progress.counter(rounds * len(to_run))
             settings = model, dtype, threads or torch.get_num_threads()
 
             runs = measure(to_run, settings, rounds, on_step)
             measured, early_end = collect_rows(runs, throughput_line, progress)
-        rows = make_rows(planned, measured)
+        rows = make_rows(jobs_and_rows, measured)
         environment = {
             **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
             "threads": settings[-1],

@@ -257,7 +257,7 @@ def eval_command(
         )  # fmt: skip
         batches = task_batches(chosen_tasks, source, max_positions(chosen_model.config))
 
-        def planned(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
+        def chosen_settings(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
             """Return the recipes to measure and the settings of the run."""
             to_measure = _with_shares(chosen, shares, lengths[0], geometry)
             return to_measure, {
@@ -268,12 +268,12 @@ def eval_command(
             }  # fmt: skip
 
         if chosen_model.geometry is not None:  # what can be refused before the weights load
-            _, settings = planned(chosen_model.geometry)
+            _, settings = chosen_settings(chosen_model.geometry)
             ResultFolder.check(out, {"environment": versions(), "settings": settings})
         with show_progress() as progress:
             loaded = chosen_model.load(progress)
             geometry = model_geometry(loaded)
-            to_measure, settings = planned(geometry)
+            to_measure, settings = chosen_settings(geometry)
             run = {
                 "environment": machine(loaded),
                 "model": model_facts(loaded, chosen_model.name, geometry),

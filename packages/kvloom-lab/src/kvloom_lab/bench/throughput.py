@@ -256,11 +256,11 @@ def make_rows(
     for job, run in measured:
         runs.setdefault(str(job), []).append(run)
     rows = []
-    for job in jobs_and_rows:
-        if isinstance(job, ThroughputRow):
-            rows.append(job)
-        elif str(job) in runs:
-            rows.append(_row(job, runs[str(job)]))
+    for entry in jobs_and_rows:
+        if isinstance(entry, ThroughputRow):
+            rows.append(entry)
+        elif str(entry) in runs:
+            rows.append(_row(entry, runs[str(entry)]))
     exact = {
         (row.prompt, row.new): row.processor_tokens_s.best
         for row in rows

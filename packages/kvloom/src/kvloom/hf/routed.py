@@ -464,7 +464,7 @@ class RoutedCache(transformers.Cache):
         is_part = isinstance(layer, RoutedLayer)
         self.layers[layer_index] = with_compressed(former, layer) if is_part else layer
         for name in ("compressed", "full_layers", "stock_layers"):
-            vars(self).pop(name, None)
+            self.__dict__.pop(name, None)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -64,7 +64,7 @@ def check(cache: RoutedCache, rope: Rope | None = None) -> Findings:
     findings = Findings()
     for routed in cache.full_layers:
         routed.cache.observe()
-        cache.layers[cache.layers.index(routed)] = CheckedLayer(routed.cache, findings, rope)
+        cache.replace(cache.layers.index(routed), CheckedLayer(routed.cache, findings, rope))
     return findings
 
 

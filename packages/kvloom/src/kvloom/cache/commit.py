@@ -30,7 +30,7 @@ KV = tuple[Tensor, Tensor]
 def end_step(
     state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region]
 ) -> None:
-    """Finish a step: store its tokens, and commit them unless they wait for a crop or for `start`.
+    """Finish a step: store its tokens, and commit them if no crop and no `compress_after` waits.
 
     A first prompt that a layer scores by itself is scored before it is stored.
 

@@ -348,6 +348,7 @@ class RoutedCache(transformers.Cache):
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         super().__init__(layers=layers)
+        self.layers = tuple(layers)  # `replace` changes them
         self.guard = Guard()
         self.fingerprint = fingerprint  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
@@ -460,9 +461,10 @@ class RoutedCache(transformers.Cache):
 
     def replace(self, layer_index: int, layer: Any) -> None:
         """Replace a layer of the model; a `RoutedLayer` leaves the states beside the former one."""
-        former = self.layers[layer_index]
+        layers = list(self.layers)
         is_part = isinstance(layer, RoutedLayer)
-        self.layers[layer_index] = with_compressed(former, layer) if is_part else layer
+        layers[layer_index] = with_compressed(layers[layer_index], layer) if is_part else layer
+        self.layers = tuple(layers)
         for name in ("compressed", "full_layers", "stock_layers"):
             self.__dict__.pop(name, None)
 

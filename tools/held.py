@@ -8,6 +8,7 @@ is packed is compared with the model's own keys and values, packed again by the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -105,9 +106,56 @@ class CheckedLayer(RoutedLayer):
                     f"{self.cache.name}: says it read {self.cache._state.read}, not {read} tokens"
                 )
             self.findings.steps += 1
-            self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
-            self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
+            self.give(k, v)
         return out
+
+    def crop(self, tokens: int) -> None:
+        """Remove -tokens tokens, those of the model too."""
+        super().crop(tokens)
+        self._forget_removed()
+
+    def reset(self) -> None:
+        """Remove all tokens, those of the model too."""
+        super().reset()
+        self._forget_removed()
+
+    def roll_back(self) -> None:
+        """Undo the running step, and forget the tokens that the model gave in it."""
+        super().roll_back()
+        self._forget_removed()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch, and the tokens of the model."""
+        super().reorder_cache(beam_idx)
+        self._move(lambda x: x[beam_idx])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, and the tokens of the model."""
+        super().batch_repeat_interleave(repeats)
+        self._move(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows, and the tokens of the model in them."""
+        super().batch_select_indices(indices)
+        self._move(lambda x: x[indices])
+
+    def give(self, k: Tensor, v: Tensor) -> None:
+        """Note keys and values [B, Hk, T, D] of the model."""
+        self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
+        self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
+
+    def _forget_removed(self) -> None:
+        """Forget the tokens of the model that the layer has no more seen."""
+        seen, self.unpacked = self.cache.seen, {}
+        if self.keys is not None and self.values is not None:
+            self.keys = self.keys[:, :, :seen] if seen else None
+            self.values = self.values[:, :, :seen] if seen else None
+
+    def _move(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to the tokens of the model, along the batch dimension."""
+        self.unpacked = {}
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
 
     def _held(self, visible: Tensor) -> list[Held]:
         """Return the parts of the layer, each token of a row and head unhidden in one of them."""
@@ -121,26 +169,33 @@ class CheckedLayer(RoutedLayer):
         taken = torch.zeros_like(visible)[:, None].repeat(1, heads, 1)
         for index, keys, values in self._exact_parts():
             hidden = (index < 0) | ~_at(visible, index.clamp_min(0))
+            hidden |= taken.gather(2, index.clamp_min(0))
             parts.append(Held(index, keys, values, hidden))
             self._compare(index.clamp_min(0), keys, values, visible, hidden)
             taken.scatter_(2, index.clamp_min(0), taken.gather(2, index.clamp_min(0)) | ~hidden)
         parts += self._ragged(visible)
+        if not len(tokens):
+            return parts
         index = tokens.logical(0, len(tokens), visible.device)
         index = index.expand(*taken.shape[:2], -1)
-        keys, values = (self._side(tokens, side, index, visible) for side in ("keys", "values"))
+        beside = layer._state.without_sinks(visible[:, None])  # sinks are stored apart
+        assert beside is not None
+        keys, values = (
+            self._side(tokens, side, index, beside[:, 0]) for side in ("keys", "values")
+        )
         hidden = ~_at(visible, index) | taken.gather(2, index)
         return [*parts, Held(index, keys, values, hidden)]
 
     def _exact_parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return index, keys and values of the sinks and the outliers."""
         layer, parts = self.cache, []
-        own = None if layer._state.outliers is None else layer._state.outliers.tokens
-        if own is not None and own.logical_index is not None:
-            parts.append((own.logical_index.long(), own.exact_keys(), own.exact_values()))
         if layer._state.sinks is not None and layer._state.sinks.keys is not None:
             assert layer._state.sinks.values is not None
             index = layer._state.sinks.logical(layer.seen)[:, None].expand(-1, _heads(layer), -1)
             parts.append((index, layer._state.sinks.keys, layer._state.sinks.values))
+        own = None if layer._state.outliers is None else layer._state.outliers.tokens
+        if own is not None and own.logical_index is not None:
+            parts.append((own.logical_index.long(), own.exact_keys(), own.exact_values()))
         return parts
 
     def _ragged(self, visible: Tensor) -> list[Held]:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import zoo
 from test_saved import FORMS, IDS, PROMPT, SAVED, llama, step
-from torch.overrides import TorchFunctionMode
 
 import kvloom
 import probe
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
+from stopping import Stop, StopAt
 
 __all__ = ["llama"]
 NEVER = 1 << 40
@@ -46,24 +46,6 @@ def run(model, cache, lo: int, hi: int, number: int) -> int:
     with torch.no_grad(), StopAt(number) as mode:
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
     return number - mode.left
-
-
-class Stop(BaseException):
-    """Like an interrupt from the keyboard: no `Exception`."""
-
-
-class StopAt(TorchFunctionMode):
-    """Raise `Stop` at the torch operation of this number, once."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.left = number
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.left -= 1
-        if self.left == -1:
-            raise Stop
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

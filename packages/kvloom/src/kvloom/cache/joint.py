@@ -27,7 +27,8 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
     heavy = [evictor.heavy for evictor in evictors]
     if first.heavy is None:
         free = [vote.masked_fill(vote >= PROTECTED, 0.0) for vote in votes]
-        variances = [vote.var(dim=-1).mean().item() for vote in free]
+        correction = min(1, free[0].shape[-1] - 1)  # one token has no variance
+        variances = [vote.var(dim=-1, correction=correction).mean().item() for vote in free]
         heavy = [evictor.divided(variances) for evictor in evictors]
     counts: Sequence[Tensor | None] = [None] * len(votes)
     if first.divides_heads(votes[0].shape[-1]):

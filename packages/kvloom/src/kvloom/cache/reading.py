@@ -1,6 +1,6 @@
 """Which regions a step attends to, and which tokens a layer stores.
 
-Decides the order of the regions: outliers, sinks, the other tokens (all or those recalled), the
+Decides the order of the regions: sinks, outliers, the other tokens (all or those recalled), the
 step's own tokens where they are not stored yet, and those of which heads have different numbers.
 """
 
@@ -67,9 +67,6 @@ def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Reg
     """Return the stored tokens that a step reads; the last `present` of them are its own."""
     visible, alibi, storage, regions = queries.visible, queries.alibi, state.storage, []
     evictor, seen = state.evictor, state.seen
-    if state.outliers is not None:
-        regions = state.outliers.regions(visible, alibi)
-        visible = state.outliers.hide(visible, seen + present)
     if state.sinks is not None:
         sinks = state.sinks.region(seen, visible, alibi, storage.first)
         if state.rope is not None:
@@ -78,6 +75,9 @@ def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Reg
             sinks = sinks._replace(keys=KVView(None, keys))
         regions.append(sinks)
         visible = state.sinks.hide(visible)
+    if state.outliers is not None:  # in a padded row, sinks may be among them
+        regions += state.outliers.regions(visible, alibi)
+        visible = state.outliers.hide(visible, seen + present)
     if regions and not len(storage):
         return regions
     if state.retriever is not None:

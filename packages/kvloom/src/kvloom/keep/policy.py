@@ -261,6 +261,8 @@ class Keep:
             self._check_heads()
         if self.by_age:
             self._check_age()
+        if self.shared and not self.scores_once:
+            self._check_shared()
         smallest = self.budget.tokens or 1
         if self.limit is not None and (type(self.limit) is not int or self.limit < smallest):
             raise RecipeError(
@@ -310,6 +312,17 @@ class Keep:
             raise RecipeError(
                 f"score 'recent' keeps the same tokens in all layers, which layers="
                 f'{self.budget.layers!r} does not; use "uniform"'
+            )
+
+    def _check_shared(self) -> None:
+        """Check what layers with one score at every step cannot do."""
+        layers = self.budget.layers
+        equal_weights = not isinstance(layers, str) and len(set(layers)) == 1
+        if layers not in ("uniform", *budgets.BY_VARIANCE) and not equal_weights:
+            raise RecipeError(
+                f"shared=True sums the scores of all layers at every step, and layers={layers!r} "
+                'leaves layers with different numbers of tokens; use layers="uniform", or '
+                'when="prompt"'
             )
 
     def _check_heads(self) -> None:

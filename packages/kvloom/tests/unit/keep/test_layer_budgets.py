@@ -73,3 +73,11 @@ def test_every_policy_holds_the_same_total(name, policy):
 
 def test_what_exceeds_a_cap_goes_to_layers_of_weight_0():
     assert split(144, [0, 0, 1], 84) == [30, 30, 84]
+
+
+@pytest.mark.parametrize("options", ["layers=pyramid", "layers=pyramidkv,limit=90"])
+def test_a_shared_score_of_each_step_refuses_layers_with_different_numbers(options):
+    with pytest.raises(RecipeError, match=r"different numbers of tokens; use layers=\"uniform\""):
+        resolve(f"h2o:tokens=40,shared=true,{options}")
+    resolve("h2o:tokens=40,shared=true,layers=variance")
+    resolve("evict:score=mass,tokens=40,when=prompt,shared=true,layers=pyramid")

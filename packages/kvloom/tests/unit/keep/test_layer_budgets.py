@@ -13,6 +13,7 @@ import probe
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
+from kvloom.keep import Budget, Keep, Mass
 from kvloom.keep.budgets import POLICIES, split, weights
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
@@ -80,4 +81,4 @@ def test_a_shared_score_of_each_step_refuses_layers_with_different_numbers(optio
     with pytest.raises(RecipeError, match=r"different numbers of tokens; use layers=\"uniform\""):
         resolve(f"h2o:tokens=40,shared=true,{options}")
     resolve("h2o:tokens=40,shared=true,layers=variance")
-    resolve("evict:score=mass,tokens=40,when=prompt,shared=true,layers=pyramid")
+    Keep(Budget(40, recent=8, layers="pyramid"), Mass(), when="prompt", shared=True)

@@ -1,6 +1,6 @@
 """Random sequences of all that can happen to a cache, under any recipe, checked in float64.
 
-`cases` draws a recipe, a batch and a list of operations. `run` applies them to the layers of a
+`case_of` draws a recipe, a batch and a list of operations. `run` applies them to the layers of a
 cache, without a model. After each operation it compares:
 
 - each step with attention in float64 over the tokens that the layer holds, and these with the
@@ -15,12 +15,13 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
-from hypothesis import assume
-from hypothesis import strategies as st
 from torch import Tensor
 
 from held import CheckedLayer, Findings
@@ -31,8 +32,9 @@ from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeErro
 from kvloom.hf.routed import RoutedCache
 from kvloom.hf.save import flat, nested
 from kvloom.keep import SCORERS, Budget, Keep, Outliers
+from kvloom.keep.budgets import POLICIES
 from kvloom.positions.rope import Rope
-from kvloom.recall import Clusters, Pages, PartialKeys, Recall, Tier, TopK
+from kvloom.recall import HEAD_CHOICES, Clusters, Pages, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import LayerOverride, Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.store import LayerFacts, Packed, Store
@@ -76,186 +78,175 @@ class Case:
 
 # --- what is drawn -------------------------------------------------------------------------------
 
-_some = st.integers
+
+def case_of(seed: int) -> Case:
+    """Return the case of this number."""
+    draw = Random(seed)
+    layers, dim = draw.choice([1, 1, 2, 3]), draw.choice([16, 32])
+    heads = draw.choice([(2, 1), (4, 2), (2, 2), (4, 1)])
+    dtype = draw.choice(["fp32", "fp32", "fp32", "bf16", "fp16"])
+    recipe = _recipe(draw, Geometry(layers, *heads, dim, DTYPES[dtype]))
+    rows, prompt = draw.randint(1, 3), draw.choice([1, 20, 60, 120])
+    prompt = draw.randint(1, prompt)
+    pads = tuple(draw.choice([0, draw.randrange(prompt)]) for _ in range(rows))
+    if _renumbers(recipe):  # tools/held.py counts no positions of padded rows, nor rounds angles
+        pads, dtype = (0,) * rows, "fp32"
+    operations: list[Operation] = [("step", prompt)]
+    for _ in range(draw.randint(0, 6)):
+        operations.append(_operation(draw, rows))
+        name, *arguments = operations[-1]
+        if name == "repeat":
+            rows *= arguments[0]
+        if name == "select":
+            rows = len(arguments[0])
+    return Case(recipe, layers, heads, dim, dtype, pads, tuple(operations), seed)
 
 
-def _sides(dim: int) -> st.SearchStrategy[Packed | None]:
-    """Formats of keys or values, None for exact ones; some are refused."""
-    return st.none() | st.builds(
-        _packed,
-        bits=st.sampled_from([1, 1.5, 2, 3, 4, 8]),
-        axis=st.sampled_from(["channel", "token"]),
-        group=st.sampled_from([16, dim, 0]),
-        meta=st.sampled_from(["fp32", "fp16", "bf16", "fp8"]),
-        rotation=st.sampled_from(["none", "none", "group", "head"]),
-        span=st.sampled_from(["head", "head", "layer"]),
-        clip=st.sampled_from([1.0, 1.0, 0.9]),
-        pre_rope=st.sampled_from([False, False, True]),
-        blocks=_some(1, 3),
-        unit=st.booleans(),
+def _operation(draw: Random, rows: int) -> Operation:
+    """Return an operation after the prompt of a cache with so many rows."""
+    some_rows = tuple(draw.randrange(rows) for _ in range(rows))
+    step = ("step", draw.choice([1, 1, 1, draw.randint(2, 9), draw.randint(10, 70)]))
+    return draw.choice(
+        [
+            step, step, step, step, ("draft", draw.randint(1, 9), draw.randint(0, 9)),
+            ("crop", draw.randint(0, 5)), ("reorder", some_rows),
+            ("repeat", draw.randint(1, 2) if rows <= 3 else 1),
+            ("select", some_rows[: draw.randint(1, rows)]),
+            (draw.choice(["save", "copy", "reset"]),), ("not finite", draw.randint(1, 9)),
+            ("interrupt", draw.choice([1, 1, 7, 30]), draw.randrange(400)),
+        ]
+    )  # fmt: skip
+
+
+def _recipe(draw: Random, geometry: Geometry) -> Recipe:
+    """Return any recipe that a model of this geometry takes without calibration or repetition."""
+    keys, values = (_packed(draw, side, geometry.head_dim) for side in ("keys", "values"))
+    sinks, recent = (
+        draw.randint(0, 5),
+        draw.choice([0, 9, (draw.randint(0, 9), draw.randint(0, 9))]),
     )
-
-
-def _packed(axis: str, group: int, blocks: int, unit: bool, **options: Any) -> Packed | None:
-    """Return a format whose residual is whole blocks; None if it is refused."""
-    block = group if axis == "channel" else 1 + 4 * (blocks - 1)
-    residual = blocks * group if axis == "channel" else block
-    try:
-        return Packed(
-            axis=axis, group=group, residual=residual, unit=block if unit else None, **options
-        )
-    except RecipeError:
-        return None
-
-
-@st.composite
-def _keeps(draw: Any) -> Keep | None:
-    """Which tokens stay; None: all, or the keep is refused."""
-    kind = draw(st.none() | st.sampled_from([k for k, s in SCORERS.items() if not s.repeats]))
-    if kind is None:
-        return None
-    tokens = draw(_some(8, 60))
-    share = draw(st.none() | st.sampled_from([0.0, 0.2, 0.5, 1.0]))
-    policies = [
-        "uniform",
-        "uniform",
-        "pyramid",
-        "pyramidkv",
-        "variance",
-        "inverse-variance",
-        "joint",
-    ]
-    when = draw(st.sampled_from(["step", "prompt", "prompt", "limit", "block"]))
-    fraction = when == "block" or draw(st.booleans())
-    try:
-        budget = Budget(
-            None if fraction else tokens,
-            tokens / 80 if fraction else None,
-            draw(_some(0, min(8, tokens)) | st.sampled_from([0.0, 0.3, 1.0])),
-            draw(st.sampled_from(policies)),
-            head_share=share if when in ("prompt", "block") else None,
-        )
-        return Keep(
-            budget,
-            SCORERS[kind](),
-            when=when,
-            limit=tokens + draw(_some(0, 40)) if when == "limit" else None,
-            block=draw(_some(4, 40)) if when == "block" else None,
-            query_heads=draw(st.sampled_from(["sum", "mean", "max"])),
-            shared=draw(st.booleans()) and share is None,
-            positions=draw(st.sampled_from(["original", "original", "renumbered"])),
-            seed=draw(_some(0, 3)),
-        )
-    except (RecipeError, TypeError):
-        return None
-
-
-@st.composite
-def _recalls(draw: Any) -> Recall | None:
-    """Which tokens a step reads; None: all."""
-    index = draw(
-        st.none()
-        | st.builds(Clusters, st.sampled_from([4, 8]), st.just(16), _some(1, 4))
-        | st.builds(Pages, st.sampled_from([1, 4, 16]))
-        | st.just(TopK())
-        | st.builds(PartialKeys, st.sampled_from([0.3, 1.0]), st.sampled_from([1, 16]))
-    )
-    if index is None:
-        return None
-    tier = draw(st.none() | st.builds(Tier, st.sampled_from(["host", "file"]), steps=_some(0, 2)))
-    group = draw(st.sampled_from(["mean", "max", "turns", "each"]))
-    tier = None if index.reads_keys else tier
-    return Recall(index, draw(_some(20, 80)), group, full_layers=draw(_some(0, 1)), tier=tier)
-
-
-@st.composite
-def recipes(draw: Any, geometry: Geometry) -> Recipe:
-    """Any recipe that a model of this geometry takes, without calibration and repeated prompts."""
-    sides, keep, recall = _sides(geometry.head_dim), draw(_keeps()), draw(_recalls())
-    keys, values = draw(sides), draw(sides)
-    if values is not None:
-        values = replace(values, pre_rope=False)
-    sinks, recent = draw(_some(0, 5)), draw(_some(0, 9) | st.tuples(_some(0, 9), _some(0, 9)))
-    outliers = draw(st.none() | st.builds(Outliers, _some(1, 20)))
-    start = draw(st.sampled_from([0, 0, 0, 30]))
-    spans = draw(st.none() | st.tuples(st.tuples(_some(0, 9), _some(10, 20))))
-    other = draw(st.none() | st.sampled_from(["0", "last 1"]))
-    # parts that do not combine are left out, one after the other
+    outliers = Outliers(draw.randint(1, 20)) if draw.random() < 0.3 else None
+    spans = ((draw.randint(0, 9), draw.randint(10, 20)),) if draw.random() < 0.2 else None
+    other = LayerOverride(draw.choice(["0", "last 1"]), store=Store(values=values))
     options: dict[str, Any] = {
-        "store": Store(keys, values), "keep": keep, "recall": recall, "start": start,
+        "store": Store(keys, values), "keep": _keep(draw), "recall": _recall(draw),
         "protect": Protect(sinks, recent, outliers, spans=spans),
-        "layers": () if other is None else (LayerOverride(other, store=Store(values=values)),),
+        "start": draw.choice([0, 0, 0, 30]), "layers": draw.choice([(), (), (other,)]),
     }  # fmt: skip
-    for without in (
-        {}, {"layers": ()}, {"protect": Protect(sinks, recent)}, {"start": 0}, {"recall": None},
-        {"store": Store()}, {"keep": None},
-    ):  # fmt: skip
-        options |= without
+    parts: list[dict[str, Any]] = [
+        {"store": Store()}, {"keep": None}, {"recall": None}, {"layers": ()},
+        {"protect": Protect(sinks, recent)}, {"start": 0},
+    ]  # fmt: skip
+    draw.shuffle(parts)
+    while True:  # parts that do not combine are left out, one after the other
         try:
             recipe = Recipe(**options)
             recipe.check(geometry)
             return recipe
         except (RecipeError, IncompatibleRecipe):
+            options |= parts.pop()
+
+
+def _packed(draw: Random, side: str, dim: int) -> Packed | None:
+    """Return a format; None: the side is exact."""
+    if draw.random() < 0.3:
+        return None
+    axis, blocks = draw.choice(["channel", "token"]), draw.randint(1, 3)
+    group = draw.choice([16, dim] if axis == "channel" else [16, dim, 0])
+    block = group if axis == "channel" else draw.choice([1, 5, 9])
+    while True:
+        options = {
+            "bits": draw.choice([1, 1.5, 2, 3, 4, 8]),
+            "meta": draw.choice(["fp32", "fp16", "bf16", "fp8"]),
+            "rotation": draw.choice(["none", "none", "group", "head"]),
+            "span": draw.choice(["head", "head", "layer"]), "clip": draw.choice([1.0, 1.0, 0.9]),
+            "pre_rope": side == "keys" and draw.random() < 0.2,
+            "unit": draw.choice([None, block]),
+        }  # fmt: skip
+        try:
+            return Packed(axis=axis, group=group, residual=block * blocks, **options)
+        except RecipeError:
             continue
-    assume(False)
-    raise AssertionError
 
 
-_steps = st.one_of(st.just(1), st.just(1), _some(2, 9), _some(10, 70)).map(lambda t: ("step", t))
-
-
-@st.composite
-def _operations(draw: Any, rows: int) -> tuple[Operation, ...]:
-    """A prompt, and up to 7 operations after it."""
-    operations: list[Operation] = [("step", draw(_some(1, 120)))]
-    for _ in range(draw(_some(0, 7))):
-        row = _some(0, rows - 1)
-        operation = draw(
-            st.one_of(
-                _steps,
-                _steps,
-                _steps,
-                st.tuples(st.just("draft"), _some(1, 9), _some(0, 9)),
-                st.tuples(st.just("crop"), _some(0, 5)),
-                st.tuples(st.just("reorder"), st.tuples(*[row] * rows)),
-                st.tuples(st.just("repeat"), _some(1, 2 if rows <= 3 else 1)),
-                st.tuples(st.just("select"), st.lists(row, min_size=1, max_size=rows).map(tuple)),
-                st.tuples(st.sampled_from(["save", "copy", "copy", "reset"])),
-                st.tuples(st.just("not finite"), _some(1, 9)),
-                st.tuples(st.just("interrupt"), st.sampled_from([1, 1, 7, 30]), _some(0, 400)),
+def _keep(draw: Random) -> Keep | None:
+    """Return which tokens stay; None: all."""
+    if draw.random() < 0.3:
+        return None
+    kinds = [kind for kind, scorer in SCORERS.items() if not scorer.repeats]
+    while True:
+        tokens, when = draw.randint(8, 60), draw.choice(["step", "prompt", "limit", "block"])
+        share = draw.choice([None, 0.0, 0.2, 0.5, 1.0]) if when in ("prompt", "block") else None
+        size = (None, tokens / 80) if when == "block" or draw.random() < 0.4 else (tokens, None)
+        recent = draw.choice([draw.randint(0, 8), 0.0, 0.3, 1.0])
+        layers = draw.choice(["uniform", *POLICIES])
+        try:
+            return Keep(
+                Budget(*size, recent, layers, head_share=share),
+                SCORERS[draw.choice(kinds)](),
+                when,
+                limit=tokens + draw.randint(0, 40) if when == "limit" else None,
+                block=draw.randint(4, 40) if when == "block" else None,
+                query_heads=draw.choice(["sum", "mean", "max"]),
+                shared=draw.random() < 0.3,
+                positions=draw.choice(["original", "original", "renumbered"]),
+                seed=draw.randint(0, 3),
             )
-        )
-        if operation[0] == "repeat":
-            rows *= operation[1]
-        if operation[0] == "select":
-            rows = len(operation[1])
-        operations.append(operation)
-    return tuple(operations)
+        except RecipeError:
+            continue
 
 
-@st.composite
-def cases(draw: Any) -> Case:
-    """Any case."""
-    layers = draw(_some(1, 3))
-    heads = draw(st.sampled_from([(2, 1), (4, 2), (2, 2), (4, 1)]))
-    dim = draw(st.sampled_from([16, 32]))
-    dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16", "fp16"]))
-    recipe = draw(recipes(Geometry(layers, *heads, dim, DTYPES[dtype])))
-    rows = draw(_some(1, 3))
-    operations = draw(_operations(rows))
-    pad = st.just(0) | _some(0, operations[0][1] - 1)
-    pads = tuple(draw(pad) for _ in range(rows))
-    if _renumbers(recipe):  # tools/held.py counts no positions of padded rows, nor rounds angles
-        pads, dtype = (0,) * rows, "fp32"
-    return Case(recipe, layers, heads, dim, dtype, pads, operations, draw(_some(0, 999)))
+def _recall(draw: Random) -> Recall | None:
+    """Return which tokens a step reads; None: all."""
+    if draw.random() < 0.5:
+        return None
+    index = draw.choice(
+        [
+            Clusters(draw.choice([4, 8]), 16, draw.randint(1, 4)), TopK(),
+            Pages(draw.choice([1, 4, 16])), PartialKeys(draw.choice([0.3, 1.0]), 16),
+        ]
+    )  # fmt: skip
+    tier = draw.choice([None, "host", "file"])
+    return Recall(
+        index, draw.randint(20, 80), draw.choice([*HEAD_CHOICES]), draw.randint(0, 1),
+        None if tier is None or index.reads_keys else Tier(tier, steps=draw.randint(0, 2)),
+    )  # fmt: skip
 
 
 def _renumbers(recipe: Recipe) -> bool:
-    keeps = [recipe.keep, *(part.keep for part in recipe.layers)]
-    return any(getattr(keep, "positions", "original") != "original" for keep in keeps)
+    return recipe.keep is not None and recipe.keep.positions != "original"
 
 
-# --- what is checked -----------------------------------------------------------------------------
+def simpler(case: Case) -> Iterator[Case]:
+    """Yield cases that differ from a case in one simpler part, to shrink one that fails."""
+    operations, recipe = case.operations, case.recipe
+    for i in range(len(operations) - 1, 0, -1):
+        yield replace(case, operations=operations[:i] + operations[i + 1 :])
+    for i, (name, *arguments) in enumerate(operations):
+        if name == "step" and arguments[0] > 1:
+            for tokens in (1, arguments[0] // 2, arguments[0] - 1):
+                step = ("step", tokens)
+                yield replace(case, operations=(*operations[:i], step, *operations[i + 1 :]))
+    for name, value in {"layers": 1, "heads": (2, 1), "dim": 16, "dtype": "fp32"}.items():
+        if getattr(case, name) != value:
+            yield replace(case, **{name: value})
+    for pads in ((0,) * len(case.pads), case.pads[:1], case.pads[1:]):
+        if pads and pads != case.pads:
+            yield replace(case, pads=pads)
+    store, protect = recipe.store, recipe.protect
+    for part in (
+        {"keep": None}, {"recall": None}, {"layers": ()}, {"start": 0},
+        {"store": replace(store, keys=None)}, {"store": replace(store, values=None)},
+        {"protect": replace(protect, sinks=0)}, {"protect": replace(protect, exact_recent=0)},
+        {"protect": replace(protect, outliers=None)}, {"protect": replace(protect, spans=None)},
+    ):  # fmt: skip
+        with suppress(RecipeError):
+            changed = replace(recipe, **part)
+            if changed != recipe:
+                yield replace(case, recipe=changed)
+
+
+# --- what is checked ---------------------------------------------------------------------------
 
 
 def run(case: Case) -> None:
@@ -432,10 +423,11 @@ class Sequence:
         self.pads = torch.zeros_like(self.pads)
 
     def _not_finite(self, tokens: int) -> None:
-        """Give a NaN, which is refused."""
+        """Give a NaN, which is refused, where it is no padding."""
         before, inputs = self._twin(), self._inputs(tokens)
-        step = inputs[-1]
-        step.k[0, 0, -1, 3] = torch.nan
+        if (self.pads >= self.seen + tokens).all():
+            return
+        inputs[-1].k[:, 0, -1, 3] = torch.nan
         try:
             self._run(inputs)
         except NotFinite:

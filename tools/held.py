@@ -147,6 +147,7 @@ class CheckedLayer(RoutedLayer):
     def _forget_removed(self) -> None:
         """Forget the tokens of the model that the layer has no more seen."""
         seen, self.unpacked = self.cache.seen, {}
+        self.padding = self.padding if seen else 0.0
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :, :seen] if seen else None
             self.values = self.values[:, :, :seen] if seen else None

@@ -114,6 +114,8 @@ class LayerState(Stateful):
         self.read: float = 0  # tokens that the last step read, of each row and head, on average
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
         self.traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
+        if self.trace is not None:
+            self.trace.scored = self.trace.recalled = None
 
     @property
     def segment(self) -> Segment:

@@ -41,8 +41,7 @@ class Sinks(Stateful):
             self.padded = visible is not None and not bool(visible.all())
             self.keys = k.new_zeros(b, h, self.count, k.shape[-1])
             self.values = v.new_zeros(b, h, self.count, v.shape[-1])
-        if self.padded:
-            assert visible is not None, "a padded batch keeps its mask"
+        if self.padded and visible is not None:  # None: the padded rows are gone
             none = ~visible[:, 0].any(dim=-1)
             self.start = visible[:, 0].int().argmax(dim=-1).masked_fill(none, seen + t)
         else:

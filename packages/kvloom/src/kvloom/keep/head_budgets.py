@@ -41,7 +41,7 @@ def granted(wanted: float, heads: int, tokens: int, unit: int) -> int:
 
     tokens: of the block, in each of the heads.
     """
-    return max(0, min(heads * tokens, int(wanted) // unit * unit))
+    return max(0, min(heads * (tokens // unit), int(wanted) // unit)) * unit
 
 
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:

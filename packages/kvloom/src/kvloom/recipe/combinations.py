@@ -93,6 +93,12 @@ def _check_keep(recipe: AnyRecipe, keep: Keep) -> None:
             f"a budget of {tokens} tokens leaves nothing beside {protected} protected tokens; "
             f"use {protected + 1} or more"
         )
+    unit = recipe.store.block_tokens
+    if keep.block is not None and keep.block < unit:
+        raise RecipeError(
+            f"block={keep.block} is less than the {unit} tokens that the store packs together; use "
+            f"{unit} or more"
+        )
     if keep.budget.head_share is not None:
         _check_heads(recipe, f"head_share={keep.budget.head_share:g}")
 

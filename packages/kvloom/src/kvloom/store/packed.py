@@ -148,7 +148,7 @@ class PackedTokens(Stateful):
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""
         self.count = state["count"]
-        if self.count:
+        if state["codes"] is not None:  # it may have no token left, all others being in a tier
             assert like is not None
             codes = state["codes"]["live"]  # as wide as the tokens, which keys need not be
             self._bind(like.new_empty(*like.shape[:3], codes.shape[3]))

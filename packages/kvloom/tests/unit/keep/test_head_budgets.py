@@ -132,6 +132,20 @@ def test_what_a_keep_refuses(change, why):
         replace(KEEP, scorer=scorer, **change)
 
 
+def test_a_block_grants_whole_units():
+    assert head_budgets.granted(wanted=50, heads=2, tokens=20, unit=8) == 32
+    assert head_budgets.granted(wanted=30, heads=2, tokens=20, unit=8) == 24
+    assert head_budgets.granted(wanted=-3, heads=2, tokens=20, unit=8) == 0
+
+
+def test_a_block_has_the_tokens_that_are_packed_together():
+    keep = replace(KEEP, budget=Budget(fraction=0.5, head_share=0.2), when="block", block=24)
+    store = resolve("kivi:group=32,residual=32").store
+    with pytest.raises(RecipeError, match="block=24 is less than the 32 tokens that the store"):
+        Recipe(keep, store)
+    Recipe(replace(keep, block=32), store)
+
+
 def test_what_a_budget_refuses():
     for heads in (-0.1, 1.5):
         with pytest.raises(RecipeError, match=r"head_share=.* must lie in \[0, 1\]"):

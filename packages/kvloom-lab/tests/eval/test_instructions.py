@@ -51,6 +51,7 @@ NO_SYSTEM_ROLE = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no
         ("exclaim", "", "Yes! ", "yes"),
         ("list", "", "- one\n\n  - two", "Here:\n- one"),
         ("json", "", ' {"a": [1]}\n', '["a"]'),
+        ("json", "", "{}", '{"a":' * 50_000),
         ("json", "", '```json\n{"a": 1}\n```', '{"a": 1} is it'),
     ],
 )

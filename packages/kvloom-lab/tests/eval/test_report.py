@@ -301,6 +301,27 @@ def test_no_finished_sample(copy):
     assert "has no finished sample; run" in refused(copy)
 
 
+def test_what_is_no_table_or_nested_too_deeply_is_refused(copy):
+    whole = {name: (copy / name).read_text() for name in ("run.json", "prompts.jsonl")}
+    for name, text, why in (
+        ("run.json", "[" * 100_000, "nested too deeply"),
+        ("run.json", json.dumps({**json.loads(whole["run.json"]), "model": "x"}), "is no table"),
+        ("prompts.jsonl", "[" * 100_000, "nested too deeply"),
+    ):
+        (copy / name).write_text(text)
+        with pytest.raises(InputError, match=why):
+            read_run(copy)
+        (copy / name).write_text(whole[name])
+
+
+def test_a_line_with_a_problem_needs_no_scores(copy):
+    path = copy / "niah.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[0] |= {"problem": "too long", "scores": "none"}
+    path.write_text("\n".join(map(json.dumps, lines)))
+    page_data([read_run(copy)])
+
+
 # kvpress
 
 
@@ -348,6 +369,18 @@ def test_kvpress_metrics_of_other_data(tmp_path):
     assert [f.recipe for f in read_kvpress(folder)[0].figures] == ["full", "full (2)"]
 
 
+def test_predictions_of_kvpress_without_some_columns_or_numbers(tmp_path):
+    folder = write_kvpress(tmp_path / "results", presses=("snapkv",), ratios=(0.5,))
+    for place in folder.iterdir():
+        path = place / "predictions.csv"
+        (head, first, second) = path.read_text().splitlines()
+        path.write_text("\n".join([head, first.replace(",0.5,", ",\u00b2,"), second[:9]]))
+    (found,) = read_kvpress(folder)
+    assert {figures.recipe: figures.share for figures in found.figures} == {
+        "full": 1, "snapkv:compression_ratio=0.50": 0.5,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "text", "why"),
     [
@@ -355,8 +388,14 @@ def test_kvpress_metrics_of_other_data(tmp_path):
         ("metrics.json", "{}", "contains no number"),
         ("config.yaml", "a: [", "as YAML"),
         ("config.yaml", "a: 1", "no config.yaml with dataset, model, press_name"),
+        ("metrics.json", "[" * 100_000, "as JSON"),
+        ("config.yaml", "[" * 5_000, "as YAML"),
+        (
+            "config.yaml", "{dataset: a, model: b, press_name: c, compression_ratio: [1]}",
+            "[1], no number",
+        ),
     ],
-)
+)  # fmt: skip
 def test_damaged_results_of_kvpress(tmp_path, name, text, why):
     folder = write_kvpress(tmp_path / "results")
     place = next(folder.iterdir())

@@ -285,16 +285,19 @@ def sizes(entry):
     return entry.key, entry.tokens, entry.nbytes
 
 
+DAMAGE = {"removed": None, "garbage": b"garbage" * 999, "empty": b"", "one byte": b"S"}
+
+
 @pytest.mark.parametrize("while_open", [True, False])
-@pytest.mark.parametrize("damage", ["removed", "garbage", "empty"])
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_the_index_is_made_again_from_the_files(model, store, damage, while_open):
     before = store.entries()
     if not while_open:
         store.index._db.close()
     for path in store.folder.glob(f"{INDEX}*"):
         path.unlink()
-    if damage != "removed":
-        (store.folder / INDEX).write_bytes(b"garbage" * 999 * (damage == "garbage"))
+    if damage is not None:
+        (store.folder / INDEX).write_bytes(damage)
     stores = (store, kvloom.PromptStore(store.folder))[not while_open :]
     for used in stores:
         assert list(map(sizes, used.entries())) == list(map(sizes, before))
@@ -345,6 +348,13 @@ def test_the_log_of_the_index_stays_small(store):
     for number in range(300):
         store.index.note([number.to_bytes(32, "little")] * 9, max_bytes=1 << 30)
     assert store.report().nbytes - store.entries()[0].nbytes < 1 << 20
+
+
+def test_an_index_damaged_while_another_has_it_open_is_made_again_at_once(model, store):
+    (store.folder / INDEX).write_bytes(b"S")
+    began = time.monotonic()
+    assert held(model, kvloom.PromptStore(store.folder)) == 256
+    assert time.monotonic() - began < 30  # SQLite would wait for 60 s
 
 
 def test_a_whole_file_without_a_row_gets_one(model, store):

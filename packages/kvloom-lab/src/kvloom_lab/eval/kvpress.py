@@ -9,7 +9,7 @@ the scores are its own means, without an interval. It does not write the context
 from __future__ import annotations
 
 import csv
-import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from kvloom.errors import InputError
 
+from ..workload.files import parsed_json
 from .results import RunResults
 from .summary import EXACT, Figures, Interval
 
@@ -59,7 +60,7 @@ def _config(place: Path) -> dict[str, Any]:
 
         try:
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise InputError(f"cannot read {str(path)!r} as YAML; run kvpress again") from error
     else:
         name = place.parent.name if place.name.isdigit() else place.name
@@ -69,6 +70,11 @@ def _config(place: Path) -> dict[str, Any]:
         raise InputError(
             f"{str(place)!r} has metrics.json, but no config.yaml with {', '.join(needed)}; give a "
             "folder that kvpress' evaluation wrote"
+        )
+    if not isinstance(config["compression_ratio"], int | float):
+        raise InputError(
+            f"compression_ratio in {str(place)!r} is {config['compression_ratio']!r}, no number; "
+            "run kvpress again"
         )
     return config
 
@@ -89,14 +95,14 @@ def _config_of_name(parts: list[str]) -> dict[str, Any] | None:
 
 
 def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdigit()
+    return re.fullmatch(r"\d+\.?\d*", text, re.ASCII) is not None
 
 
 def _read_result(place: Path, config: dict[str, Any], run: RunResults) -> None:
     """Add the figures and the predictions of one folder."""
     path = place / "metrics.json"
     try:
-        metrics = json.loads(path.read_text(encoding="utf-8"))
+        metrics = parsed_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {str(path)!r} as JSON; run kvpress again") from error
     data = str(config["dataset"])
@@ -112,7 +118,8 @@ def _read_result(place: Path, config: dict[str, Any], run: RunResults) -> None:
             scores={name: Interval(x, None, None, len(rows)) for name, x in scores.items()},
         )
     )  # fmt: skip
-    run.settings.setdefault(recipe, config.get("press_init_command") or config["press_name"])
+    press = config.get("press_init_command") or config["press_name"]
+    run.settings.setdefault(recipe, str(press))
     for i, row in enumerate(rows):
         sample = f"{row.get('task') or data} {i}"
         prompt = {
@@ -168,8 +175,8 @@ def _recipe_name(config: dict[str, Any], taken: set[str]) -> str:
                 name += f",{option}={config[option]}"
         if config.get("query_aware"):
             name += ",query_aware"
-        if config.get("more"):
-            name += "," + ",".join(config["more"])
+        if isinstance(more := config.get("more"), list):
+            name += "".join(f",{part}" for part in more)
     numbered = (name, *(f"{name} ({i})" for i in range(2, 1000)))
     return next(candidate for candidate in numbered if candidate not in taken)
 
@@ -181,6 +188,6 @@ def _predictions(path: Path) -> list[dict[str, str]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [{k: v for k, v in row.items() if k} for row in csv.DictReader(file)]
+            return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"cannot read {str(path)!r} as CSV; run kvpress again") from error

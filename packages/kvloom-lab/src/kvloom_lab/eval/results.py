@@ -16,7 +16,7 @@ from typing import Any
 
 from kvloom.errors import InputError
 
-from ..workload.files import append_lines, finished_lines, read_records, write_whole
+from ..workload.files import append_lines, finished_lines, parsed_json, read_records, write_whole
 from .summary import Figures, summarize
 from .tasks import TASKS
 
@@ -90,7 +90,7 @@ def read_head(path: Path) -> dict[str, Any]:
     """Return run.json of a folder; raises `InputError` for none, or another format."""
     file = path / "run.json"
     try:
-        run = json.loads(file.read_text(encoding="utf-8"))
+        run = parsed_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(
             f"{str(path)!r} has no run.json, and no metrics.json of kvpress; give a folder that "
@@ -106,6 +106,11 @@ def read_head(path: Path) -> dict[str, Any]:
             f"{str(file)!r} has format {version}, and this kvloom reads {FORMAT}; run kvloom "
             "eval again into another folder"
         )
+    for part in ("model", "environment", "settings"):
+        if not isinstance(run.get(part, {}), dict):
+            raise InputError(
+                f"{part!r} in {str(file)!r} is no table; run kvloom eval again into another folder"
+            )
     settings = run.get("settings", {})
     if "bytes" in settings:  # its former name
         settings["share"] = settings.pop("bytes")
@@ -179,7 +184,9 @@ def _read_task(path: Path, run: RunResults) -> None:
             )
         if line["sample"] not in run.prompts.get(line["task"], {}):
             raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")
-        if not line.get("problem"):
+        if line.get("problem"):
+            line.pop("scores", None)
+        else:
             if not isinstance(line.get("scores"), dict):
                 raise record.problem("has neither scores nor a problem")
             for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):

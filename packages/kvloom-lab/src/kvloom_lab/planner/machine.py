@@ -19,7 +19,7 @@ import torch
 from kvloom.errors import InputError
 from kvloom.recipe import Geometry, Recipe
 
-from ..workload.files import cache_folder, write_whole
+from ..workload.files import cache_folder, parsed_json, write_whole
 from ..workload.machine import versions
 from .step import LayerWork, StepTime, StepWork
 from .units import Range
@@ -177,7 +177,7 @@ def machine_path() -> Path:
 def load_machine() -> Machine | None:
     """Return what was measured of this machine before; None if nothing fits."""
     try:
-        data = json.loads(machine_path().read_text(encoding="utf-8"))
+        data = parsed_json(machine_path().read_text(encoding="utf-8"))
         if data["format"] == _FILE_FORMAT and data["about"] == about():
             return Machine.from_dict(data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):

@@ -109,7 +109,7 @@ def _tasks(run: RunResults) -> list[str]:
     tasks = list(dict.fromkeys(f.task for f in run.figures if f.scores))
     order_of_settings = run.settings.get("tasks")
     order = (
-        {task.partition(":")[0]: i for i, task in enumerate(order_of_settings)}
+        {str(task).partition(":")[0]: i for i, task in enumerate(order_of_settings)}
         if isinstance(order_of_settings, list)
         else {}
     )

@@ -64,7 +64,7 @@ def read_records(
 def _record(file: Path, number: int, line: bytes, fields: Fields, remedy: str) -> Record:
     record = Record(file, number, {}, remedy)
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = parsed_json(line.decode("utf-8"))
         if b"\\u" in line:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # refuses half a surrogate pair
     except UnicodeError:
@@ -118,9 +118,20 @@ def finite(data: Any) -> Any:
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
+def parsed_json(text: str) -> Any:
+    """Return JSON data; raises `ValueError` for other text, and for data that are nested deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises `OSError`, and `ValueError` for other content."""
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_whole(target: Path, text: str) -> None:

@@ -161,7 +161,7 @@ def is_file(source: str | Path) -> bool:
 def _parsed(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # numbers of 4,300 digits, nested brackets
         raise RecipeError(f"not a TOML recipe: {error}") from error
 
 

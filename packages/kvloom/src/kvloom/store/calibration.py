@@ -49,7 +49,7 @@ class Calibration:
                  "settings": self.settings, "sum": checksum(self.tensors)}  # fmt: skip
         tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
         files.write(Path(path), tensors, {"kvloom_calibration": json.dumps(about)},
-                    CalibrationError)  # fmt: skip
+                    CalibrationError, checksum=True)  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -63,19 +63,24 @@ class Calibration:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("kvloom_calibration", "null"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
+            # files of former versions have a checksum of their tensors alone
+            intact = tensors.pop(files.CHECKSUM, None) is None or files.intact(path)
+        except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise CalibrationError(
                 f"{str(path)!r} is damaged or no calibration; {remedy}"
             ) from error
-        if about is None:
+        if not isinstance(about, dict):
             raise CalibrationError(f"{str(path)!r} is safetensors, but no calibration; {remedy}")
         if about.get("version") != VERSION:
             raise CalibrationError(
                 f"{str(path)!r} has calibration format {about.get('version')}, this kvloom reads "
                 f"{VERSION}; {remedy}"
             )
-        if about.get("sum") != checksum(tensors):
+        if not intact or about.get("sum") != checksum(tensors):
             raise CalibrationError(f"{str(path)!r} is damaged: its checksum is wrong; {remedy}")
+        missing = [name for name in ("model", "text", "settings") if name not in about]
+        if missing:
+            raise CalibrationError(f"{str(path)!r} is damaged: no {missing[0]}; {remedy}")
         return cls(about["model"], about["text"], about["settings"], tensors, path.name)
 
     def encoding(self, layer: int, side: str, fmt: Packed) -> LayerEncoding | None:

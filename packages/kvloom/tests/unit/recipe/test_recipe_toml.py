@@ -148,6 +148,12 @@ def test_text_that_is_no_toml_is_refused():
         Recipe.from_toml("bits: 2")
 
 
+@pytest.mark.parametrize("text", [f"start = {'1' * 5000}", f"a = {'[' * 9000}"])
+def test_toml_that_python_does_not_parse_is_refused(text):
+    with pytest.raises(RecipeError, match="not a TOML recipe"):
+        Recipe.from_toml(f"{text}\n")
+
+
 def test_a_kind_alone_is_its_defaults():
     table = {"recall": {"index": "pages", "tokens": 500}}
     assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))

@@ -13,7 +13,8 @@ from bound_encodings import round_trip
 from kvloom.errors import CalibrationError
 from kvloom.kernels.quantize import reference as ref
 from kvloom.store import Packed
-from kvloom.store.calibration import Calibration, format_of, group_ranges, shape_of
+from kvloom.store.calibration import Calibration, checksum, format_of, group_ranges, shape_of
+from mutations import flipped
 
 REORDERED = Packed(2, "token", 16, span="layer", reorder=True, clip="group")
 LOW = -torch.arange(1.0, 65).view(2, 32)
@@ -68,6 +69,28 @@ def test_one_wrong_byte_is_found_by_the_checksum(tmp_path):
     whole[-3] ^= 1
     path.write_bytes(whole)
     assert "its checksum is wrong" in refused(path)
+
+
+def test_every_flipped_bit_of_the_header_is_found_too(tmp_path):
+    path = tmp_path / "c.kvcal"
+    made().save(path)
+    whole = path.read_bytes()
+    for bit in range(0, 8 * (8 + int.from_bytes(whole[:8], "little")), 5):
+        path.write_bytes(flipped(whole, bit))
+        with pytest.raises(CalibrationError):
+            Calibration.load(path)
+
+
+def test_a_file_of_a_former_version_has_a_checksum_of_its_tensors_alone(tmp_path):
+    path, tensors = tmp_path / "c.kvcal", made().tensors
+    about = {"version": 1, "model": {}, "text": "", "settings": {}, "sum": checksum(tensors)}
+    save_file(tensors, path, {"kvloom_calibration": json.dumps(about)})
+    assert Calibration.load(path).tensors.keys() == tensors.keys()
+    del about["settings"]
+    save_file(tensors, path, {"kvloom_calibration": json.dumps(about)})
+    assert "no settings" in refused(path)
+    save_file(tensors, path, {"kvloom_calibration": "[" * 100_000})
+    assert "damaged" in refused(path)
 
 
 def test_other_safetensors_and_other_versions_are_told_apart(tmp_path):

@@ -10,7 +10,6 @@ the exact cache, so every outcome is also compared with that of `full`.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from kvloom.errors import InputError
 
+from ...workload.files import parsed_json
 from ...workload.passes import Measurement
 from ..decoding import answers, decode, divergence, read_question
 from ..needle_text import draw_keys, draw_number, hide_near_depths
@@ -58,7 +58,7 @@ def words(answer: str) -> list[str]:
 def is_json_object(answer: str) -> bool:
     """Return whether an answer is one JSON object, in a fence or not."""
     try:
-        return isinstance(json.loads(re.sub(r"^```(json)?|```$", "", answer.strip())), dict)
+        return isinstance(parsed_json(re.sub(r"^```(json)?|```$", "", answer.strip())), dict)
     except ValueError:
         return False
 

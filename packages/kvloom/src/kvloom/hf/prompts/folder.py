@@ -242,6 +242,8 @@ class PromptFolder:
             self._db.close()
             self._db = None
         if self._db is None:
+            if not _may_be_database(self.database):  # else SQLite waits for those who have it open
+                self._discard()
             self._db = self._open()
             self._opened = _inode(self.database)
             self._reconcile(self._db)
@@ -352,6 +354,15 @@ def _set_aside(path: Path, reason: str) -> None:
     with suppress(OSError):  # a read-only folder: the file will be refused again
         os.replace(path, path.with_suffix(_DAMAGED))
         os.utime(path.with_suffix(_DAMAGED))
+
+
+def _may_be_database(path: Path) -> bool:
+    """Return whether a file is missing, empty, or begins as those of SQLite do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(16) in (b"", b"SQLite format 3\0")
+    except OSError:
+        return True
 
 
 def _inode(path: Path) -> int | None:

@@ -1,0 +1,1 @@
+"""The reliability campaign: `make soak` and `make soak-quick`."""

@@ -178,6 +178,14 @@ def test_a_reordering_that_stops_midway_makes_the_cache_unusable(llama, monkeypa
         step(model, cache, SAVED, SAVED + 1)
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_is_told_as_such_wherever_it_comes(llama, error):
+    model, cache = filled(llama, "full")
+    for number in range(functions(model, cache, SAVED, SAVED + 1)):
+        with pytest.raises(error), StopAt(number, error):
+            step(model, cache, SAVED, SAVED + 1)
+
+
 def test_nothing_is_kept_for_undoing_after_a_step(llama):
     _, cache = filled(llama, KIVI)
     for layer in probe.layers(cache):

@@ -441,7 +441,7 @@ class RoutedCache(transformers.Cache):
                     raise unreached
                 self.finish_shared()
             except BaseException as error:
-                unreached = self._unreached() if isinstance(error, Exception) else None
+                unreached = None if _says_all(error) else self._unreached()
                 self.guard.unusable = "a step failed, and undoing it failed too"
                 for layer in self.compressed:
                     layer.roll_back()
@@ -592,6 +592,12 @@ class RoutedCache(transformers.Cache):
                 ) from error
             for layer in self.compressed:
                 getattr(layer, method)(argument)
+
+
+def _says_all(error: BaseException) -> bool:
+    """Return whether an error has nothing to do with attention that did not reach kvloom."""
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return memory or not isinstance(error, Exception) or "tried to allocate" in str(error)
 
 
 def on_one_device(step: StepInputs) -> StepInputs:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 
-.PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick train clean
+.PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick soak soak-quick train clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -54,6 +54,16 @@ evidence: .venv/ready
 
 evidence-quick: .venv/ready
 	$(BIN)/python benchmarks/evidence.py --quick
+
+# The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES.
+SOAK := PYTHONPATH=benchmarks:tests:tools:packages/kvloom/tests/models OMP_NUM_THREADS=1 $(BIN)/python -m soak
+MINUTES ?= 9
+
+soak: .venv/ready
+	$(SOAK) --minutes 170
+
+soak-quick: .venv/ready
+	$(SOAK) --minutes $(MINUTES)
 
 train: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m reference_model.train

@@ -52,6 +52,8 @@ def weights(
         return [bottom + (top - bottom) * i / steps for i in range(layers)] if layers > 1 else [1.0]
     if policy in BY_VARIANCE:
         assert variances is not None, "these policies wait for every layer's prompt"
+        if not all(map(math.isfinite, variances)):  # scores beyond fp32
+            return [1.0] * layers
         tiny = 1e-12
         return [v + tiny if policy == "variance" else 1 / (v + tiny) for v in variances]
     return [1.0] * layers

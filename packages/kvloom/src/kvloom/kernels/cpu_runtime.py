@@ -8,14 +8,16 @@ because idle workers spin. Where torch has no OpenMP (macOS, Windows), Python th
 
 Compiled code is cached on disk in the first of these folders that is writable: NUMBA_CACHE_DIR,
 beside the source (`__pycache__`), the user's cache directory, a private folder among temporary
-files; if none is, every process compiles. Decides nothing about what a kernel computes. Importing
-this imports Numba.
+files; if none is, every process compiles. The first kernel that a process compiles into a folder
+removes those of former versions of the source. Decides nothing about what a kernel computes.
+Importing this imports Numba.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 import tempfile
 import time
@@ -154,7 +156,8 @@ class _Cache(FunctionCache):
     def __init__(self, fn: Callable, name: str) -> None:
         super().__init__(fn)
         self._kernel = name, _constants(fn), _sources()
-        base = f"{self._impl.filename_base}-{zlib.crc32(repr(self._kernel).encode()):08x}"
+        name = zlib.crc32(repr(self._kernel).encode())
+        base = f"{self._impl.filename_base}-{_sources():08x}-{name:08x}"
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)
 
@@ -181,7 +184,21 @@ class _Cache(FunctionCache):
         ):
             if companion.rehearsing() and not mine:
                 raise companion.Compiling("its kernel is being compiled by another process")
+            if not isinstance(self._impl.locator, _TemporaryFolder):  # which versions may share
+                remove_former(self.cache_path, _sources())
             code.compile()
+
+
+@cache
+def remove_former(folder: str, version: int) -> None:
+    """Remove the kernels of other versions of the source from a folder, once in a process."""
+    kernels = re.compile(r".+\.py\d+\w*-([0-9a-f]{8})(-[0-9a-f]{8})?\.(nbi|nbi\.lock|\d+\.nbc)")
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            match = kernels.fullmatch(name)
+            if match is not None and match[1] != f"{version:08x}":
+                with suppress(OSError):  # another process has removed it
+                    os.unlink(os.path.join(folder, name))
 
 
 @contextmanager

@@ -36,6 +36,12 @@ def test_minikvs_pyramid_by_hand():
     assert split(210, weights("pyramid", 3), 1000) == [130, 70, 10]
 
 
+@pytest.mark.parametrize("policy", ["variance", "inverse-variance"])
+def test_variances_beyond_fp32_divide_equally(policy):
+    for value in (float("inf"), float("nan")):
+        assert weights(policy, 3, [1.0, value, 2.0]) == [1, 1, 1]
+
+
 def test_a_list_of_weights_is_one_a_layer():
     assert split(100, weights((3, 1), 2), 1000) == [75, 25]
     with pytest.raises(RecipeError, match="2 layer budgets for a model with 3 layers"):

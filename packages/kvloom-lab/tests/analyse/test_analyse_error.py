@@ -121,3 +121,22 @@ def test_table_and_json():
     text = console.export_text()
     assert "mine" in text
     assert f"{row['output']:.2%}" in text
+
+
+@pytest.mark.parametrize("bias", [0.0, 20.0])
+def test_attach_warns_of_key_biases_that_dominate_groups_of_a_token(bias):
+    """As in Qwen2.5: a few channels of keys have a bias that is much larger than all else."""
+    model, names = build("qwen2"), ["kivi-4:group=16", "rtn:bits=4,group=16", "turbo"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias.zero_()[[7, 15, 23, 31]] = bias  # that RoPE turns slowly
+            ratio = bias / layer.self_attn.k_proj.weight.norm(dim=1).median()
+    assert bias == 0 or ratio > 15
+    found = error.measure(model, IDS, list(map(resolve, names)))
+    assert max(x.weights for x in found[names[0]].values()) < 0.2
+    for name in names:
+        warned = any("biases of this model's keys" in x for x in kvloom.attach(model, name).notes)
+        assert warned == (bias > 0 and name != names[0])
+        if warned:
+            without = error.measure(build("qwen2"), IDS, [resolve(name)])[name]
+            assert found[name][0].weights > 2 * without[0].weights

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
-from . import compat
+from . import compat, shard
 from .cache import Cache
 from .guard import ModelRef
 from .layer_facts import recipe_for
@@ -213,7 +214,39 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
             f"({parameters / 1e6:,.0f} M parameters, head_dim {geometry.head_dim}); compare with "
             "kivi-4"
         )
+    ratio = _key_bias(model, recipe)
+    if ratio:
+        notes.append(
+            f"warning: biases of this model's keys are up to {ratio:,.0f} times as large as a "
+            "channel varies, and the recipe packs keys per token, in groups that these channels "
+            "dominate; pack keys per channel, as near-lossless does"
+        )
     return tuple(notes)
+
+
+def _key_bias(model: PreTrainedModel, recipe: Recipe) -> float:
+    """Return the largest bias of a key's channel over the median deviation of channels.
+
+    0 where no recipe packs keys in few bits per token, or a step between two codes is smaller than
+    that deviation. A layer's input is normalized, so the deviation is the norm of a row of weights.
+    """
+    keys = (store.quantized.get("keys") for store in recipe.stores)
+    bits = [
+        fmt.bits for fmt in keys
+        if fmt is not None and fmt.axis == "token" and not (fmt.smooth or fmt.reorder)
+    ]  # fmt: skip
+    modules, largest = dict(model.named_modules()) if bits else {}, 0.0
+    for name, module in modules.items():
+        is_key = name.rpartition(".")[2] == "k_proj" and type(module) is torch.nn.Linear
+        if not is_key or module.bias is None or module.bias.is_meta:
+            continue
+        weight, bias = (shard.local(x).detach().float() for x in (module.weight, module.bias))
+        norm = modules.get(f"{name.rpartition('.self_attn')[0]}.input_layernorm")
+        if norm is not None and hasattr(norm, "weight"):
+            weight = weight * shard.local(norm.weight).detach().float()
+        deviation = weight.norm(dim=1).median().clamp_min(1e-12)
+        largest = max(largest, float(bias.abs().max() / deviation))
+    return largest if bits and largest > 2 ** min(bits) - 1 else 0.0
 
 
 def _restore(owner: ModelRef, attached: Attached | None) -> None:

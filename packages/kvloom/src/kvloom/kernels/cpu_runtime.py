@@ -156,8 +156,8 @@ class _Cache(FunctionCache):
     def __init__(self, fn: Callable, name: str) -> None:
         super().__init__(fn)
         self._kernel = name, _constants(fn), _sources()
-        name = zlib.crc32(repr(self._kernel).encode())
-        base = f"{self._impl.filename_base}-{_sources():08x}-{name:08x}"
+        constants = zlib.crc32(repr(self._kernel).encode())
+        base = f"{self._impl.filename_base}-{_sources():08x}-{constants:08x}"
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = IndexDataCacheFile(self._cache_path, base, stamp)
 

@@ -11,8 +11,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = sorted(path for path in (BENCHMARKS / "results").rglob("*") if path.is_file())
 SOURCES = [
-    *BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("peers/*.py"), BENCHMARKS.parent / "README.md",
-    *(BENCHMARKS.parent / "docs").rglob("*.md"),
+    *BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("peers/*.py"), *BENCHMARKS.glob("soak/*.py"),
+    BENCHMARKS.parent / "README.md", *(BENCHMARKS.parent / "docs").rglob("*.md"),
 ]  # fmt: skip
 
 

@@ -205,6 +205,9 @@ class CheckedLayer(RoutedLayer):
         ragged = None if evictor is None else evictor.ragged
         if ragged is None or ragged.spans is None:
             return []
+        self.padding = 0.0
+        if not len(ragged.keys):  # the other layers have won all tokens
+            return []
         index = ragged.logical()
         self.padding = ragged.spans.longest - ragged.mean
         hidden = (index < 0) | ~_at(visible, index.clamp_min(0))

@@ -174,13 +174,13 @@ class CheckedLayer(RoutedLayer):
             parts.append(Held(index, keys, values, hidden))
             self._compare(index.clamp_min(0), keys, values, visible, hidden)
             taken.scatter_(2, index.clamp_min(0), taken.gather(2, index.clamp_min(0)) | ~hidden)
-        parts += self._ragged(visible)
+        beside = layer._state.without_sinks(visible[:, None])  # sinks are stored apart
+        assert beside is not None
+        parts += self._ragged(beside[:, 0])
         if not len(tokens):
             return parts
         index = tokens.logical(0, len(tokens), visible.device)
         index = index.expand(*taken.shape[:2], -1)
-        beside = layer._state.without_sinks(visible[:, None])  # sinks are stored apart
-        assert beside is not None
         keys, values = (
             self._side(tokens, side, index, beside[:, 0]) for side in ("keys", "values")
         )

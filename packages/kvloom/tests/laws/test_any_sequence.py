@@ -36,6 +36,13 @@ FOUND = {
         Recipe(recall=Recall(TopK(), 20, full_layers=0), protect=Protect(sinks=5)),
         1, (2, 1), 16, "fp32", (0,), (("step", 40), ("step", 1), ("reset",), ("step", 1)),
     ),
+    "heads whose certain tokens leave less than a unit to win": Case(
+        Recipe(
+            Keep(Budget(5, recent=0, head_share=0.0), Mass(), when="prompt"),
+            Store(keys=Packed(bits=3, axis="token", group=0, residual=15, unit=5)),
+        ),
+        1, (2, 2), 16, "fp32", (0,), (("step", 8),),
+    ),
     "a saved cache whose packed tokens are all in the tier": Case(
         Recipe(
             store=Store(values=Packed(bits=2, axis="channel", group=32, residual=32)),

@@ -24,6 +24,8 @@ def shares(heavy: int, evicted: int, head_share: float, heads: int, unit: int) -
     """
     most = math.floor(round(heavy * (1 - head_share), 6))
     units = min(heads * most // unit, heads * ((most + evicted) // unit))
+    while units > heads * ((-(-units * unit // heads) + evicted) // unit):
+        units -= 1  # rounding makes heads certain of more, and fewer tokens are left to win
     return heavy - -(-units * unit // heads), units * unit
 
 

@@ -132,6 +132,17 @@ def test_what_a_keep_refuses(change, why):
         replace(KEEP, scorer=scorer, **change)
 
 
+@given(
+    st.integers(1, 300), st.integers(1, 40), st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+    st.integers(1, 8), st.sampled_from([1, 8, 32, 40, 64]),
+)  # fmt: skip
+def test_heads_can_win_what_they_compete_for(heavy, evicted, head_share, heads, unit):
+    certain, contested = head_budgets.shares(heavy, evicted, head_share, heads, unit)
+    assert contested % unit == 0
+    assert contested <= heads * ((heavy + evicted - certain) // unit * unit)
+    assert 0 <= heads * (heavy - certain) - contested < heads
+
+
 def test_a_block_grants_whole_units():
     assert head_budgets.granted(wanted=50, heads=2, tokens=20, unit=8) == 32
     assert head_budgets.granted(wanted=30, heads=2, tokens=20, unit=8) == 24

@@ -128,10 +128,10 @@ def read_prompt(model: PreTrainedModel, recipe: str, tokens: int) -> tuple[kvloo
     return cache, ids
 
 
-def step(model: PreTrainedModel, cache: kvloom.Cache, ids: Tensor) -> Tensor:
-    """Return the logits of one call."""
+def step(model: PreTrainedModel, cache: kvloom.Cache, ids: Tensor, keep: int = 0) -> Tensor:
+    """Return the logits of one call: of the last `keep` tokens, or of all."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, past_key_values=cache, logits_to_keep=keep).logits
 
 
 def go_on(model: PreTrainedModel, cache: kvloom.Cache) -> Tensor:
@@ -197,7 +197,7 @@ def went_on(model: PreTrainedModel, cache: kvloom.Cache, ids: Tensor, logits: li
         (begin,) = seen
         ends = range(max(begin + 1, PROMPT), PROMPT + NEW)
         for end in ends[:4]:
-            found = step(model, cache, ids[:, begin:end])[:, -1]
+            found = step(model, cache, ids[:, begin:end], keep=1)[:, -1]  # as `generate` does
             assert torch.equal(found, logits[end - PROMPT]), f"other logits at token {end}"
             begin = end
     except CacheMisuse:

@@ -16,7 +16,14 @@ from typing import Any
 
 from kvloom.errors import InputError
 
-from ..workload.files import append_lines, finished_lines, parsed_json, read_records, write_whole
+from ..workload.files import (
+    Record,
+    append_lines,
+    finished_lines,
+    parsed_json,
+    read_records,
+    write_whole,
+)
 from .summary import Figures, summarize
 from .tasks import TASKS
 
@@ -173,6 +180,26 @@ def read_run(folder: Path) -> RunResults:
     return run
 
 
+def _is_number(value: Any) -> bool:
+    """Return whether a value of a line is a number that a float can be, or None."""
+    if isinstance(value, int):
+        return value.bit_length() < 1000
+    return value is None or isinstance(value, float)
+
+
+def _check_optional(record: Record) -> None:
+    """Raise `InputError` for tokens, curves or seconds that are none."""
+    line = record.value
+    if not isinstance(line.get("tokens") or [], list):
+        raise record.problem("needs a list in 'tokens'")
+    curves, seconds = line.get("curves") or {}, line.get("seconds") or {}
+    if not isinstance(seconds, dict) or not all(map(_is_number, seconds.values())):
+        raise record.problem("needs numbers in 'seconds'")
+    lists = isinstance(curves, dict) and all(isinstance(x, list) for x in curves.values())
+    if not lists or not all(all(map(_is_number, curve)) for curve in curves.values()):
+        raise record.problem("needs lists of numbers in 'curves'")
+
+
 def _read_task(path: Path, run: RunResults) -> None:
     """Add the lines of one task's file; tokens that repeat share one string."""
     for record in read_records(path, {"task": str, "sample": str, "recipe": str}, REMEDY):
@@ -190,11 +217,12 @@ def _read_task(path: Path, run: RunResults) -> None:
             if not isinstance(line.get("scores"), dict):
                 raise record.problem("has neither scores nor a problem")
             for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):
-                if not isinstance(line.get(name), int | float):
+                if line.get(name) is None or not _is_number(line[name]):
                     raise record.problem(f"needs a number in {name!r}")
             for name, value in line["scores"].items():
-                if not isinstance(value, int | float | None):
+                if not _is_number(value):
                     raise record.problem(f"needs a number as the score {name!r}")
+            _check_optional(record)
             line["tokens"] = [sys.intern(str(token)) for token in line.get("tokens") or ()]
             line["curves"] = {
                 name: array("f", [float("nan") if x is None else x for x in curve])

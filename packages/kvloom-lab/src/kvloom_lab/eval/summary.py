@@ -143,7 +143,7 @@ def _figures(
     if "nll" in scores:
         scores = {"perplexity": _exp(scores["nll"]), **scores}
     seconds = [line.get("seconds") or {} for line in done.values()]
-    prefills = [each["prefill"] for each in seconds if "prefill" in each]
+    prefills = [each["prefill"] for each in seconds if each.get("prefill") is not None]
     decode = sum(each.get("decode") or 0 for each in seconds)
     steps = sum(each.get("steps") or 0 for each in seconds)
     means = {name: _mean(done, name) for name in ("bits_per_value", "tokens_read")}

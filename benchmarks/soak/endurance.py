@@ -62,7 +62,7 @@ def endure(
     if len(samples) >= 20:
         warm = np.array(samples[len(samples) // 3 :], dtype=float)
         memory, reported = (np.polyfit(warm[:, 0], warm[:, i], 1)[0] for i in (1, 2))
-        tally.figures[f"{name} B/token"] = round(memory, 2)
+        tally.figures[f"{name} B/token"] = round(float(memory), 2)
         assert memory <= reported + LEAK, f"{memory:.2f} bytes a token, {reported:.2f} reported"
     findings = Findings()
     checked = CheckedLayer(layer, findings, None)

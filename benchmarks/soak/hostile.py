@@ -25,7 +25,7 @@ import kvloom
 from html_elements import parse
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import CalibrationError, InputError, RecipeError, SavedCacheError, StoreError
-from kvloom.hf.prompt_folder import INDEX
+from kvloom.hf.prompts.folder import INDEX
 from kvloom.recipe import Recipe
 from kvloom.recipe.resolve import resolve
 from kvloom.store.calibration import Calibration

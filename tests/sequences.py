@@ -131,11 +131,11 @@ def _recipe(draw: Random, geometry: Geometry) -> Recipe:
     options: dict[str, Any] = {
         "store": Store(keys, values), "keep": _keep(draw), "recall": _recall(draw),
         "protect": Protect(sinks, recent, outliers, spans=spans),
-        "start": draw.choice([0, 0, 0, 30]), "layers": draw.choice([(), (), (other,)]),
+        "compress_after": draw.choice([0, 0, 0, 30]), "layers": draw.choice([(), (), (other,)]),
     }  # fmt: skip
     parts: list[dict[str, Any]] = [
         {"store": Store()}, {"keep": None}, {"recall": None}, {"layers": ()},
-        {"protect": Protect(sinks, recent)}, {"start": 0},
+        {"protect": Protect(sinks, recent)}, {"compress_after": 0},
     ]  # fmt: skip
     draw.shuffle(parts)
     while True:  # parts that do not combine are left out, one after the other
@@ -235,7 +235,7 @@ def simpler(case: Case) -> Iterator[Case]:
             yield replace(case, pads=pads)
     store, protect = recipe.store, recipe.protect
     for part in (
-        {"keep": None}, {"recall": None}, {"layers": ()}, {"start": 0},
+        {"keep": None}, {"recall": None}, {"layers": ()}, {"compress_after": 0},
         {"store": replace(store, keys=None)}, {"store": replace(store, values=None)},
         {"protect": replace(protect, sinks=0)}, {"protect": replace(protect, exact_recent=0)},
         {"protect": replace(protect, outliers=None)}, {"protect": replace(protect, spans=None)},

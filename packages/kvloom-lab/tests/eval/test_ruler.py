@@ -13,7 +13,7 @@ from task_sources import CHAT, PROSE, only, ruler_source, source
 
 from kvloom.errors import InputError
 from kvloom_lab.eval.tasks import ruler, task_named
-from kvloom_lab.eval.tasks.ruler import PARTS, Material, Needles, largest_fitting
+from kvloom_lab.eval.tasks.ruler import PARTS, NeedleSettings, PromptInputs, largest_fitting
 from kvloom_lab.models import reference_tokenizer
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -21,7 +21,7 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 
 def made(name, units, length=2000, seed=0):
     made_from = ruler_source()
-    material = Material(made_from, made_from.text.split(), [], length)
+    material = PromptInputs(made_from, made_from.text.split(), [], length)
     return PARTS[name].make(np.random.default_rng(seed), units, material)
 
 
@@ -135,8 +135,8 @@ def test_rulers_tasks_are_the_official_ones():
         "niah_multivalue": 128, "niah_multiquery": 128, "vt": 30, "cwe": 120, "fwe": 50,
     }  # fmt: skip
     settings = {name: PARTS[name].make.args[0] for name in PARTS if name.startswith("niah")}
-    assert settings["niah_multikey_1"] == Needles("essay", num_keys=4)
-    assert settings["niah_multikey_3"] == Needles("needle", "uuids", "uuids")
+    assert settings["niah_multikey_1"] == NeedleSettings("essay", num_keys=4)
+    assert settings["niah_multikey_3"] == NeedleSettings("needle", "uuids", "uuids")
     uuid = made("niah_single_3", 60).expected[0]
     assert re.fullmatch(
         r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}", uuid

@@ -207,16 +207,7 @@ def _step(
     visible = torch.arange(n, device=bench.device) >= torch.tensor(
         [[[0]], [[n // 3]]], device=bench.device
     )
-    exact = []
-    for lane in lanes:
-        parts = [
-            lane.view(lo, hi)
-            for lo, hi in ((0, lane.packed_count), (lane.packed_count, n))
-            if hi > lo
-        ]
-        exact.append(
-            torch.cat([p if isinstance(p, Tensor) else p.tensor() for p in parts], 2).cpu().float()
-        )
+    exact = [lane.kv_view().tensor().cpu().float() for lane in lanes]
     own = t if t > 1 else 0
     regions = [Region(*(lane.kv_view() for lane in lanes), visible=visible, own=own)]
     why = ops.attend.choose(q, regions).why

@@ -216,8 +216,7 @@ class CheckedLayer(RoutedLayer):
             assert given is not None
             given = given.masked_fill(~visible[:, None, : given.shape[2], None], 0.0)
             with dispatch.use("ref"):
-                flat = side.view(0, len(side))
-                flat = flat if isinstance(flat, Tensor) else flat.tensor()
+                flat = side.kv_view().tensor()
             padded = given.new_zeros(*index.shape, given.shape[3])
             for row, head in product(range(index.shape[0]), range(index.shape[1])):
                 first, count = ragged.spans.bounds[row, head].tolist()
@@ -285,12 +284,10 @@ class CheckedLayer(RoutedLayer):
                 assert retriever is not None
                 assert retriever.store is not None
                 block = retriever.store.raw(0, tokens.offloaded)[("keys", "values").index(name)]
-                x = side.view_offloaded(block, tokens.offloaded)
-                parts.append(x if isinstance(x, Tensor) else x.tensor())
+                parts.append(side.view_offloaded(block, tokens.offloaded).tensor())
             if side.packed_count:
-                at = tokens.positions if side.needs_positions else None
-                x = side.view(0, side.packed_count, at)
-                parts.append(x if isinstance(x, Tensor) else x.tensor())
+                view = tokens.views()[name == "values"]
+                parts.append(view.tensor(0, side.packed_count))
         if not parts:
             return side.tail.view()[:, :, :0]
         return torch.cat(parts, dim=2).clone()

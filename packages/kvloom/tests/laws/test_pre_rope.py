@@ -53,7 +53,7 @@ def cached(fmt, rope, sinks=0, recent=0, keep=None) -> LayerCache:
 def stored_keys(cache: LayerCache) -> torch.Tensor:
     """Packed keys as attention sees them."""
     body = probe.tokens(cache)
-    return body.keys.view(0, body.keys.packed_count, body.positions).tensor()
+    return body.unpacked_keys(0, body.keys.packed_count)
 
 
 @every_rope

@@ -149,7 +149,7 @@ def test_minikv_choice_is_frozen(r):
         one = Simulated(16, 16)
         one.step(qh, kh, vh)
         one.evict()
-        kept = probe.keys(layer).view(0, 32).tensor()[b, h]
+        kept = probe.keys(layer).kv_view().tensor(0, 32)[b, h]
         half_step = (k.max() - k.min()).item() / 255 / 2 + 2e-3  # fp16 scale and zero
         torch.testing.assert_close(kept, k[b, h][one.kept], rtol=0, atol=half_step)
     for number in range(1, 6):

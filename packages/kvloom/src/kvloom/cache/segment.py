@@ -89,8 +89,7 @@ class Segment(Stateful):
 
     def unpacked_keys(self, lo: int, hi: int) -> Tensor:
         """Return the keys [B, Hk, hi - lo, D] of tokens lo to hi, none of which is offloaded."""
-        keys = self.keys.view(lo - self.offloaded, hi - self.offloaded, self.positions)
-        return keys if isinstance(keys, Tensor) else keys.tensor()
+        return self.views()[0].tensor(lo - self.offloaded, hi - self.offloaded)
 
     def unpacked_values(self, lo: int, hi: int) -> Tensor:
         """Return the values [B, Hk, hi - lo, D] of tokens lo to hi, none of which is offloaded."""

@@ -58,13 +58,6 @@ class Buffer(Stateful):
         count = self.count if most is None else min(self.count, most)
         return allocation.data[:, :, allocation.start : allocation.start + count]
 
-    @property
-    def storage(self) -> Tensor:
-        """The tensor from the oldest live token on, spare room included; a view."""
-        allocation = self.allocation
-        assert allocation is not None, "an empty buffer has no shape yet"
-        return allocation.data[:, :, allocation.start :] if allocation.start else allocation.data
-
     def append(self, x: Tensor) -> None:
         """Add x [B, Hk, T, D] after the live tokens."""
         data, slot = self.room(x)

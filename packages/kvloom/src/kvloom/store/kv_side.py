@@ -22,9 +22,8 @@ from ..positions.rope import Rope
 from ..state import Stateful
 from .buffer import Buffer
 from .format_tokens import FormatTokens
-from .formats import Format, FormatView, Packed
+from .formats import Format, Packed
 from .packed import PackedTokens, take_blocks
-from .packed_view import PackedView
 
 Positions = Callable[[int, int], Tensor]
 """Returns the positions of tokens lo..hi of a side, int64 [B or 1, Hk or 1, hi - lo]."""
@@ -134,16 +133,6 @@ class KVSide(Stateful):
         places = positions(begin, end) if positions and self.needs_positions else None
         self.packed.append(x, nonpadding, places)
 
-    def view(
-        self, lo: int, hi: int, positions: Positions | None = None
-    ) -> Tensor | PackedView | FormatView:
-        """Return tokens lo..hi, which must not cross the end of the packed prefix."""
-        if hi <= self.packed_count:
-            assert self.packed is not None
-            places = positions(lo, hi) if positions and self.needs_positions else None
-            return self.packed.view(lo, hi, places)
-        return self.tail.view()[:, :, lo - self.packed_count : hi - self.packed_count]
-
     def offload(self, n: int) -> Block:
         """Remove and return the n oldest tokens: all packed (whole groups), or all exact."""
         if self.packed is not None:
@@ -170,7 +159,7 @@ class KVSide(Stateful):
         assert isinstance(self.packed, PackedTokens)
         assert self.tail.allocation is not None
         none = self.tail.allocation.data[:, :, :0]
-        return KVView(self.packed.wrap(block, 0, n), none, self.packed.fmt.encoding)
+        return KVView(self.packed.view(0, n, offloaded=block), none, self.packed.fmt.encoding)
 
     def kv_view(self, positions: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens, packed and exact, as one view that kernels read.

@@ -92,23 +92,25 @@ class PackedTokens(Stateful):
         self.dtype = x.dtype
 
     def view(
-        self, lo: int = 0, hi: int | None = None, positions: Tensor | None = None
+        self,
+        lo: int = 0,
+        hi: int | None = None,
+        positions: Tensor | None = None,
+        offloaded: Sequence[Tensor] | None = None,
     ) -> PackedView:
-        """Return tokens lo..hi of this prefix; positions: of these, as in `append`."""
-        assert self.allocation is not None, "no tokens yet"
-        return self.wrap(self.allocation.tensors, lo, self.count if hi is None else hi, positions)
+        """Return tokens lo..hi of this prefix, or of tensors that `offload` returned.
 
-    def wrap(
-        self, tensors: Sequence[Tensor], lo: int, hi: int, positions: Tensor | None = None
-    ) -> PackedView:
-        """Return tokens lo..hi of tensors such as this prefix's; positions: as in `append`."""
+        positions: of these tokens, as in `append`.
+        """
+        assert self.allocation is not None, "no tokens yet"
         assert self.layer_encoding is not None, "no tokens yet"
-        codes, scale, zero = tensors
+        codes, scale, zero = self.allocation.tensors if offloaded is None else offloaded
         if scale.dtype == torch.uint8:  # fp8 is stored as bytes
             scale, zero = scale.view(self.layer_encoding.meta), zero.view(self.layer_encoding.meta)
         return PackedView(
-            codes, scale, zero, self.layer_encoding, lo, hi, self.dtype, self.rope, positions
-        )
+            codes, scale, zero, self.layer_encoding, lo, self.count if hi is None else hi,
+            self.dtype, self.rope, positions,
+        )  # fmt: skip
 
     def offload(self, n: int) -> Sequence[Tensor]:
         """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""

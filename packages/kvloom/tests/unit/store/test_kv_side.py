@@ -60,14 +60,13 @@ def test_views_of_both_parts_are_the_tokens(fmt, recent, n):
     x = torch.randn(1, 2, n, 32)
     side = KVSide(fmt, recent)
     side.extend(x, drop=0)
-    assert torch.equal(side.view(n, n) if side.packed_count < n else x[:, :, n:], x[:, :, n:])
-    if side.packed_count:
-        err = (side.view(0, side.packed_count).tensor() - x[:, :, : side.packed_count]).abs().max()
-        assert 0 < err < 2
-        mid = side.view(3, side.packed_count - 1).tensor()
-        assert torch.equal(mid, side.view(0, side.packed_count).tensor()[:, :, 3:-1])
-    if side.packed_count < n:
-        assert torch.equal(side.view(side.packed_count, n), x[:, :, side.packed_count :])
+    view, count = side.kv_view(), side.packed_count
+    assert torch.equal(view.tensor(n, n), x[:, :, n:])
+    if count:
+        packed = view.tensor(0, count)
+        assert 0 < (packed - x[:, :, :count]).abs().max() < 2
+        assert torch.equal(view.tensor(3, count - 1), packed[:, :, 3:-1])
+    assert torch.equal(view.tensor(count, n), x[:, :, count:])
 
 
 def test_dropping_while_taking_forgets_the_oldest():

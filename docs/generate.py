@@ -39,7 +39,7 @@ def coverage(_: str) -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for op in OPS.values():
         backends = (op.backends.get(name) for name in ("cpu", "gpu"))
-        words = tuple("–" if backend is None else backend.coverage for backend in backends)
+        words = tuple("–" if backend is None else str(backend.coverage) for backend in backends)
         names.setdefault(words, []).append(f"`{op.name}`")
     rows = [(", ".join(ops), *words) for words, ops in names.items()]
     return _table(("Operation", "CPU kernels", "GPU kernels"), rows)

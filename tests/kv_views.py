@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import naive
+from kvloom.kernels import ops
 from kvloom.kernels.attend.cpu import attend as cpu
 from kvloom.kernels.attend.regions import KVView, PageTable, Region, Slots
 from kvloom.positions.rope import Rope
@@ -19,6 +20,8 @@ from kvloom.store.packed import PackedTokens
 
 FP32 = torch.float32
 TOL = 2e-6  # the reference's
+
+cpu_attend = ops.attend.backends["cpu"].run
 
 
 def page_table(page, tokens, blocks):
@@ -123,13 +126,13 @@ def chosen(keys, values, slots, begin, lead=None, *, visible=None, softcap=None,
     return regions
 
 
-def attend(q, keys, values, scale, by=cpu.attend, **options):
+def attend(q, keys, values, scale, by=cpu_attend, **options):
     """Attention to all tokens of two views, by the kernel."""
     regions = [region(keys, values, q.shape[2], **options)]
     return by(q, regions, scale, softcap=options.get("softcap"))
 
 
-def attend_chosen(q, keys, values, slots, begin, scale, first=None, by=cpu.attend, **options):
+def attend_chosen(q, keys, values, slots, begin, scale, first=None, by=cpu_attend, **options):
     """Attention to chosen tokens of two views, by the kernel."""
     regions = chosen(keys, values, slots, begin, first, **options)
     return by(q, regions, scale, softcap=options.get("softcap"))
@@ -150,7 +153,7 @@ def agrees(form, hq, hk, t, n, packed_end, b=2, seed=0, **options):
     sinks, softcap = options.pop("sinks", None), options.get("softcap")
     regions = [region(keys, values, t, **options)]
     assert not cpu.problems(q, regions)
-    got = cpu.attend(q, regions, 0.125, softcap=softcap, sink_logits=sinks)
+    got = cpu_attend(q, regions, 0.125, softcap=softcap, sink_logits=sinks)
     options["sinks"] = sinks
     options = {n: x.numpy() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
     out, lse = naive.attention(*(x.double().numpy() for x in (q, k, v)), 0.125, **options)
@@ -191,7 +194,7 @@ def chosen_agree(
     sinks = options.pop("sinks", None)
     regions = chosen(keys, values, slots, begin, lead, **options)
     assert not cpu.problems(q, regions)
-    got = cpu.attend(q, regions, 0.125, softcap=options.get("softcap"), sink_logits=sinks)
+    got = cpu_attend(q, regions, 0.125, softcap=options.get("softcap"), sink_logits=sinks)
     options["sinks"] = sinks
     listed = []
     for x, before in ((k, 0), (v, 1)):

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvloom.kernels import Backend, ops
+from kvloom.kernels import Backend, Coverage, ops
 
 
 def page_bounds(x, page, nonpadding):
@@ -19,12 +19,12 @@ def page_bounds(x, page, nonpadding):
     return low, pages.masked_fill(hidden, -largest).amax(dim=3)
 
 
-def problems(x, page, nonpadding):
+def other_dtype(x, page, nonpadding):
     """Return why a case is not covered; cases differ in what the operation's `case` reads."""
-    return [] if x.dtype == torch.float32 else [f"keys are {x.dtype}, not torch.float32"]
+    return None if x.dtype == torch.float32 else f"keys are {x.dtype}, not torch.float32"
 
 
 ops.page_bounds.register(
     "one-pass",
-    Backend(page_bounds, problems, load=lambda *_, **__: None, coverage="keys in fp32"),
+    Backend(bind=lambda *_: page_bounds, coverage=Coverage(("keys in fp32", other_dtype))),
 )

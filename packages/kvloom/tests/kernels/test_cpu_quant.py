@@ -32,6 +32,7 @@ from kvloom.positions.rope import Rope
 from kvloom.store import Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)
+pack = ops.pack.backends["cpu"].run
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 GUARD = 77  # what bytes hold that nobody may write
 EDGE = 3  # so many rows of them behind each head
@@ -115,10 +116,10 @@ def agrees(x, spec, cuts=(), real=None, stretch=None):
     (held_codes, *held_meta), wholes = zip(*(room(w) for w in want), strict=True)
     held = PackedTensors(held_codes, *held_meta)
     plain = PackedTensors(*(torch.zeros_like(part) for part in want))
-    assert not cpu.problems(spec, x.dtype)
+    assert not cpu.COVERAGE.problems(spec, x.dtype)
     for lo, hi in itertools.pairwise([0, *cuts, x.shape[2]]):
         here = None if real is None else real[:, :, lo:hi]
-        cpu.pack(x[:, :, lo:hi], spec, held, lo, here)
+        pack(x[:, :, lo:hi], spec, held, lo, here)
         ref.pack(x[:, :, lo:hi], spec, plain, lo, here)
     for got, by_reference, wanted in zip(held, plain, want, strict=True):
         assert torch.equal(raw(got), raw(wanted))
@@ -271,7 +272,7 @@ def test_keys_turned_before_and_after(form, shape, layout, interleaved, data):
         spec = bound(x, bits, "token", d, meta, rotation="group" if kind == "rotated" else "none")
     codes, scale, zero = ref.to_codes(rope.rotate(x.float(), -at), spec)
     held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, bits), scale, zero)))
-    cpu.pack(x, spec, held, 0, rope=RopeAngles(*rope.angles(-at), interleaved))
+    pack(x, spec, held, 0, rope=RopeAngles(*rope.angles(-at), interleaved))
     assert torch.equal(held.codes, ref.pack_codes(codes, bits))
     assert torch.equal(raw(held.scale), raw(scale))
     got = cpu.unpack(held, spec, 0, n, dtype, RopeAngles(*rope.angles(at), interleaved))
@@ -295,7 +296,7 @@ def test_scales_and_zeros_of_any_size_are_rounded_alike(meta, axis):
     spec = bound(x, 1, axis, 16, meta)
     codes, *want = ref.to_codes(x, spec)
     held = PackedTensors(*(room(w)[0] for w in (ref.pack_codes(codes, 1), *want)))
-    cpu.pack(x, spec, held, 0)
+    pack(x, spec, held, 0)
     assert torch.equal(raw(held.scale), raw(want[0]))
     assert torch.equal(raw(held.zero), raw(want[1]))
 
@@ -316,7 +317,7 @@ def test_storage_that_is_not_in_rows_is_read_but_not_written_to():
     want = ref.from_codes(codes, scale, zero, spec)
     assert torch.equal(cpu.unpack(apart, spec, 0, 32, torch.float32), want)
     with pytest.raises(ValueError, match="must be contiguous"):
-        cpu.pack(x, spec, apart, 0)
+        pack(x, spec, apart, 0)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -356,7 +357,7 @@ def test_an_encoding_that_kernels_do_not_know_is_refused_by_name():
     x = torch.zeros(1, 1, 1, 16)
     new = Clustered(4, "token", 16, centroids=8).bind(1, 16)
     for module in (cpu, triton_pack):
-        problems = module.problems(new, torch.float32)
+        problems = module.COVERAGE.problems(new, torch.float32)
         assert problems == ["centroids=8 is not supported"]
     assert ops.pack.choose(x, new).backend == "ref"
     known = Clustered(4, "token", 16).bind(1, 16)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import naive
 import steps
+from kv_views import cpu_attend
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.attend.cpu import attend as attend_cpu
 from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.score import reference as ref
 from kvloom.kernels.score.cpu import mass as cpu
@@ -76,7 +76,7 @@ def close(mass, want):
 def agrees(q, k, scale=0.3, **options):
     """The kernel's mass is the naive formula's."""
     (b, hq, t, _), (_, hk, n, _) = q.shape, k.shape
-    assert not cpu.problems(q, k, options.get("noise"))
+    assert not cpu.COVERAGE.problems(q, k, scale, **options)
     if "bias" in options:
         options["bias"] = options["bias"].expand(-1, hq, -1)
     mass = cpu.column_mass(q, k, scale, **options)
@@ -190,7 +190,7 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(subtests, hq, hk, t):
             given = masks(2, hk, t, n)
             given["bias"] = given["bias"].expand(-1, hq, -1)
             region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], own=t)
-            products = attend_cpu.attend(q, [region], 0.3, softcap=4.0, products=True).products
+            products = cpu_attend(q, [region], 0.3, softcap=4.0, products=True).products
             wide = k.repeat_interleave(hq // hk, dim=1)
             torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)
             given |= {"softcap": 4.0, "tau": 1.4}
@@ -278,7 +278,8 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
             "queries (1, 4, 3, 4) and keys (1, 2, 5, 8) do not fit together",
         ): 1,
     }
-    assert cpu.problems(q, k, Noise("pink", 1, torch.zeros(1, 1, 5), 0)) == [
+    pink = Noise("pink", 1, torch.zeros(1, 1, 5), 0)
+    assert cpu.COVERAGE.problems(q, k, 0.3, noise=pink) == [
         "noise 'pink' is none of constant, gumbel, gaussian"
     ]
     with pytest.raises(RuntimeError, match="expand"):

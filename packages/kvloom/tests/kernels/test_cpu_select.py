@@ -258,8 +258,8 @@ def test_several_threads_leave_no_seam(threads):
 
 
 def test_what_is_not_covered_is_said_and_left_to_the_reference():
-    assert cpu.problems(torch.zeros(1, 1, 3, 32)) == []
-    said = cpu.problems(torch.zeros(1, 1, 3, 40, dtype=torch.float64))
+    assert cpu.COVERAGE.problems(torch.zeros(1, 1, 3, 32)) == []
+    said = cpu.COVERAGE.problems(torch.zeros(1, 1, 3, 40, dtype=torch.float64))
     assert said == [
         "head_dim=40 is not a multiple of 16, up to 512",
         "they are torch.float64, not fp32, fp16 or bf16",

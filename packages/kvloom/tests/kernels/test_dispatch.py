@@ -13,10 +13,12 @@ import steps
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
+from kvloom.kernels.append.cpu import append as cpu_append
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu_attend
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
+from kvloom.kernels.limits import Coverage
 from kvloom.kernels.plan import OpPlan
 from kvloom.kernels.quantize.cpu import pack as cpu_pack
 from kvloom.kernels.quantize.triton import pack as triton_pack
@@ -141,10 +143,10 @@ def test_attention_to_exact_tokens_of_two_dtypes_is_left_to_the_reference(wide):
 
 
 def test_a_kernel_that_fails_to_load_leaves_the_case_to_the_reference_visibly(monkeypatch):
-    def load(*_):
+    def bind(*_):
         raise RuntimeError("no compiler")
 
-    broken = {"cpu": ops.attend.backends["cpu"]._replace(load=load)}
+    broken = {"cpu": ops.attend.backends["cpu"]._replace(bind=bind)}
     monkeypatch.setattr(ops.attend, "backends", broken)
     monkeypatch.setattr(ops.attend, "bindings", {})
     q, k, v = drawn()
@@ -170,7 +172,7 @@ def test_a_backend_refuses_a_scheme_and_a_format_that_it_does_not_know_by_name()
     view = KVView(None, x, Lattice())
     bound = ops.attend.choose(x, [Region(view, KVView(None, x))])
     assert (bound.backend, bound.why) == ("ref", "keys: Lattice is not supported")
-    assert "Lattice is not supported" in triton_pack.problems(layer_encoding, x.dtype)
+    assert "Lattice is not supported" in triton_pack.COVERAGE.problems(layer_encoding, x.dtype)
     found = triton_decode.problems(1, x, None, Lattice())
     assert "values: Lattice is not supported" in found
 
@@ -186,10 +188,10 @@ def doubled(monkeypatch):
     def run(q, regions, scale, **options):
         return ref.AttentionState(torch.full_like(q, 2.0), q[..., 0])
 
-    def problems(q, regions, *_, **__):
-        return [] if q.shape[1] == 1 else [f"{q.shape[1]} query heads are more than one"]
+    def many_heads(q, regions, *_, **__):
+        return None if q.shape[1] == 1 else f"{q.shape[1]} query heads are more than one"
 
-    return dispatch.Backend(run, problems, lambda *_, **__: None, "one query head")
+    return dispatch.Backend(lambda *_, **__: run, Coverage(("one query head", many_heads)))
 
 
 def test_auto_tries_a_registered_backend_first_on_its_device(doubled):
@@ -232,10 +234,10 @@ def test_a_registered_backend_of_another_device_is_left_alone(doubled):
 
 
 def test_a_registered_backend_that_raises_is_skipped_with_the_reason(doubled):
-    def load(*_, **__):
+    def bind(*_, **__):
         raise OSError("no library")
 
-    ops.attend.register("doubled", doubled._replace(load=load))
+    ops.attend.register("doubled", doubled._replace(bind=bind))
     one = drawn(1, 1)
     why = "doubled: its doubled kernel failed to load: OSError: no library"
     with pytest.warns(UserWarning, match="attend: .* no library; another backend runs it"):
@@ -261,15 +263,19 @@ def test_every_operation_says_what_its_backends_cover():
     for name, op in ops.OPS.items():
         assert op.backends, name
         assert set(op.backends) <= {"cpu", "gpu"}, name
-        assert all(backend.coverage for backend in op.backends.values()), name
+        assert all(str(backend.coverage) for backend in op.backends.values()), name
 
 
 def test_every_backend_has_the_signature_of_its_reference():
-    planned = {"attend": cpu_attend.Attend, "pack": cpu_pack.Packer}  # they run what they plan
+    bound = {
+        "append": cpu_append.append,
+        "attend": cpu_attend.Attend.__call__,
+        "pack": cpu_pack.Packer.__call__,
+    }
     for name, op in ops.OPS.items():
         want = list(signature(op.reference).parameters.values())
         for backend in op.backends.values():
-            run = backend.run if backend.plan is None else planned[name].__call__
+            run = getattr(backend.bind, "run", None) or bound[name]
             got = [x for x in signature(run).parameters.values() if x.name != "self"]
             assert got == want, f"{name}: {run.__module__}"
 

@@ -143,6 +143,6 @@ else:
 
     def test_what_is_not_covered_is_said():
         rotated = bound(torch.zeros(1, 1, 1, 32), 2, "token", 32, FP16, rotation="group")
-        said = gpu.problems(rotated, torch.float64)
+        said = gpu.COVERAGE.problems(rotated, torch.float64)
         assert "rotation=group is not supported" in said
         assert any("float64" in s for s in said)

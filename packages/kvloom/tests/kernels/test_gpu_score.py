@@ -89,6 +89,7 @@ else:
 
     def test_what_is_not_covered_is_said():
         q, k = torch.zeros(1, 1, 1, 512, dtype=FP16), torch.zeros(1, 1, 9, 512)
-        said = gpu.problems(q, k, Noise("gaussian", 0, torch.arange(9)[None, None], 0))
+        noise = Noise("gaussian", 0, torch.arange(9)[None, None], 0)
+        said = gpu.COVERAGE.problems(q, k, 1.0, noise=noise)
         for what in ("512", "float16", "gaussian"):
             assert any(what in s for s in said)

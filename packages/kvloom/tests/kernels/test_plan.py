@@ -31,17 +31,15 @@ def one(keys, values, own=0):
     return [Region(keys, values, own=own)]
 
 
-def bindings(monkeypatch, op=ops.attend):
-    """Count how often a plan of an operation is bound."""
-    made = []
-    backend = op.backends["cpu"]
+def bindings(monkeypatch):
+    """Count how often plans are bound."""
+    made, bind = [], OpPlan._bound
 
-    def plan(*args, **options):
+    def counted(self, *args, **options):
         made.append(args)
-        return backend.plan(*args, **options)
+        return bind(self, *args, **options)
 
-    monkeypatch.setattr(op, "backends", {"cpu": backend._replace(plan=plan)})
-    monkeypatch.setattr(op, "bindings", {})
+    monkeypatch.setattr(OpPlan, "_bound", counted)
     return made
 
 
@@ -170,10 +168,10 @@ def test_the_setting_and_a_gradient_bind_the_reference_and_say_why():
 
 
 def test_a_kernel_that_raises_while_it_is_bound_leaves_the_case_to_the_reference(monkeypatch):
-    def plan(*_, **__):
+    def bind(*_, **__):
         raise MemoryError("no room")
 
-    broken = {"cpu": ops.attend.backends["cpu"]._replace(plan=plan)}
+    broken = {"cpu": ops.attend.backends["cpu"]._replace(bind=bind)}
     attend, q = OpPlan(ops.attend), torch.randn(1, 4, 1, 32)
     keys, values = (side.kv_view() for side in packed())
     attend(q, one(keys, values), 0.2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import naive
-from kv_views import FP32, agrees, channel, chosen_agree, draw, hidden, token
+from kv_views import FP32, agrees, channel, chosen_agree, cpu_attend, draw, hidden, token
 from kvloom.cache import LayerCache
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu
@@ -55,7 +55,7 @@ def test_one_sink_for_all_tasks_and_passes(threads):
         keys, values = (tuple(draw((1, 2, n, 16), seed) for n in (40, 200)) for seed in (1, 2))
         regions = [Region.exact(*pair, own=1) for pair in zip(keys, values, strict=True)]
         assert len(cpu.passes(regions)) == 2
-        got = cpu.attend(q, regions, 0.3, sink_logits=SINKS)
+        got = cpu_attend(q, regions, 0.3, sink_logits=SINKS)
         want = ref.attend_regions(q, regions, 0.3, sink_logits=SINKS)
         torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)
         torch.testing.assert_close(got.lse, want.lse, rtol=2e-6, atol=2e-6)
@@ -68,7 +68,7 @@ def test_heads_with_different_numbers_of_tokens():
     none = torch.empty(1, 2, 0, 16)
     where = Spans(torch.tensor([[[0, 10], [10, 20]]]), 20)
     regions = [Region.exact(none, none), Region(KVView(None, k), KVView(None, v), where)]
-    got = cpu.attend(q, regions, 0.3, sink_logits=SINKS)
+    got = cpu_attend(q, regions, 0.3, sink_logits=SINKS)
     for h in range(4):
         own = slice(10 * (h // 2), 10 + 20 * (h // 2))
         head = [x.double().numpy() for x in (q[:, h : h + 1], k[:, :, own], v[:, :, own])]

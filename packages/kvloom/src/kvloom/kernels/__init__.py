@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .attend.regions import KVView, Paged, PageTable, Region
     from .dispatch import Backend, compile_seconds, operations_run
     from .dispatch import use as use_backend
+    from .limits import Coverage
     from .plan import OpPlan
     from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
     from .quantize.encoding import PackedTensors, RopeAngles
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionState",
     "Backend",
+    "Coverage",
     "KVView",
     "OpPlan",
     "PackedTensors",
@@ -43,6 +45,7 @@ __getattr__ = lazy_names(
     __name__,
     {
         "Backend": "dispatch",
+        "Coverage": "limits",
         "KVView": "attend.regions",
         "OpPlan": "plan",
         "PackedTensors": "quantize.encoding",

@@ -13,17 +13,15 @@ counts what ran, with the reason. Imports neither Numba nor Triton.
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from inspect import signature
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +30,7 @@ from torch import Tensor
 from ..errors import NoKernel
 from ..registry import load_plugins
 from . import companion, triton_runtime
+from .limits import Coverage
 
 CHOICES = ("auto", "ref")
 """Settings for any machine; `gpu` selects the Triton kernels and raises if they cannot run."""
@@ -50,31 +49,38 @@ R = TypeVar("R")
 
 
 class Backend(NamedTuple):
-    """One implementation of an operation. Each function takes the operation's arguments.
+    """One implementation of an operation.
 
-    run: computes it. problems: returns why it does not cover a case; empty if it does. load:
-    compiles or imports what `run` needs; whatever it raises makes the reference run. coverage: the
-    cases that are covered, in words. plan: returns a function like `run` for one layer, which keeps
-    what does not change between the layer's steps; None if nothing is worth keeping. exact: its
-    results equal the reference's bit for bit, so the reference may run until it is compiled.
+    Attributes:
+        bind: Takes the operation's arguments, compiles or imports what their case needs, and
+            returns the function that runs the case. If it raises, the reference runs the case.
+        coverage: The cases that it covers; its checks take the operation's arguments.
+        keeps: Whether a function that `bind` returned keeps arguments and memory between calls.
+            Then each layer binds its own (`OpPlan`), and other callers bind each call.
+        exact: Whether results equal the reference's bit for bit. Then the reference may run until
+            the kernel is compiled.
     """
 
-    run: Callable[..., Any]
-    problems: Callable[..., Sequence[str]]
-    load: Callable[..., object]
-    coverage: str = ""
-    plan: Callable[..., Callable[..., Any]] | None = None
+    bind: Callable[..., Callable[..., Any]]
+    coverage: Coverage
+    keeps: bool = False
     exact: bool = False
 
+    def run(self, *args: Any, **options: Any) -> Any:
+        """Bind one call, and run it."""
+        return self.bind(*args, **options)(*args, **options)
 
-def unplanned(plan: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """Return `Backend.run` that plans every call anew, by its first arguments."""
-    first = len(signature(plan).parameters)
 
-    def run(*args: Any, **options: Any) -> Any:
-        return plan(*args[:first])(*args, **options)
+class Binding(NamedTuple):
+    """`Backend.bind` of a function that keeps nothing; load: compiles or imports what it calls."""
 
-    return run
+    run: Callable[..., Any]
+    load: Callable[[], object]
+
+    def __call__(self, *_: Any, **__: Any) -> Callable[..., Any]:
+        """Load, and return the function."""
+        self.load()
+        return self.run
 
 
 class BoundOp(NamedTuple):
@@ -85,13 +91,11 @@ class BoundOp(NamedTuple):
     why: str  # the reasons of all backends that were tried before
     counted: tuple[str, str, str]  # its key in `ran`
     reference: Callable[..., Any]
-    plan: Callable[..., Callable[..., Any]] | None = None  # as in `Backend`
-    until: float = math.inf  # when to choose again, by `time.monotonic`: a kernel is being compiled
+    until: float | None = None  # by `time.monotonic`, if a kernel is being compiled
 
-    @property
     def expired(self) -> bool:
         """Whether to choose again."""
-        if self.until == math.inf:
+        if self.until is None:
             return False
         return time.monotonic() > self.until or not companion.running()
 
@@ -105,7 +109,7 @@ class Op(Generic[P, R]):
     """An operation: a function with a reference and with backends for some cases.
 
     Its signature is the reference's. case: takes the arguments and returns the tensor whose device
-    decides the backend, and a hashable value of everything that `problems` and `load` read.
+    decides the backend, and a hashable value of everything that `Backend.coverage` and `bind` read.
     """
 
     def __init__(
@@ -129,18 +133,23 @@ class Op(Generic[P, R]):
 
         Counts nothing: `BoundOp.run` does.
         """
-        like, rest = self.case(*args, **options)
-        key = forced.get() or environment(), like.device, rest  # `setting()` without its call
+        key = self.key(*args, **options)
         bound = self.bindings.get(key)
-        if bound is None or bound.expired:
-            bound = self.bindings[key] = self._choose(like, *args, **options)
+        if bound is None or bound.expired():
+            bound = self.bindings[key] = self._choose(*args, **options)
         return bound
+
+    def key(self, *args: Any, **options: Any) -> tuple[str, int, torch.device, Hashable]:
+        """Return what decides the choice: the case, its device, the setting, and the backends."""
+        like, rest = self.case(*args, **options)
+        setting = forced.get() or environment()  # `setting()` without its call
+        return setting, len(self.backends), like.device, rest
 
     def register(self, name: str, backend: Backend, device: str = "cpu") -> None:
         """Add a backend from another distribution, for tensors on a type of device.
 
         `auto` tries it before kvloom's own on that device; KVLOOM_KERNELS=name selects it. It must
-        refuse (`Backend.problems`) every case that it does not know. Raises `NoKernel` if the name
+        refuse (`Backend.coverage`) every case that it does not know. Raises `NoKernel` if the name
         is taken.
         """
         if name in (*CHOICES, "cpu", "gpu") or name in self.backends:
@@ -151,7 +160,6 @@ class Op(Generic[P, R]):
                 "name for another device"
             )
         self.backends[name] = backend
-        self.bindings.clear()
 
     def failed(self, name: str, error: Exception, instead: str = "the reference") -> str:
         """Warn that a backend raised while it was bound, and return the reason."""
@@ -159,13 +167,20 @@ class Op(Generic[P, R]):
         warnings.warn(f"{self.name}: {why}; {instead} runs it", stacklevel=5)
         return why
 
-    def by_reference(self, why: str) -> BoundOp:
-        """Return the operation bound to its reference, for a reason."""
-        return BoundOp(None, "ref", why, (self.name, "ref", why), self.reference)
+    def bound(
+        self,
+        backend: str,
+        why: str,
+        kernel: Callable[..., Any] | None = None,
+        until: float | None = None,
+    ) -> BoundOp:
+        """Return the operation bound to a kernel, or to the reference; arguments: of `BoundOp`."""
+        return BoundOp(kernel, backend, why, (self.name, backend, why), self.reference, until)
 
-    def _choose(self, like: Tensor, *args: Any, **options: Any) -> BoundOp:
+    def _choose(self, *args: Any, **options: Any) -> BoundOp:
         load_plugins()  # which may register backends
-        own, why = candidate(like)
+        like, _ = self.case(*args, **options)
+        selected, why = candidate(like)
         others = [
             name
             for name, device in _registered.items()
@@ -173,41 +188,37 @@ class Op(Generic[P, R]):
         ]
         refused: list[str] = []
         for name in others:
-            problems = self._problems(name, args, options, "another backend")
-            if not problems:
-                return self._bound(name, refused)
+            kernel, problems = self._kernel(name, args, options, "another backend")
+            if kernel is not None:
+                return self.bound(name, "; ".join(refused), kernel)
             refused += [f"{name}: {problem}" for problem in problems]
+        kernel = until = None
         try:
-            why = why or self._problems(own, args, options)
+            if not why:
+                kernel, why = self._kernel(selected, args, options)
         except companion.Compiling as error:
-            provisional = self.by_reference("; ".join([*refused, str(error)]))
-            return provisional._replace(until=time.monotonic() + _RETRY_S)
-        if not why:
-            return self._bound(own, refused)
-        return self.by_reference("; ".join([*refused, *why]))
+            why, until = [str(error)], time.monotonic() + _RETRY_S
+        backend = "ref" if kernel is None else selected
+        return self.bound(backend, "; ".join([*refused, *why]), kernel, until)
 
-    def _bound(self, name: str, refused: list[str]) -> BoundOp:
-        backend, why = self.backends[name], "; ".join(refused)
-        counted = self.name, name, why
-        return BoundOp(backend.run, name, why, counted, self.reference, backend.plan)
-
-    def _problems(
+    def _kernel(
         self, name: str, args: Any, options: Any, instead: str = "the reference"
-    ) -> list[str]:
-        """Return why a backend does not run a case; load what it needs if it does."""
+    ) -> tuple[Callable[..., Any] | None, list[str]]:
+        """Return what a backend runs a case with, or None and why it does not."""
         backend = self.backends.get(name)
         if backend is None:
-            return [f"there is no {name} kernel for it"]
+            return None, [f"there is no {name} kernel for it"]
         deferring = companion.may_defer.set(backend.exact)
         try:
-            problems = list(backend.problems(*args, **options))
-            if not problems:
-                backend.load(*args, **options)
-            return problems
+            problems = backend.coverage.problems(*args, **options)
+            if problems:
+                return None, problems
+            kernel = backend.bind(*args, **options)
+            return backend.run if backend.keeps else kernel, []
         except companion.Compiling:
             raise
         except Exception as error:
-            return [self.failed(name, error, instead)]
+            return None, [self.failed(name, error, instead)]
         finally:
             companion.may_defer.reset(deferring)
 
@@ -271,6 +282,11 @@ GRADIENT = "q requires a gradient; call under torch.no_grad()"
 def differentiated(q: Tensor) -> bool:
     """Return whether q requires a gradient, which kernels do not compute."""
     return q.requires_grad and torch.is_grad_enabled()
+
+
+def gradient_problem(q: Tensor, *_: Any, **__: Any) -> str | None:
+    """Return why kernels do not compute with these queries."""
+    return GRADIENT if differentiated(q) else None
 
 
 @contextmanager

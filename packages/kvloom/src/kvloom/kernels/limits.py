@@ -5,7 +5,7 @@ Decides nothing about devices: see `dispatch`. Imports neither Numba nor Triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ MAX_STEP = 8
 """Queries, and new tokens, of a step that decoding kernels take: with more, reading keys no longer
 dominates, and torch's fused attention and its threads are as fast."""
 
-Limit = tuple[str, Callable[..., str | None]]
-"""What is covered, in words; and a function that returns why a case is not, or None."""
+Limit = tuple[str, Callable[..., str | Sequence[str] | None]]
+"""What is covered, in words; and a check, which returns why a case is not: reasons, or None."""
 
 
 class Coverage:
@@ -30,9 +30,17 @@ class Coverage:
     def __str__(self) -> str:
         return "; ".join(words for words, _ in self.limits)
 
-    def problems(self, *case: Any) -> list[str]:
-        """Return why a case is not covered; empty if it is. case: what each limit's check takes."""
-        return [reason for _, problem in self.limits if (reason := problem(*case)) is not None]
+    def problems(self, *case: Any, **options: Any) -> list[str]:
+        """Return why a case is not covered; empty if it is. The arguments are those of a check."""
+        reasons: list[str] = []
+        for _, check in self.limits:
+            found = check(*case, **options) or ()
+            reasons += [found] if isinstance(found, str) else found
+        return reasons
+
+    def of(self, case: Callable[..., tuple[Any, ...]]) -> Coverage:
+        """Return this coverage for other arguments, from which `case` returns those of a check."""
+        return Coverage((str(self), lambda *args, **kwargs: self.problems(*case(*args, **kwargs))))
 
 
 def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:

@@ -21,12 +21,9 @@ from .attend.cpu import attend as attend_cpu
 from .attend.prompt import attend_prompt
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
-from .dispatch import Backend, Op, differentiated
-from .limits import MAX_STEP
-from .quantize import reference as quantize_reference
-from .quantize.cpu import pack as pack_cpu
-from .quantize.encoding import LayerEncoding
-from .quantize.triton import pack as pack_triton
+from .dispatch import Backend, Binding, Op, differentiated
+from .limits import MAX_STEP, Coverage
+from .quantize.operations import pack, unpack
 from .score import reference as score_reference
 from .score.cpu import mass as mass_cpu
 from .score.noise import Noise
@@ -45,8 +42,8 @@ def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
     return scores, scores.dtype
 
 
-def _scores_problems(scores: Tensor, *_: Any, **__: Any) -> list[str]:
-    return [] if scores.dtype == torch.float32 else [f"scores are {scores.dtype}, not fp32"]
+def _scores_problem(scores: Tensor, *_: Any, **__: Any) -> str | None:
+    return None if scores.dtype == torch.float32 else f"scores are {scores.dtype}, not fp32"
 
 
 def _scores_op(
@@ -56,12 +53,7 @@ def _scores_op(
     coverage: str = "scores in fp32",
 ) -> Op[P, R]:
     """Declare an operation on scores that has a CPU kernel only."""
-    backend = Backend(
-        run=run,
-        problems=_scores_problems,
-        load=lambda *_, **__: load(),
-        coverage=coverage,
-    )
+    backend = Backend(Binding(run, load), Coverage((coverage, _scores_problem)))
     return Op(reference.__name__, reference, _scores_case, cpu=backend)
 
 
@@ -74,13 +66,8 @@ def _rows_op(
         x = args[rows]
         return x, (x.shape[3], x.dtype)
 
-    backend = Backend(
-        run=run,
-        problems=lambda *args, **_: select_cpu.problems(args[rows]),
-        load=lambda *_, **__: load(),
-        coverage=str(select_cpu.COVERAGE),
-    )
-    return Op(reference.__name__, reference, case, cpu=backend)
+    coverage = select_cpu.COVERAGE.of(lambda *args, **_: (args[rows],))
+    return Op(reference.__name__, reference, case, cpu=Backend(Binding(run, load), coverage))
 
 
 # --- append ---------------------------------------------------------------------------------------
@@ -97,11 +84,7 @@ append = Op(
     append_reference.append,
     _append_case,
     cpu=Backend(
-        run=append_cpu.append,
-        problems=lambda new, *_, **__: append_cpu.problems(new),
-        load=lambda new, *_, **__: append_cpu.compiled(new[0].dtype),
-        coverage=str(append_cpu.COVERAGE),
-        exact=True,
+        append_cpu.bind, append_cpu.COVERAGE.of(lambda new, *_, **__: tuple(new)), exact=True
     ),
 )
 
@@ -144,17 +127,17 @@ def _region_case(region: Region) -> Hashable:
     )  # fmt: skip
 
 
-def _attend_problems(module: Any) -> Any:
-    """Return `Backend.problems` of an attention module, which asks `problems` of the module."""
+def _attend_coverage(words: str, problems: Callable[..., list[str]]) -> Coverage:
+    """Return the coverage of attention kernels; problems: of queries, regions and the softcap."""
 
-    def problems(
+    def check(
         q: Tensor,
         regions: Sequence[Region],
         *_: Any,
         softcap: float | None = None,
         **__: Any,
     ) -> list[str]:
-        reasons: list[str] = module.problems(q, regions, softcap)
+        reasons = problems(q, regions, softcap)
         if any(x.keys.exact.shape[3] != x.values.exact.shape[3] for x in regions):
             reasons = [*reasons, "keys and values have different head_dim"]
         dtypes = sorted({str(side.exact.dtype) for x in regions for side in (x.keys, x.values)})
@@ -162,7 +145,7 @@ def _attend_problems(module: Any) -> Any:
             reasons = [*reasons, f"exact tokens have different dtypes: {', '.join(dtypes)}"]
         return reasons or ([dispatch.GRADIENT] if differentiated(q) else [])
 
-    return problems
+    return Coverage((words, check))
 
 
 attend = Op(
@@ -170,82 +153,11 @@ attend = Op(
     attend_reference.attend_regions,
     _attend_case,
     cpu=Backend(
-        run=attend_cpu.attend,
-        problems=_attend_problems(attend_cpu),
-        load=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
-        coverage=attend_cpu.COVERAGE,
-        plan=lambda q, regions, *_, **__: attend_cpu.planned(q, regions),
+        attend_cpu.bind, _attend_coverage(attend_cpu.COVERAGE, attend_cpu.problems), keeps=True
     ),
     gpu=Backend(
-        run=attend_triton.attend,
-        problems=_attend_problems(attend_triton),
-        load=lambda *_, **__: attend_triton.kernels(),
-        coverage=attend_triton.COVERAGE,
-    ),
-)
-
-
-# --- quantize -------------------------------------------------------------------------------------
-
-pack = Op(
-    "pack",
-    quantize_reference.pack,
-    lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
-    cpu=Backend(
-        run=pack_cpu.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_cpu.problems(layer_encoding, x.dtype),
-        load=lambda *_, **__: pack_cpu.packing(),
-        coverage=str(pack_cpu.COVERAGE),
-        plan=lambda x, layer_encoding, *_, **__: pack_cpu.Packer(x, layer_encoding),
-        exact=True,
-    ),
-    gpu=Backend(
-        run=pack_triton.pack,
-        problems=lambda x, layer_encoding, *_, **__: pack_triton.problems(layer_encoding, x.dtype),
-        load=lambda *_, **__: pack_triton.kernels(),
-        coverage=str(pack_triton.COVERAGE),
-    ),
-)
-
-
-def _unpack_case(
-    packed: Any,
-    layer_encoding: LayerEncoding,
-    lo: int,
-    hi: int,
-    dtype: torch.dtype,
-    *_: Any,
-    **__: Any,
-) -> tuple[Tensor, Hashable]:
-    return packed.codes, (layer_encoding.encoding, dtype)
-
-
-def _unpack_problems(module: Any) -> Callable[..., list[str]]:
-    def problems(
-        packed: Any, layer_encoding: LayerEncoding, lo: int, hi: int, dtype: torch.dtype, *_: Any
-    ) -> list[str]:
-        reasons: list[str] = module.problems(layer_encoding, dtype)
-        return reasons
-
-    return problems
-
-
-unpack = Op(
-    "unpack",
-    quantize_reference.unpack,
-    _unpack_case,
-    cpu=Backend(
-        run=pack_cpu.unpack,
-        problems=_unpack_problems(pack_cpu),
-        load=lambda *_, **__: pack_cpu.unpacking(),
-        coverage=str(pack_cpu.COVERAGE),
-        exact=True,
-    ),
-    gpu=Backend(
-        run=pack_triton.unpack,
-        problems=_unpack_problems(pack_triton),
-        load=lambda *_, **__: pack_triton.kernels(),
-        coverage=str(pack_triton.COVERAGE),
+        Binding(attend_triton.attend, attend_triton.kernels),
+        _attend_coverage(attend_triton.COVERAGE, attend_triton.problems),
     ),
 )
 
@@ -274,22 +186,8 @@ column_mass = Op(
     "column_mass",
     score_reference.column_mass,
     _mass_case,
-    cpu=Backend(
-        run=mass_cpu.column_mass,
-        problems=lambda q, k, *_, noise=None, later_seen=None, **__: mass_cpu.problems(
-            q, k, noise, later_seen
-        ),
-        load=lambda *_, **__: mass_cpu.compiled(),
-        coverage=str(mass_cpu.COVERAGE),
-    ),
-    gpu=Backend(
-        run=mass_triton.column_mass,
-        problems=lambda q, k, *_, noise=None, later_seen=None, rest=None, **__: (
-            mass_triton.problems(q, k, noise, later_seen, rest)
-        ),
-        load=lambda *_, **__: mass_triton.kernels(),
-        coverage=str(mass_triton.COVERAGE),
-    ),
+    cpu=Backend(Binding(mass_cpu.column_mass, mass_cpu.compiled), mass_cpu.COVERAGE),
+    gpu=Backend(Binding(mass_triton.column_mass, mass_triton.kernels), mass_triton.COVERAGE),
 )
 
 

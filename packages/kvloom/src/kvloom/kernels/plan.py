@@ -1,9 +1,8 @@
 """An operation as one layer calls it at every step: bound once, and again when its case changes.
 
 An `OpPlan` belongs to one layer. It chooses the backend as `dispatch` does, and keeps what the
-chosen kernel keeps between the layer's steps (`Backend.plan`): constant arguments and workspaces. A
-case is what the operation declares in `ops`, with the device, the backend setting and the number of
-backends, which `Op.register` changes. Decides nothing about what a kernel keeps.
+chosen kernel keeps between the layer's steps (`Backend.keeps`): constant arguments and workspaces.
+Decides nothing about what a kernel keeps.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import ops
-from .dispatch import BoundOp, Op, environment, forced
+from .dispatch import BoundOp, Op, ran
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,14 +26,16 @@ class OpPlan(Generic[P, R]):
         self.op = op
         self.bound: BoundOp | None = None
         """What `choose` returned last; None before the first time."""
-        self._case: Any = None
+        self._key: Any = None
 
     def __reduce__(self) -> Any:
         return _plan, (self.op.name,)
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the bound kernel, else the reference; the arguments are those of the operation."""
-        result: R = self.choose(*args, **options).run(*args, **options)
+        bound = self.choose(*args, **options)
+        ran[bound.counted] += 1  # `bound.run` without its call
+        result: R = (bound.kernel or bound.reference)(*args, **options)
         return result
 
     def choose(self, *args: Any, **options: Any) -> BoundOp:
@@ -42,21 +43,21 @@ class OpPlan(Generic[P, R]):
 
         If a kernel raises while it is bound, warns once and returns the reference and the reason.
         """
-        like, rest = self.op.case(*args, **options)
-        setting = forced.get() or environment()  # `setting()` without its call
-        case = setting, len(self.op.backends), like.device, rest
-        if self.bound is None or case != self._case or self.bound.expired:
-            self.bound, self._case = self._bound(*args, **options), case
-        return self.bound
+        key, bound = self.op.key(*args, **options), self.bound
+        if bound is None or key != self._key or (bound.until and bound.expired()):
+            bound = self.bound = self._bound(*args, **options)
+            self._key = key
+        return bound
 
     def _bound(self, *args: Any, **options: Any) -> BoundOp:
         bound = self.op.choose(*args, **options)
-        if bound.plan is None:
+        if bound.kernel is None or not self.op.backends[bound.backend].keeps:
             return bound
         try:
-            return bound._replace(kernel=bound.plan(*args, **options))
+            kernel = self.op.backends[bound.backend].bind(*args, **options)
         except Exception as error:
-            return self.op.by_reference(self.op.failed(bound.backend, error))
+            return self.op.bound("ref", self.op.failed(bound.backend, error))
+        return bound._replace(kernel=kernel)
 
 
 def _plan(name: str) -> OpPlan[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch import Backend, Op, differentiated
+from ..dispatch import Backend, Binding, Op, differentiated
 from . import reference
 from .cpu import prompt as prompt_cpu
 
@@ -24,10 +24,5 @@ attend_prompt = Op(
     "attend_prompt",
     reference.attend_prompt,
     _case,
-    cpu=Backend(
-        run=prompt_cpu.attend,
-        problems=lambda q, k, v, *_, **__: prompt_cpu.COVERAGE.problems(q, k, v),
-        load=lambda *_, **__: prompt_cpu.compiled(),
-        coverage=str(prompt_cpu.COVERAGE),
-    ),
+    cpu=Backend(Binding(prompt_cpu.attend, prompt_cpu.compiled), prompt_cpu.COVERAGE),
 )

@@ -43,9 +43,7 @@ class MassOptions(NamedTuple):
     rest: Tensor | None = None
 
 
-def later_problem(
-    q: Tensor, k: Tensor, noise: Noise | None, later_seen: Tensor | None, *_: Any
-) -> str | None:
+def later_problem(*_: Any, later_seen: Tensor | None = None, **__: Any) -> str | None:
     """Return why no kernel sums the attention of queries to later tokens."""
     return None if later_seen is None else "queries see later tokens, as in an image"
 

@@ -6,6 +6,7 @@ not import Numba; the first call does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -38,9 +39,10 @@ COVERAGE = Coverage(
 )
 
 
-def problems(new: Sides) -> list[str]:
-    """Return why no kernel appends tokens [B, Hk, T, D]; empty if one does."""
-    return COVERAGE.problems(*new)
+def bind(new: Sides, *_: Any, **__: Any) -> Callable[..., bool]:
+    """Return `append`, once the kernel for tokens such as `new` is compiled."""
+    compiled(new[0].dtype)
+    return append
 
 
 def append(

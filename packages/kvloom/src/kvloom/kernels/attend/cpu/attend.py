@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...arguments import TOKENS, contiguous_rows, padded, strides
-from ...dispatch import unplanned
 from ...limits import MAX_STEP
 from ...quantize.encoding import LayerEncoding
 from ..reference import AttentionState, merge, with_sinks
@@ -142,13 +141,10 @@ class Attend:
         return merge([*states, *(one.run(q, regions, scale, softcap, False) for one in others)])
 
 
-def planned(q: Tensor, regions: Sequence[Region]) -> Callable[..., AttentionState]:
+def bind(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> Callable[..., AttentionState]:
     """Return what attends to such regions at every step of a layer."""
     many = q.shape[2] > MAX_STEP
     return many_queries.attend if many else Attend(q, regions)
-
-
-attend = unplanned(planned)
 
 
 class _PassAttention:

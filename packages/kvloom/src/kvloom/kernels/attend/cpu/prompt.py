@@ -22,19 +22,19 @@ from .arguments import ABSENT, PROMPT
 _PRODUCTS_PER_THREAD = 1 << 21
 
 
-def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
     if q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 32 == 0:
         return None
     return f"head_dim={q.shape[3]}, {k.shape[3]}, {v.shape[3]} is not one multiple of 32"
 
 
-def _other_dtypes(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype == k.dtype == v.dtype == torch.bfloat16:
         return None
     return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}, not bf16"
 
 
-def _other_machine(q: Tensor, *_: Any) -> str | None:
+def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype != torch.bfloat16:
         return None
     with dispatch.loading():
@@ -48,7 +48,7 @@ COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
     ("bf16", _other_dtypes),
     ("processors with AVX-512 BF16 and without AMX", _other_machine),
-    ("no gradient", lambda q, *_: dispatch.GRADIENT if dispatch.differentiated(q) else None),
+    ("no gradient", dispatch.gradient_problem),
 )
 
 

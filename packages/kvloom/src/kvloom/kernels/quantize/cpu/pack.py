@@ -15,7 +15,6 @@ from torch import Tensor
 from ... import dispatch
 from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
 from ...constants import on_cpu
-from ...dispatch import unplanned
 from ...limits import Coverage, dtype_problem
 from .. import hadamard
 from ..byte_layout import PACK_BLOCK, top
@@ -43,18 +42,14 @@ COVERAGE = Coverage(
 )
 
 
-def problems(layer_encoding: LayerEncoding, dtype: torch.dtype) -> list[str]:
-    """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    return COVERAGE.problems(layer_encoding, dtype)
-
-
 class Packer:
     """Packs one layer's keys or values, step after step.
 
     Describes the encoding and the storage again only after one of them was replaced.
     """
 
-    def __init__(self, x: Tensor, layer_encoding: LayerEncoding) -> None:
+    def __init__(self, x: Tensor, layer_encoding: LayerEncoding, *_: Any, **__: Any) -> None:
+        self._kernel = packing()
         self._layer_encoding = layer_encoding
         self._prepared = _prepared(layer_encoding, x.shape[1], x.shape[3])
         self._storage = Storage()
@@ -91,10 +86,7 @@ class Packer:
             mask = strides(nonpadding, 2)
         prepared = self._prepared
         static = prepared.static_encode
-        _run(packing(), x, begin, self._numbers, prepared, static, mask, rope)
-
-
-pack = unplanned(Packer)
+        _run(self._kernel, x, begin, self._numbers, prepared, static, mask, rope)
 
 
 def unpack(

@@ -32,11 +32,6 @@ COVERAGE = Coverage(
 )
 
 
-def problems(layer_encoding: LayerEncoding, dtype: torch.dtype) -> list[str]:
-    """Return why no kernel packs or unpacks tokens of a dtype in an encoding; empty if one does."""
-    return COVERAGE.problems(layer_encoding, dtype)
-
-
 def pack(
     x: Tensor,
     layer_encoding: LayerEncoding,
@@ -47,7 +42,7 @@ def pack(
 ) -> None:
     """Write x [B, Hk, T, D] after `begin` packed tokens, into storage that has room.
 
-    Arguments as in `cpu.pack.pack`; torch rotates by `rope`.
+    Arguments as in `cpu.pack.Packer`; torch rotates by `rope`.
     """
     if not x.numel():
         return

@@ -25,42 +25,31 @@ _LOGITS = 1 << 21  # numbers of a head's logits that a thread holds at once
 _PANEL_NUMBERS = 1 << 22  # numbers of keys that are laid out in panels at once
 
 
-def _unfit_shapes(q: Tensor, k: Tensor, *_: Any) -> str | None:
+def _unfit_shapes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     if q.shape[1] % k.shape[1] or q.shape[2] > k.shape[2] or q.shape[3] != k.shape[3]:
         return f"queries {tuple(q.shape)} and keys {tuple(k.shape)} do not fit together"
     return None
 
 
-def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
+def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype in DTYPES and q.dtype == k.dtype:
         return None
     return f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16"
 
 
-def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, _: Any) -> str | None:
+def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
     if noise is None or noise.kind in _NOISE:
         return None
     return f"noise {noise.kind!r} is none of {', '.join(_NOISE)}"
-
-
-def _gradient(q: Tensor, *_: Any) -> str | None:
-    return dispatch.GRADIENT if dispatch.differentiated(q) else None
 
 
 COVERAGE = Coverage(
     ("any `head_dim`", _unfit_shapes),
     ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
     (f"noise: {', '.join(_NOISE)}", _other_noise),
-    ("no gradient", _gradient),
+    ("no gradient", dispatch.gradient_problem),
     ("causal queries", later_problem),
 )
-
-
-def problems(
-    q: Tensor, k: Tensor, noise: Noise | None, later_seen: Tensor | None = None
-) -> list[str]:
-    """Return why no kernel sums the attention of q [B, Hq, T, D] to k [B, Hk, N, D]."""
-    return COVERAGE.problems(q, k, noise, later_seen)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

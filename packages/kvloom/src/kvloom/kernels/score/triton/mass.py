@@ -21,40 +21,29 @@ _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
-def _unread_dtypes(q: Tensor, k: Tensor, *_: Any) -> str | None:
+def _unread_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype != k.dtype:
         return f"queries are {q.dtype}, keys {k.dtype}"
     return dtype_problem(k.dtype, "queries and keys are")
 
 
-def _other_noise(q: Tensor, k: Tensor, noise: Noise | None, *_: Any) -> str | None:
+def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
     if noise is None or noise.kind in _KINDS:
         return None
     return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
 
 
-def _other_keys(*case: Any) -> str | None:
-    return None if case[4] is None else "`rest` stands for other keys"
+def _other_keys(*_: Any, rest: Tensor | None = None, **__: Any) -> str | None:
+    return None if rest is None else "`rest` stands for other keys"
 
 
 COVERAGE = Coverage(
-    (f"`head_dim` up to {_WIDEST}", lambda q, k, *_: cuda.wide_head(k, _WIDEST)),
+    (f"`head_dim` up to {_WIDEST}", lambda q, k, *_, **__: cuda.wide_head(k, _WIDEST)),
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),
     ("no other keys in the softmax", _other_keys),
 )
-
-
-def problems(
-    q: Tensor,
-    k: Tensor,
-    noise: Noise | None = None,
-    later_seen: Tensor | None = None,
-    rest: Tensor | None = None,
-) -> list[str]:
-    """Return why no kernel sums the attention of q to keys k [B, Hk, N, D]; empty if one does."""
-    return COVERAGE.problems(q, k, noise, later_seen, rest)
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

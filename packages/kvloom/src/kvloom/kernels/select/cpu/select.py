@@ -26,11 +26,6 @@ COVERAGE = Coverage(
 )
 
 
-def problems(x: Tensor) -> list[str]:
-    """Return why no kernel takes keys, centroids or bounds [B, Hk, N, D] like x."""
-    return COVERAGE.problems(x)
-
-
 def kmeans(
     x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:

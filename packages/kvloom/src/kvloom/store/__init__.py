@@ -1,12 +1,12 @@
 """In what format a segment stores its tokens."""
 
 from ..kernels.quantize.encoding import Encoding, LayerEncoding
+from ..kernels.quantize.packed_view import PackedView
 from .calibration import Calibration
 from .formats import FORMATS, Format, FormatView, Packed, Store, register_format
 from .kv_side import KVSide
 from .layer_facts import LayerFacts
 from .measuring import PromptPacker, calibrated_groups, random_layer_facts, round_trip
-from .packed_view import PackedView
 
 __all__ = [
     "FORMATS",

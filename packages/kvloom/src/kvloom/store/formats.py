@@ -16,9 +16,9 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.encoding import Encoding
+from ..kernels.quantize.packed_view import PackedView
 from ..registry import Registry
 from ..registry.fields import check_fields
-from .packed_view import PackedView
 
 F = TypeVar("F", bound="Format")
 

@@ -17,11 +17,11 @@ from ..kernels import ops
 from ..kernels.plan import OpPlan
 from ..kernels.quantize.byte_layout import PACK_BLOCK, rows_for
 from ..kernels.quantize.encoding import LayerEncoding, PackedTensors, RopeAngles
+from ..kernels.quantize.packed_view import PackedView
 from ..positions.rope import Rope
 from ..state import Stateful
 from .buffer import grown_capacity
 from .formats import Packed
-from .packed_view import PackedView
 
 # Tokens quantized at once, which bounds the temporary fp32 copies and angles.
 _CHUNK = 4096

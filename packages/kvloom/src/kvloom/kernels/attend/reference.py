@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -189,11 +189,11 @@ def _tokens_of_row(view: KVView, where: Paged, row: int, packed: int, tokens: in
         return exact.clone()
     blocks = table.blocks[row, : packed // table.page]
     begin = table.page * torch.arange(len(blocks), device=blocks.device)
-    chosen: Any = pages._replace(  # type: ignore[union-attr]
+    chosen = pages._replace(
         codes=pages.codes[blocks], scale=pages.scale[blocks], zero=pages.zero[blocks],
         positions=None if pages.rope is None else begin[:, None, None],
     )  # fmt: skip
-    old = chosen.tensor().transpose(0, 1).flatten(1, 2)[None]
+    old: Tensor = chosen.tensor().transpose(0, 1).flatten(1, 2)[None]
     return torch.cat([old, exact], dim=2)
 
 

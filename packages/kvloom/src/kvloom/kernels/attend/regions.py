@@ -9,47 +9,16 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...positions.rope import Rope
-from ..quantize.encoding import Encoding, LayerEncoding
+from ..quantize.encoding import Encoding
+from ..quantize.packed_view import PackedView
 
 First = tuple[Tensor, Tensor]
 """Exact keys and values [B, Hk, S, D]."""
-
-
-class PackedPrefix(Protocol):
-    """Packed tokens lo to hi of a layer's keys or values; `store.PackedView` is one.
-
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D] or [B, Hk, N, D/G], by map
-    [B, 1, N, groups]. rope: set if keys are packed before RoPE; positions: theirs, int64
-    [B or 1, 1, hi], or [B or 1, 1, 1], that of the first token if the others follow it.
-    """
-
-    @property
-    def codes(self) -> Tensor: ...  # noqa: D102
-    @property
-    def scale(self) -> Tensor: ...  # noqa: D102
-    @property
-    def zero(self) -> Tensor: ...  # noqa: D102
-    @property
-    def hi(self) -> int: ...  # noqa: D102
-    @property
-    def layer_encoding(self) -> LayerEncoding: ...  # noqa: D102
-    @property
-    def rope(self) -> Rope | None: ...  # noqa: D102
-    @property
-    def positions(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def dtype(self) -> torch.dtype: ...  # noqa: D102
-    def cut(self, lo: int, hi: int) -> PackedPrefix:
-        """Tokens lo to hi of these."""
-
-    def tensor(self) -> Tensor:
-        """The tokens, unpacked: [B, Hk, N, D]."""
 
 
 class KVView(NamedTuple):
@@ -60,7 +29,7 @@ class KVView(NamedTuple):
     tokens from `first` on follow the prefix (None: all).
     """
 
-    packed: PackedPrefix | Any | None
+    packed: PackedView | Any | None
     exact: Tensor
     encoding: Encoding | Any | None = None
     first: int = 0
@@ -84,7 +53,7 @@ class KVView(NamedTuple):
         exact = self.exact.shape[2] if self.length is None else self.length
         return exact if self.packed is None else exact + self.packed.hi
 
-    def stored(self, lo: int, hi: int) -> PackedPrefix | Any | Tensor:
+    def stored(self, lo: int, hi: int) -> PackedView | Any | Tensor:
         """Tokens lo to hi as they are stored; they must not cross the end of the prefix."""
         if lo < self.prefix:
             assert self.packed is not None

@@ -16,7 +16,8 @@ from torch import Tensor
 from ....positions.rope import Rope
 from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
 from ...quantize.hadamard import levels, matrix
-from ..regions import KVView, PackedPrefix
+from ...quantize.packed_view import PackedView
+from ..regions import KVView
 from .rope_tables import tables
 
 ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
@@ -147,7 +148,7 @@ class SidePacker:
             self._repack(packed, exact.shape[3])
         return SIDE.pack(self._prefix, packed.hi, at)
 
-    def _repack(self, packed: PackedPrefix, d: int) -> None:
+    def _repack(self, packed: PackedView, d: int) -> None:
         layer_encoding, table, first, table_head = packed.layer_encoding, None, None, 0
         encoding = layer_encoding.encoding
         stored = packed.codes, packed.scale, packed.zero
@@ -185,7 +186,7 @@ def rope_of(keys: KVView) -> tuple[tuple[int, bool], Any]:
 
 
 def positions(
-    packed: PackedPrefix, rope: Rope, d: int, tokens: int
+    packed: PackedView, rope: Rope, d: int, tokens: int
 ) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """Return the arguments of rope tables and positions; and tensors that must outlive the run.
 

@@ -293,9 +293,9 @@ class _PassAttention:
         """Return the encoding of packed keys (0) or values (1); None if none is packed."""
         for number in (self.main, self.spans):
             if number is not None:
-                packed = regions[number][side].packed  # type: ignore[union-attr]
-                if packed is not None:
-                    layer_encoding: LayerEncoding = packed.layer_encoding
+                view = regions[number].values if side else regions[number].keys
+                if view.packed is not None:
+                    layer_encoding: LayerEncoding = view.packed.layer_encoding
                     return layer_encoding
         return None
 

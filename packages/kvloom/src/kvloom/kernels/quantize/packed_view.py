@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import ops
-from ..kernels.quantize.encoding import LayerEncoding, PackedTensors, RopeAngles
-from ..positions.rope import Rope
+from ...positions.rope import Rope
+from .encoding import LayerEncoding, PackedTensors, RopeAngles
+from .operations import unpack
 
 
 class PackedView(NamedTuple):
@@ -44,4 +44,4 @@ class PackedView(NamedTuple):
                 positions = positions + torch.arange(self.hi - self.lo, device=positions.device)
             angles = RopeAngles(*self.rope.angles(positions), self.rope.interleaved)
         packed = PackedTensors(self.codes, self.scale, self.zero)
-        return ops.unpack(packed, self.layer_encoding, self.lo, self.hi, self.dtype, angles)
+        return unpack(packed, self.layer_encoding, self.lo, self.hi, self.dtype, angles)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
 from ..store import PackedView
 from .page import PackedPages
-from .step import Decode, PagedRow, PagedStep
+from .step import PagedRow, PagedStep, SingleTokenRows
 
 UNPACKED = 1024
 """Tokens of the past that a prompt's chunk unpacks at a time."""
@@ -45,23 +45,26 @@ class PagedAttention:
     ) -> None:
         """Store k, v [tokens, H, D] of all rows of a step, and attend q [tokens, Hq, D] to `out`.
 
-        tails: int64, the block of each row's tail, by `PagedRow.at`.
+        tails: int64, the block of each row's tail, by `PagedRow.table_row`.
         """
+        spans = [slice(row.batch_begin, row.batch_end) for row in step.many]
         exact = [
-            self.store(row, tails[row.at], k[row.begin : row.end], v[row.begin : row.end])
-            for row in step.many
+            self.store(row, tails[row.table_row], k[span], v[span])
+            for row, span in zip(step.many, spans, strict=True)
         ]
-        if (decode := step.decode) is not None:
-            at = decode.tokens
-            attended = self.decode(decode, decode.table(tails), q[at], k[at], v[at])
+        if (rows := step.single_rows) is not None:
+            at = rows.tokens
+            attended = self.decode(rows, rows.table(tails), q[at], k[at], v[at])
             out[at] = attended if isinstance(at, slice) else attended.to(out.dtype)  # a slice casts
-        for row, (seen_k, seen_v) in zip(step.many, exact, strict=True):
-            out[row.begin : row.end] = self.attend(row, q[row.begin : row.end], seen_k, seen_v)
-            self.keep(row, tails[row.at], seen_k, seen_v)
+        for row, span, (seen_k, seen_v) in zip(step.many, spans, exact, strict=True):
+            out[span] = self.attend(row, q[span], seen_k, seen_v)
+            self.keep(row, tails[row.table_row], seen_k, seen_v)
 
     # --- one token each
 
-    def decode(self, step: Decode, table: PageTable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(
+        self, rows: SingleTokenRows, table: PageTable, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         """Store one token of each row, and attend: q [R, Hq, D], k, v [R, H, D].
 
         table: of the rows, by the layer's own tails. Returns fp32 [R, Hq, D].
@@ -72,33 +75,35 @@ class PagedAttention:
         keys, values = self.views
         regions = [Region(keys, values, where)]
         bound = self.plan.choose(queries, regions)
-        if bound.kernel is None or step.fills:  # a row may read what another one packs
-            self.tail[table.tails, :, step.inside] = torch.cat([k, v], dim=-1)
-        if step.fills:
-            full_k, full_v = self.tail[table.tails[step.full]].chunk(2, dim=-1)
-            self.pages.write(step.filled, full_k, full_v, step.filled_numbers)
+        if bound.kernel is None or rows.completes_page:  # a row may read what another one packs
+            self.tail[table.tails, :, rows.page_offset] = torch.cat([k, v], dim=-1)
+        if rows.completes_page:
+            full_k, full_v = self.tail[table.tails[rows.completed_rows]].chunk(2, dim=-1)
+            self.pages.write(rows.completed_blocks, full_k, full_v, rows.completed_page_indices)
         if bound.kernel is None:
-            return self._one_by_one(step, table.tails, queries)
+            return self._one_by_one(rows, table.tails, queries)
         state: AttentionState = bound.run(queries, regions, self.scale)
         return state.out[:, :, 0]
 
-    def _one_by_one(self, step: Decode, blocks: Tensor, q: Tensor) -> Tensor:
+    def _one_by_one(self, rows: SingleTokenRows, blocks: Tensor, q: Tensor) -> Tensor:
         """Attend q [R, Hq, 1, D] to pages that no kernel reads by a table: fp32 [R, Hq, D]."""
-        rows = step.apart
-        exact = self.tail[blocks, :, : rows.longest]
-        exact.masked_fill_(~rows.seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
+        unrolled = rows.unrolled
+        exact, seen = self.tail[blocks, :, : unrolled.longest], unrolled.seen
+        exact.masked_fill_(~seen[:, None, :, None], 0)  # other bytes of the pool: NaN times 0
         k, v = exact.split(self.head_dim, dim=-1)
-        own = ops.attend(q, [Region.exact(k, v, visible=rows.seen.unsqueeze(1))], self.scale)
-        if not len(rows.pages):
-            return own.out[:, :, 0]
-        states = [(own, torch.arange(len(q)))]
+        state = ops.attend(q, [Region.exact(k, v, visible=seen.unsqueeze(1))], self.scale)
+        if not len(unrolled.pages):
+            return state.out[:, :, 0]
+        states = [(state, torch.arange(len(q)))]
         hidden = None
         if self.sinks:
-            hidden = torch.ones(len(rows.pages), 1, self.page, dtype=torch.bool)
-            hidden[rows.first, :, : self.sinks] = False
-            states.append((self._sinks(q[step.paged], step.firsts), step.paged))
-        packed = self._packed(q[rows.owner], rows.pages, rows.numbers, hidden)
-        states.append((packed, rows.owner))
+            hidden = torch.ones(len(unrolled.pages), 1, self.page, dtype=torch.bool)
+            hidden[unrolled.first_pages, :, : self.sinks] = False
+            having = rows.rows_with_pages
+            states.append((self._sinks(q[having], rows.first_blocks), having))
+        owners = unrolled.owners
+        packed = self._packed(q[owners], unrolled.pages, unrolled.page_indices, hidden)
+        states.append((packed, owners))
         return _merged(states, len(q))
 
     def _packed(
@@ -113,8 +118,8 @@ class PagedAttention:
         stored = self.pages.gathered(side, blocks, numbers)
         if not isinstance(stored, PackedView):
             return KVView(None, stored)
-        none = self.nothing.expand(len(blocks), -1, -1, -1)
-        return KVView(stored, none, stored.layer_encoding.encoding)
+        empty_tail = self.nothing.expand(len(blocks), -1, -1, -1)
+        return KVView(stored, empty_tail, stored.layer_encoding.encoding)
 
     def _sinks(self, q: Tensor, blocks: Tensor) -> AttentionState:
         """Attend q [n, Hq, T, D] to the sinks of each row's first page, int64 [n]."""
@@ -129,12 +134,12 @@ class PagedAttention:
         block: of the row's tail. Returns keys and values [1, H, before + T, D]: the tail before
         these tokens, and them. `keep` stores the rest after the step's attention.
         """
-        before = row.start % self.page
+        before = row.token_begin % self.page
         k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
         if before:
             old_k, old_v = self.tail[block, :, :before][None].split(self.head_dim, dim=-1)
             k, v = torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2)
-        full, begin = k.shape[2] // self.page, row.start // self.page
+        full, begin = k.shape[2] // self.page, row.token_begin // self.page
         if full:
             whole_k, whole_v = (
                 x[0, :, : full * self.page].unflatten(1, (full, self.page)).transpose(0, 1)
@@ -146,7 +151,7 @@ class PagedAttention:
 
     def keep(self, row: PagedRow, block: Tensor, k: Tensor, v: Tensor) -> None:
         """Store the exact tokens after the last full page, of what `store` returned."""
-        rest = row.stop % self.page
+        rest = row.token_end % self.page
         if rest:
             begin = k.shape[2] - rest
             self.tail[block, :, :rest] = torch.cat([k[0, :, begin:], v[0, :, begin:]], dim=-1)
@@ -157,11 +162,11 @@ class PagedAttention:
         k, v: what `store` returned. Returns [T, Hq, D].
         """
         queries = q.transpose(0, 1)[None]
-        own = _causal(queries, k, v, self.scale)
-        pages = row.blocks[: row.start // self.page]
+        state = _causal(queries, k, v, self.scale)
+        pages = row.blocks[: row.token_begin // self.page]
         if not len(pages):
-            return own.out[0].transpose(0, 1).to(q.dtype)
-        states = [own]
+            return state.out[0].transpose(0, 1).to(q.dtype)
+        states = [state]
         if self.sinks:
             states.append(self._sinks(queries, pages[:1]))
         at_once = max(1, UNPACKED // self.page)
@@ -193,10 +198,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     groups = q.shape[1] // k.shape[1]
     new_k, new_v = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
     out, lse = _flash(q, new_k, new_v, scale, True)
-    own = AttentionState(out.float(), lse.reshape(1, q.shape[1], tokens))
+    state = AttentionState(out.float(), lse.reshape(1, q.shape[1], tokens))
     if not before:
-        return own
-    return merge([_past(q, k[:, :, :before], v[:, :, :before], scale), own])
+        return state
+    return merge([_past(q, k[:, :, :before], v[:, :, :before], scale), state])
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:

@@ -159,7 +159,7 @@ class PackedPages:
                 tensors[0][blocks] = x
                 continue
             largest = float(x.abs().amax())
-            if not largest <= fmt.largest:  # NaN too
+            if not largest <= fmt.max_abs:  # NaN too
                 raise NotFinite(
                     f"a key or value of magnitude {largest:g} is above {fmt.largest:g}, the most "
                     f"that scales in {fmt.meta} hold; use a recipe with meta=bf16 or meta=fp32"

@@ -15,15 +15,20 @@ from ..kernels import PageTable
 class PagedRow:
     """One request's tokens of a step.
 
-    at: its row in the engine's block tables. begin, end: of its tokens in the step's tensors.
-    start, stop: the numbers of these tokens in the request. blocks: int64, of its pages.
+    Attributes:
+        table_row: The request's row in the engine's block tables.
+        batch_begin: Of its tokens in the step's tensors.
+        batch_end: Likewise.
+        token_begin: The index of the first of these tokens in the request.
+        token_end: The index after the last one.
+        blocks: int64, the blocks of its pages.
     """
 
-    at: int
-    begin: int
-    end: int
-    start: int
-    stop: int
+    table_row: int
+    batch_begin: int
+    batch_end: int
+    token_begin: int
+    token_end: int
     blocks: Tensor
 
 
@@ -36,45 +41,45 @@ class PagedStep:
     many: list[PagedRow] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.single = [row for row in self.rows if row.end - row.begin == 1]
-        self.many = [row for row in self.rows if row.end - row.begin > 1]
+        self.single = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
+        self.many = [row for row in self.rows if row.batch_end - row.batch_begin > 1]
 
     @cached_property
-    def decode(self) -> Decode | None:
-        """The rows of one token together, or None."""
-        return Decode(self.single, self.page) if self.single else None
+    def single_rows(self) -> SingleTokenRows | None:
+        """The rows of one token, or None."""
+        return SingleTokenRows(self.single, self.page) if self.single else None
 
 
-class Decode:
+class SingleTokenRows:
     """The rows of one token each, as tensors.
 
-    at, tokens: int64 [R], the rows in block tables and in the step's tensors. inside: int64 [R],
-    the token's place in its page. full: the rows whose page this token fills, with the blocks that
-    it fills and their numbers in the request; fills: whether there are any. paged: the rows with a
-    full page before the token, and firsts: int64, their first pages.
+    table_rows, tokens: int64 [R], the rows in block tables and in the step's tensors. page_offset:
+    int64 [R], the token's place in its page. completed_rows: the rows whose page this token
+    completes; completed_blocks, completed_page_indices: int64, the blocks of these pages, and their
+    indices in the request. rows_with_pages: the rows with a full page before the token;
+    first_blocks: int64, the first blocks of these rows.
     """
 
     def __init__(self, rows: list[PagedRow], page: int) -> None:
-        self.at = torch.tensor([row.at for row in rows])
-        begin, end = rows[0].begin, rows[-1].end
+        self.table_rows = torch.tensor([row.table_row for row in rows])
+        begin, end = rows[0].batch_begin, rows[-1].batch_end
         self.tokens: slice | Tensor = slice(begin, end)
         if end - begin > len(rows):  # other rows between them
-            self.tokens = torch.tensor([row.begin for row in rows])
-        starts = torch.tensor([row.start for row in rows])
-        self.inside = starts % page
+            self.tokens = torch.tensor([row.batch_begin for row in rows])
+        starts = torch.tensor([row.token_begin for row in rows])
+        self.page_offset = starts % page
         self.starts, self.counts, self.page = starts, starts // page, page
         self.rows = rows
         self.longest = int(starts.max()) + 1
         self._tables: dict[int, tuple[Tensor, PageTable]] = {}
-        self.paged = (self.counts > 0).nonzero()[:, 0]
-        self.firsts = torch.tensor([int(rows[i].blocks[0]) for i in self.paged.tolist()]).long()
-        self.full = (self.inside == page - 1).nonzero()[:, 0]
-        self.fills = len(self.full) > 0
-        self.filled = torch.tensor(
-            [int(rows[i].blocks[self.counts[i]]) for i in self.full.tolist()]
-        )
-        self.filled = self.filled.long()
-        self.filled_numbers = self.counts[self.full]
+        self.rows_with_pages = (self.counts > 0).nonzero()[:, 0]
+        with_pages = [rows[i] for i in self.rows_with_pages.tolist()]
+        self.first_blocks = torch.tensor([int(row.blocks[0]) for row in with_pages]).long()
+        self.completed_rows = (self.page_offset == page - 1).nonzero()[:, 0]
+        self.completes_page = len(self.completed_rows) > 0
+        completed = [int(rows[i].blocks[self.counts[i]]) for i in self.completed_rows.tolist()]
+        self.completed_blocks = torch.tensor(completed).long()
+        self.completed_page_indices = self.counts[self.completed_rows]
 
     def table(self, tails: Tensor) -> PageTable:
         """Return where the tokens of each row are.
@@ -83,7 +88,7 @@ class Decode:
         """
         cached = self._tables.get(id(tails))
         if cached is None:
-            table = PageTable(*self._pages, tails[self.at], self.page, self.longest)
+            table = PageTable(*self._pages, tails[self.table_rows], self.page, self.longest)
             cached = self._tables[id(tails)] = tails, table
         return cached[1]
 
@@ -92,28 +97,28 @@ class Decode:
         """The rows' packed blocks, and how many packed tokens and tokens in all they have."""
         blocks = torch.zeros(len(self.rows), max(1, int(self.counts.max())), dtype=torch.long)
         for i, row in enumerate(self.rows):
-            count = row.start // self.page
+            count = row.token_begin // self.page
             blocks[i, :count] = row.blocks[:count]
         return blocks, self.counts * self.page, self.starts + 1
 
     @cached_property
-    def apart(self) -> Apart:
+    def unrolled(self) -> UnrolledPages:
         """The pages and the exact tokens of all rows, for attention to them one by one."""
-        return Apart(self)
+        return UnrolledPages(self)
 
 
-class Apart:
+class UnrolledPages:
     """All full pages of the rows of one token.
 
-    pages: int64 [P]; numbers: int64 [P], of these in their rows; owner: int64 [P], their rows;
-    first: int64, the places of first pages among these. longest: the most exact tokens of a row;
-    seen: bool [R, longest], those that it has.
+    pages: int64 [P]. page_indices: int64 [P], of these in their requests. owners: int64 [P], their
+    rows. first_pages: int64, where first pages are among these. longest: the most exact tokens of a
+    row. seen: bool [R, longest], those that it has.
     """
 
-    def __init__(self, step: Decode) -> None:
-        self.longest = int(step.inside.max()) + 1
-        self.seen = torch.arange(self.longest) <= step.inside[:, None]
-        self.pages = torch.cat([row.blocks[: row.start // step.page] for row in step.rows])
-        self.numbers = torch.cat([torch.arange(count) for count in step.counts.tolist()])
-        self.owner = torch.repeat_interleave(torch.arange(len(step.rows)), step.counts)
-        self.first = (step.counts.cumsum(0) - step.counts)[step.paged]
+    def __init__(self, step: SingleTokenRows) -> None:
+        self.longest = int(step.page_offset.max()) + 1
+        self.seen = torch.arange(self.longest) <= step.page_offset[:, None]
+        self.pages = torch.cat([row.blocks[: row.token_begin // step.page] for row in step.rows])
+        self.page_indices = torch.cat([torch.arange(count) for count in step.counts.tolist()])
+        self.owners = torch.repeat_interleave(torch.arange(len(step.rows)), step.counts)
+        self.first_pages = (step.counts.cumsum(0) - step.counts)[step.rows_with_pages]

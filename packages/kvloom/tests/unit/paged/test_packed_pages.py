@@ -67,7 +67,7 @@ def step(attention, requests, counts):
     )
     tails, out = torch.tensor([one.tail for one in requests]), torch.empty_like(q)
     attention.run(PagedStep(rows, PAGE), tails, q, k, v, out)
-    return [out[row.begin : row.end] for row in rows]
+    return [out[row.batch_begin : row.batch_end] for row in rows]
 
 
 def expected(attention, one, new):

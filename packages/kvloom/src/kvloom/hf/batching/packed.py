@@ -140,7 +140,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """Note a request of the next step; transformers asks in the order of its tokens."""
-        begin = self.rows[-1][0].end if self.rows else 0
+        begin = self.rows[-1][0].batch_end if self.rows else 0
         table, stop = self.block_table[request_id], past_length + query_length
         blocks = torch.tensor(table[: -self.tail_blocks], dtype=torch.long)
         row = PagedRow(len(self.rows), begin, begin + query_length, past_length, stop, blocks)

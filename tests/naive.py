@@ -55,13 +55,13 @@ def column_mass(
     window=None,
     noise=None,
     tau=1.0,
-    largest=False,
+    reduce_max=False,
 ):
     """Sum over query rows of softmax((logits + noise) / tau), one row at a time: [B, Hq, N].
 
     Query i of T is token N - T + i; it sees no later token and, of those up to itself, the last
     `window`. visible: bool [B, 1 or Hk, N]. visible_queries: bool [B, 1, T]. noise: [B, Hq, T, N].
-    largest: the largest weight of any row in place of the sum.
+    reduce_max: the largest weight of any row in place of the sum.
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -90,7 +90,7 @@ def column_mass(
                     w = np.exp((s[see] - s[see].max()) / tau)
                     w = w / w.sum()
                     mass[i, h, see] = (
-                        np.maximum(mass[i, h, see], w) if largest else mass[i, h, see] + w
+                        np.maximum(mass[i, h, see], w) if reduce_max else mass[i, h, see] + w
                     )
     return mass
 

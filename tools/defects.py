@@ -106,8 +106,8 @@ DEFECTS = [
     ),
     _defect(
         "store", "kernels/quantize/encoding.py",
-        "largest /= 1.5 if self.pre_rope else 1.0",
-        "largest /= 1.0",
+        "limit /= 1.5 if self.pre_rope else 1.0",
+        "limit /= 1.0",
         "a key that fits before RoPE may overflow its scale once it is rotated",
         "packages/kvloom/tests/laws/test_pre_rope.py",
     ),
@@ -386,8 +386,8 @@ DEFECTS = [
     ),
     _defect(
         "kernels", "kernels/score/cpu/mass.py",
-        "see = None if see is None else F.pad(see, padding, value=True)",
-        "see = None if see is None else F.pad(see, padding, value=False)",
+        "visible = None if visible is None else F.pad(visible, padding, value=True)",
+        "visible = None if visible is None else F.pad(visible, padding, value=False)",
         "of fewer than 16 tokens, the compiled kernel evicts one that does not exist",
         "packages/kvloom/tests/kernels/test_cpu_score.py", "-k", "lowest",
     ),

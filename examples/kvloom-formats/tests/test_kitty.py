@@ -80,7 +80,7 @@ def test_padding_enters_no_range():
 
 def test_numbers_up_to_the_largest_come_back():
     fmt = Kitty(4, GROUP, GROUP)
-    x = fmt.largest * torch.randint(0, 2, (1, 2, GROUP, 16)).mul(2).sub(1)
+    x = fmt.max_abs * torch.randint(0, 2, (1, 2, GROUP, 16)).mul(2).sub(1)
     back = fmt.unpack(fmt.pack(x), torch.float32)
     torch.testing.assert_close(back, x, rtol=2e-3, atol=0)
     assert fmt.pack(1.01 * x)[2].isinf().any()

@@ -151,7 +151,7 @@ def test_numbers_up_to_the_largest_are_finite(axis, bits, meta):
     x[0, 0, :, 5] = x[0, 1, 0, 5] = x[0, 2, ::2, 5] = 1
     x[0, 2, 1::2, 5] = -1
     x = unrotate(x)
-    for size in (fmt.largest, -fmt.largest):
+    for size in (fmt.max_abs, -fmt.max_abs):
         back = fmt.unpack(fmt.pack(size * x.sign()), torch.float32)
         assert back.isfinite().all()
 

@@ -67,7 +67,7 @@ class Kitty(Format):
         return [f"boost={self.boost} is not from 0 to {head_dim - 1}, fewer than head_dim"]
 
     @property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The largest magnitude whose scale and zero 16 bits can store."""
         return torch.finfo(torch.float16).max
 

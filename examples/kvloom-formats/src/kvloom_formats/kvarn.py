@@ -92,7 +92,7 @@ class KVarN(Format):
         return unrotate(((blocks * scale + zero) * factor).flatten(2, 3)).to(dtype)
 
     @property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The largest magnitude whose scale, zero and factor can be stored."""
         stored = torch.finfo(META[self.meta]).max
         most = stored * min(1.0, (2**self.bits - 1) / 2) / 32  # rotation of up to 512 channels

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import kvloom
-from kvloom.recall import Finder, Index, dots, grown, select_pages, together
+from kvloom.recall import Finder, Index, dots, grown, reduce_query_heads, select_pages
 
 
 class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys of zeros
@@ -16,7 +16,7 @@ class MeanFinder(Finder):  # mean keys [B, Hk, pages, D]; padding counts as keys
         self.tokens += keys.shape[2]
 
     def find(self, q, tokens, query_heads, keys):  # q [B, Hq, D] -> slots [B, Hk, tokens]
-        scores = together(dots(q, self.means), self.means.shape[1], query_heads)
+        scores = reduce_query_heads(dots(q, self.means), self.means.shape[1], query_heads)
         return select_pages(scores, tokens // self.unit, self.unit)
 
 

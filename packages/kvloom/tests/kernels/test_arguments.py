@@ -39,13 +39,13 @@ def test_a_missing_or_an_unknown_field_is_an_error():
 
 
 def test_kernels_read_and_write_named_fields():
-    from kvloom.kernels.cpu_runtime import Kernel, arguments, at
+    from kvloom.kernels.cpu_runtime import Kernel, head_address, read_arguments
 
     layout = OUTER.dtype
 
-    def kernel(job):
-        a = arguments(job, layout)
-        a.a = at(a.tensor, 2, 3) + int(a.inner.second * a.b)
+    def kernel(args):
+        a = read_arguments(args, layout)
+        a.a = head_address(a.tensor, 2, 3) + int(a.inner.second * a.b)
 
     numbers = OUTER.pack(a=0, inner=INNER.pack(first=1, second=8), b=0.5, tensor=(100, 10, 1))
     assert Kernel(kernel, "test").run(numbers, 0, 1)[1] == 100 + 20 + 3 + 4
@@ -53,7 +53,7 @@ def test_kernels_read_and_write_named_fields():
 
 def multiply(factor):
     """A kernel that multiplies `a` by a factor, which a step closes over."""
-    from kvloom.kernels.cpu_runtime import Kernel, arguments, kernel_step
+    from kvloom.kernels.cpu_runtime import Kernel, kernel_step, read_arguments
 
     layout = OUTER.dtype
 
@@ -61,8 +61,8 @@ def multiply(factor):
     def step(x):
         return factor * x
 
-    def kernel(job):
-        a = arguments(job, layout)
+    def kernel(args):
+        a = read_arguments(args, layout)
         a.a = step(a.a)
 
     return Kernel(kernel, f"by {factor}")
@@ -153,12 +153,12 @@ def test_kernels_that_two_processes_compiled_do_not_share_a_step(tmp_path):
 
 def attends(dtype: str) -> bool:
     """Whether compiled attention to exact tokens of a dtype is that of the reference."""
+    from kvloom.kernels import ops
     from kvloom.kernels.attend import reference
-    from kvloom.kernels.attend.cpu import attend
     from kvloom.kernels.attend.regions import Region
 
     q, k, v = (torch.randn(1, 2, n, 32).to(getattr(torch, dtype)) for n in (1, 300, 300))
-    got = attend.attend(q, [Region.exact(k, v)], 0.1)
+    got = ops.attend.backends["cpu"].run(q, [Region.exact(k, v)], 0.1)
     want = reference.attend_exact(q.float(), k.float(), v.float(), 0.1)
     return torch.allclose(got.out, want.out, rtol=0, atol=1e-5)
 

@@ -66,7 +66,7 @@ def options(names, g):
         "fixed noise": {"noise": Noise("gumbel", 5, places, first, fixed=True)},
         "tau": {"tau": 1.7},
         "softcap": {"softcap": 3.0},
-        "largest": {"largest": True},
+        "largest": {"reduce_max": True},
     }
     return {key: value for name in names for key, value in parts[name].items()}
 
@@ -131,14 +131,14 @@ def test_other_keys_take_their_part_of_each_row(backend, dtype, largest):
     """All see the first keys; the others, which are seen causally, are given by their lse."""
     q, k, g = drawn(3, HQ, HK, T, N)
     q, k, first = q.to(dtype), k.to(dtype), N - T
-    given = {"softcap": 3.0, "largest": largest} | options(["left padding"], g)
+    given = {"softcap": 3.0, "reduce_max": largest} | options(["left padding"], g)
     given["visible"] = given["visible"] & (torch.rand(2, 1, N, generator=g) > 0.2)
     seen = given["visible"]
     others = attend_exact(q, k[:, :, first:], k[:, :, first:], 0.3, softcap=3.0, causal=True,
                     visible=seen[..., first:])  # fmt: skip
     want = backend.column_mass(q, k, 0.3, **given)[..., :first]
     given["visible"] = seen[..., :first]
-    got = backend.column_mass(q, k[:, :, :first], 0.3, rest=others.lse, **given)
+    got = backend.column_mass(q, k[:, :, :first], 0.3, other_lse=others.lse, **given)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-30)
 
 

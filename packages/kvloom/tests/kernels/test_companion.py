@@ -14,7 +14,8 @@ from test_arguments import INNER, OUTER, multiply
 from kvloom.cache.rehearsal import Rehearsal
 from kvloom.kernels import companion, dispatch
 from kvloom.kernels.attend.cpu import coverage
-from kvloom.kernels.dispatch import Backend, Op
+from kvloom.kernels.dispatch import Backend, Binding, Op
+from kvloom.kernels.limits import Coverage
 from kvloom.kernels.plan import OpPlan
 from kvloom.recipe import resolve
 from kvloom.store import LayerFacts
@@ -38,7 +39,7 @@ def index_file(folder):
     return str(path)
 
 
-def doubling(exact: bool) -> Op:
+def doubling(bit_exact: bool) -> Op:
     """An operation that adds a number to itself, with a kernel."""
 
     def run(x):
@@ -47,7 +48,7 @@ def doubling(exact: bool) -> Op:
     def reference(x):
         return x + 1
 
-    cpu = Backend(run, lambda x: [], lambda x: multiply(2), exact=exact)
+    cpu = Backend(Binding(run, lambda: multiply(2)), Coverage(), bit_exact=bit_exact)
     return Op("doubling", reference, lambda x: (x, None), cpu=cpu)
 
 
@@ -60,7 +61,7 @@ def busy(kernels, monkeypatch):
 
 
 def test_the_reference_runs_until_an_exact_kernel_is_compiled(busy, monkeypatch):
-    op, x = doubling(exact=True), torch.ones(1)
+    op, x = doubling(bit_exact=True), torch.ones(1)
     plan = OpPlan(op)
     with dispatch.use("auto"):
         assert op(x) == plan(x) == 2
@@ -73,18 +74,18 @@ def test_the_reference_runs_until_an_exact_kernel_is_compiled(busy, monkeypatch)
         time.sleep(0.01)
         assert op(x) == plan(x) == 2
         assert op.choose(x).backend == plan.bound.backend == "cpu"
-        assert not op.choose(x).expired
+        assert not op.choose(x).expired()
 
 
 def test_another_kernel_is_compiled_here(busy):
-    op = doubling(exact=False)
+    op = doubling(bit_exact=False)
     with dispatch.use("auto"):
         assert op.choose(torch.ones(1)).backend == "cpu"
 
 
 def test_a_kernel_on_disk_is_read_while_the_second_process_runs(busy):
     multiply(2)
-    op = doubling(exact=True)
+    op = doubling(bit_exact=True)
     with dispatch.use("auto"):
         assert op.choose(torch.ones(1)).backend == "cpu"
 

@@ -196,7 +196,7 @@ def test_rotated_vectors_of_any_size(bits, meta):
     """None, of which fp32 has no square, rounded to no scale, and the largest that are let in."""
     fmt = Packed(bits, "token", 32, meta, rotation="group")
     some = torch.stack([torch.ones(32), torch.eye(32)[5], *rotate(torch.eye(32)).T.sign()[:3]])
-    sizes = torch.tensor([0.0, 1e-38, 1e-30, 1e-23, 1e-20, 3e-8, 1e-4, fmt.largest])
+    sizes = torch.tensor([0.0, 1e-38, 1e-30, 1e-23, 1e-20, 3e-8, 1e-4, fmt.max_abs])
     x = (sizes[:, None, None] * some).view(1, 1, -1, 32)
     agrees(x, bound(x, bits, "token", 32, meta, rotation="group"))
 

@@ -42,7 +42,7 @@ def options(t, n, hq, hk, g):
         "fixed noise": {"noise": Noise("gumbel", 1, keys[:1, :1].int(), 1, True)},
         "noise of later heads": {"noise": Noise("gumbel", 3, keys, 11, head=5)},
         "constant": {"noise": Noise("constant", 3, keys, 11)},
-        "largest": {"largest": True, **padded},
+        "largest": {"reduce_max": True, **padded},
         "everything": {
             **padded, "softcap": 5.0, "bias": bias.expand(2, -1, -1), "window": 20, "tau": 0.8,
             "noise": Noise("gumbel", 2**31 + 5, keys, 2),

@@ -105,7 +105,7 @@ def test_the_largest_numbers_let_in_do_not_overflow_the_scale(subtests, meta):
     signs = torch.stack([torch.ones(32), *rotate(torch.eye(32)).T.sign()[:3]])[None, None]
     for bits in BITS:
         with subtests.test(bits=bits):
-            x = Packed(bits, "token", 32, meta, rotation="group").largest * signs
+            x = Packed(bits, "token", 32, meta, rotation="group").max_abs * signs
             codes, scale = quantize_rotated(x, bits, 32, META[meta])
             back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
             assert torch.isfinite(back).all()

@@ -262,7 +262,7 @@ def test_scattered_groups_are_the_formula(subtests, bits, alpha):
             np.testing.assert_allclose(scale[1, 0].float().numpy(), true_scale, rtol=ulp, atol=1e-6)
             np.testing.assert_allclose(zero[0, 0].float().numpy(), true_zero, rtol=ulp, atol=1e-6)
             if meta == "fp32":  # no rounding of metadata: only ties may go either way
-                step = ref.spread(scale, group_of)[0].numpy()
+                step = ref.per_channel(scale, group_of)[0].numpy()
                 off = np.abs(back[0].numpy() - want)
                 assert (off <= step * (1 + 1e-5)).all()
                 assert (off > 1e-4).mean() < 0.01
@@ -283,7 +283,7 @@ def test_error_of_clipped_groups_is_half_a_step_inside_and_the_overhang_outside(
     x, group_of = torch.rand(1, 2, 9, 32) * 4 - 2, scattered(2, 32)
     codes, scale, zero = ref.quantize_mapped(x, 3, group_of, torch.float32, 0.8)
     back = ref.dequantize_mapped(codes, scale, zero, group_of, torch.float32)
-    step, low = ref.spread(scale, group_of), ref.spread(zero, group_of)
+    step, low = ref.per_channel(scale, group_of), ref.per_channel(zero, group_of)
     beyond = (low - x).clamp_min(0) + (x - low - 7 * step).clamp_min(0)
     assert ((x - back).abs() <= torch.maximum(step / 2, beyond) + 1e-5).all()
     assert (beyond > step).any()

@@ -74,7 +74,7 @@ class LayerState(Stateful):
         self.recipe, self.name, self.place, self.budget_place = recipe, name, place, budget_place
         self.rope, self.facts, self.window = rope, facts, window
         sides = recipe.store.keys, recipe.store.values
-        self.max_abs = tuple(torch.inf if fmt is None else fmt.largest for fmt in sides)
+        self.max_abs = tuple(torch.inf if fmt is None else fmt.max_abs for fmt in sides)
         self.together: Sequence[LayerState] = ()
         self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None

@@ -115,7 +115,7 @@ class Step:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
             later_seen = None if self.later_seen is None else self.later_seen[:, skip:]
-            options |= {"largest": largest, "later_seen": _if_any(later_seen), "rest": rest}
+            options |= {"reduce_max": largest, "later_seen": _if_any(later_seen), "other_lse": rest}
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.join_query_heads(mass.view(b, hk, -1, n))
 

@@ -2,7 +2,7 @@
 
 `Arguments` declares the fields of a kernel's arguments once, in order. Callers pack values by name;
 a kernel reads the same fields by name from the address of the packed numbers (see
-`cpu_runtime.arguments`). Decides the memory layout of arguments only. Does not import Numba.
+`cpu_runtime.read_arguments`). Decides the memory layout of arguments only. Does not import Numba.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def _function(names: tuple[str, ...], body: str, **scope: Any) -> Callable[..., 
     return pack
 
 
-NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-"""The dtypes of tokens that kernels read, as `simd` numbers them."""
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The codes of tokens' dtypes, as in `simd`."""
 
 VECTOR = Block(address=int, batch=int)
 MATRIX = Block(address=int, batch=int, head=int)
@@ -83,19 +83,19 @@ def strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
     """
     if x is None:
         return (0,) * (dims + 1)
-    size, shape, steps = x.itemsize, x.shape, x.stride()
-    batch = steps[0] * size if shape[0] > 1 else 0
+    size, shape, stride = x.itemsize, x.shape, x.stride()
+    batch = stride[0] * size if shape[0] > 1 else 0
     if dims == 1:
         return x.data_ptr(), batch
-    head = steps[1] * size if shape[1] > 1 else 0
+    head = stride[1] * size if shape[1] > 1 else 0
     if dims == 2:
         return x.data_ptr(), batch, head
     if dims == 3:
-        return x.data_ptr(), batch, head, steps[2] * size
-    return x.data_ptr(), batch, head, steps[2] * size, steps[3] * size
+        return x.data_ptr(), batch, head, stride[2] * size
+    return x.data_ptr(), batch, head, stride[2] * size, stride[3] * size
 
 
-class Storage:
+class DescribedStorage:
     """The tensors of packed storage that were described last, by identity; keeps none alive."""
 
     def __init__(self) -> None:
@@ -132,5 +132,5 @@ def address(x: Tensor | None) -> int:
 
 def padded(x: Tensor) -> Tensor:
     """Return x [..., N] with its last dimension padded to whole vectors of 16."""
-    more = -x.shape[-1] % 16
-    return F.pad(x, (0, more)) if more else x.contiguous()
+    pad = -x.shape[-1] % 16
+    return F.pad(x, (0, pad)) if pad else x.contiguous()

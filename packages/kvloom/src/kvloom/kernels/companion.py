@@ -2,9 +2,9 @@
 
 The first kernel that is not on disk starts it, once: it rehearses steps of the cache that was made
 last. A lock beside a kernel's file (`cpu_runtime`) lets one process compile it; others wait. Where
-a kernel's results equal the reference's bit for bit, the reference runs until the kernel is ready
-(`Backend.exact`). So results do not depend on who compiles, or when. If the process cannot start or
-fails, this process compiles every kernel. Decides nothing about what is rehearsed: see
+a kernel's results equal the reference's bit for bit (`Backend.bit_exact`), the reference runs until
+the kernel is ready. So results do not depend on who compiles, or when. If the process cannot start
+or fails, this process compiles every kernel. Decides nothing about what is rehearsed: see
 `cache.rehearsal`.
 """
 

@@ -264,8 +264,8 @@ class Kernel:
 
         counters: zeros after the arguments. The first number is the task counter.
         """
-        job = array("q", arguments + bytes(8 * counters))
-        address, _ = job.buffer_info()
+        memory = array("q", arguments + bytes(8 * counters))
+        address, _ = memory.buffer_info()
         if threads < 2:
             self.call(address)
         elif (parallel := _openmp()) is not None:
@@ -275,7 +275,7 @@ class Kernel:
             self.call(address)
             for task in others:
                 task.result()
-        return job
+        return memory
 
 
 def _constants(fn: Callable) -> tuple[Any, ...]:
@@ -317,7 +317,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 @intrinsic
-def arguments(ctx: Any, job: Any, layout: Any) -> Any:
+def read_arguments(ctx: Any, args: Any, layout: Any) -> Any:
     """The arguments behind a task counter as a record; layout: `Arguments.dtype`."""
     record = layout.dtype
 
@@ -329,7 +329,7 @@ def arguments(ctx: Any, job: Any, layout: Any) -> Any:
 
 
 @njit(inline="always")  # for tensors of any number of dimensions
-def at(tensor, b, h):  # type: ignore[no-untyped-def]
+def head_address(tensor, b, h):  # type: ignore[no-untyped-def]
     """The address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
     return tensor.address + b * tensor.batch + h * tensor.head
 

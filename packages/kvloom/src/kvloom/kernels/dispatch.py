@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and why another does not.
+"""Selects the backend of an operation, and records why others were skipped.
 
 `ref`, plain torch, runs everything. `cpu`, compiled by Numba on first use, runs the cases it covers
 on CPU tensors; `gpu`, Triton, those on CUDA tensors. `ops` lists the operations. An `Op` chooses a
@@ -57,14 +57,14 @@ class Backend(NamedTuple):
         coverage: The cases that it covers; its checks take the operation's arguments.
         keeps: Whether a function that `bind` returned keeps arguments and memory between calls.
             Then each layer binds its own (`OpPlan`), and other callers bind each call.
-        exact: Whether results equal the reference's bit for bit. Then the reference may run until
-            the kernel is compiled.
+        bit_exact: Whether results equal the reference's bit for bit. Then the reference may run
+            until the kernel is compiled.
     """
 
     bind: Callable[..., Callable[..., Any]]
     coverage: Coverage
     keeps: bool = False
-    exact: bool = False
+    bit_exact: bool = False
 
     def run(self, *args: Any, **options: Any) -> Any:
         """Bind one call, and run it."""
@@ -208,7 +208,7 @@ class Op(Generic[P, R]):
         backend = self.backends.get(name)
         if backend is None:
             return None, [f"there is no {name} kernel for it"]
-        deferring = companion.may_defer.set(backend.exact)
+        deferring = companion.may_defer.set(backend.bit_exact)
         try:
             problems = backend.coverage.problems(*args, **options)
             if problems:

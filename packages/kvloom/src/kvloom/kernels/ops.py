@@ -84,7 +84,7 @@ append = Op(
     append_reference.append,
     _append_case,
     cpu=Backend(
-        append_cpu.bind, append_cpu.COVERAGE.of(lambda new, *_, **__: tuple(new)), exact=True
+        append_cpu.bind, append_cpu.COVERAGE.of(lambda new, *_, **__: tuple(new)), bit_exact=True
     ),
 )
 
@@ -172,14 +172,14 @@ def _mass_case(
     *,
     noise: Noise | None = None,
     later_seen: Tensor | None = None,
-    rest: Tensor | None = None,
+    other_lse: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Hashable]:
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
     gradient = q.requires_grad and torch.is_grad_enabled()
-    return k, (shape, q.dtype, k.dtype, kind, later_seen is None, rest is None, gradient)
+    return k, (shape, q.dtype, k.dtype, kind, later_seen is None, other_lse is None, gradient)
 
 
 column_mass = Op(

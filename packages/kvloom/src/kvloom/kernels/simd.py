@@ -22,7 +22,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 binding.initialize_native_asmparser()  # for instructions that LLVM cannot name
 WIDTH = 16
-FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # number formats that kernels read; fp8: e4m3, never NaN
+FP32, FP16, BF16, FP8 = 0, 1, 2, 3  # dtype codes; fp8: e4m3, never NaN
 SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -81,7 +81,7 @@ def constant(value: float, kind: Any = VF) -> ir.Constant:
     return ir.Constant(kind, [value] * kind.count)
 
 
-def at(builder: Any, address: Any, offset: int) -> Any:
+def add_bytes(builder: Any, address: Any, offset: int) -> Any:
     """An address and a constant number of bytes."""
     return builder.add(address, ir.Constant(I64, offset)) if offset else address
 
@@ -98,9 +98,9 @@ def write(builder: Any, address: Any, value: Any) -> None:
 
 def broadcast(builder: Any, scalar: Any) -> Any:
     """A scalar of any type in all lanes."""
-    none = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
-    one = builder.insert_element(none, scalar, ir.Constant(I32, 0))
-    return builder.shuffle_vector(one, none, constant(0, VI))
+    undefined = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
+    vector = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
+    return builder.shuffle_vector(vector, undefined, constant(0, VI))
 
 
 def gather_f32(builder: Any, table: Any, index: Any) -> Any:
@@ -173,23 +173,23 @@ def load_barrier(builder: Any) -> None:
     builder.call(nothing, [])
 
 
-def read_f32(builder: Any, address: Any, kind: int, width: int = WIDTH) -> Any:
-    """Load `width` numbers of a format as fp32."""
+def read_f32(builder: Any, address: Any, dtype_code: int, width: int = WIDTH) -> Any:
+    """Load `width` numbers of a dtype as fp32."""
     floats, ints = ir.VectorType(F32, width), ir.VectorType(I32, width)
-    if kind == FP32:
+    if dtype_code == FP32:
         return read(builder, address, floats)
-    if kind == FP8:  # as fp16 below, with no infinity
+    if dtype_code == FP8:  # as fp16 below, with no infinity
         bits = builder.zext(read(builder, address, ir.VectorType(ir.IntType(8), width), 1), ints)
         sign = builder.shl(builder.and_(bits, constant(0x80, ints)), constant(24, ints))
         rest = builder.shl(builder.and_(bits, constant(0x7F, ints)), constant(20, ints))
         size = builder.fmul(builder.bitcast(rest, floats), constant(2.0**120, floats))
         return builder.bitcast(builder.or_(builder.bitcast(size, ints), sign), floats)
-    if kind == FP16 and "f16c" in features():
+    if dtype_code == FP16 and "f16c" in features():
         halves = read(builder, address, ir.VectorType(ir.HalfType(), width), align=2)
         return builder.fpext(halves, floats)
     half = read(builder, address, ir.VectorType(ir.IntType(16), width), align=2)
     bits = builder.zext(half, ints)
-    if kind == BF16:
+    if dtype_code == BF16:
         return builder.bitcast(builder.shl(bits, constant(16, ints)), floats)
     # without an instruction: a product corrects the exponent's bias, of subnormal numbers too
     sign = builder.shl(builder.and_(bits, constant(0x8000, ints)), constant(16, ints))
@@ -221,19 +221,19 @@ def load(ctx: Any, address: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def load_any(ctx: Any, address: Any, kind: Any) -> Any:
-    """Sixteen numbers of a format, a constant."""
-    fmt = kind.literal_value
-    return lowered(Lanes(types.int64, kind), lambda b, a, _: read_f32(b, a, fmt))
+def load_any(ctx: Any, address: Any, dtype_code: Any) -> Any:
+    """Sixteen numbers of a dtype, a constant."""
+    code = dtype_code.literal_value
+    return lowered(Lanes(types.int64, dtype_code), lambda b, a, _: read_f32(b, a, code))
 
 
 @intrinsic(prefer_literal=True)
-def load_one(ctx: Any, address: Any, kind: Any) -> Any:
-    """One number of a format, a constant."""
-    fmt, zero = kind.literal_value, ir.Constant(I32, 0)
+def load_one(ctx: Any, address: Any, dtype_code: Any) -> Any:
+    """One number of a dtype, a constant."""
+    code, zero = dtype_code.literal_value, ir.Constant(I32, 0)
     return lowered(
-        types.float32(types.int64, kind),
-        lambda b, a, _: b.extract_element(read_f32(b, a, fmt, 1), zero),
+        types.float32(types.int64, dtype_code),
+        lambda b, a, _: b.extract_element(read_f32(b, a, code, 1), zero),
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from ..kernels.select.reference import dots, select_pages, together
+from ..kernels.select.reference import dots, reduce_query_heads, select_pages
 from ..registry import Registry
 from .clusters import Clusters
 from .index import HEAD_CHOICES, Finder, Index, Recall, SideStream, grown
@@ -50,7 +50,7 @@ __all__ = [
     "Traffic",
     "dots",
     "grown",
+    "reduce_query_heads",
     "register_index",
     "select_pages",
-    "together",
 ]

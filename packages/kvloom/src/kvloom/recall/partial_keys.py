@@ -65,7 +65,7 @@ class TopKFinder(Finder):
     def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
         """Return the tokens with the largest q . k."""
         k = keys()
-        scores = ref.together(ref.dots(q, k), k.shape[1], query_heads)
+        scores = ref.reduce_query_heads(ref.dots(q, k), k.shape[1], query_heads)
         if self.real is not None:
             scores = scores.masked_fill(~self.real, -torch.inf)
         return scores.topk(tokens, dim=-1).indices

@@ -1,9 +1,9 @@
 """A tensor of tokens that grows and shrinks without a copy at every step.
 
 Decides capacity. A full buffer grows by a sixteenth, at least 16 tokens. So a step copies O(1)
-tokens on average, and at most a sixteenth of the room is unused. Where tokens come in large blocks,
-or their number is bounded, the buffer grows by no more than they need. A buffer that shrinks
-releases its memory once three quarters of it (and 64 tokens) are unused.
+tokens on average, and at most a sixteenth of the room is unused. A buffer of large blocks, or of
+bounded length, grows by exactly the tokens added. A buffer that shrinks releases its memory once
+three quarters of it (and 64 tokens) are unused.
 """
 
 from __future__ import annotations

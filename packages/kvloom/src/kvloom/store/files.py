@@ -41,7 +41,7 @@ def write(
     path: Path,
     tensors: dict[str, Tensor],
     about: dict[str, str],
-    refusal: type[Exception],
+    error_type: type[Exception],
     checksum: bool = False,
     publish: Callable[[str], None] | None = None,
 ) -> None:
@@ -49,7 +49,7 @@ def write(
 
     checksum: append the CRC-32 of all bytes before it, for `intact`, as the tensor `CHECKSUM`.
     publish: called with the temporary file's name, instead of renaming it, once its bytes are on
-    the disk. Raises `refusal` if the file cannot be written; `path` then has its old content.
+    the disk. Raises `error_type` if the file cannot be written; `path` then has its old content.
     """
     try:
         remove_abandoned(path.parent, re.escape(path.name))
@@ -75,7 +75,7 @@ def write(
             with suppress(OSError):
                 os.unlink(file.name)
     except OSError as error:
-        raise refusal(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        raise error_type(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def intact(path: Path) -> bool:

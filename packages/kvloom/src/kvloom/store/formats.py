@@ -90,8 +90,8 @@ class Format:
         Args:
             q: Queries [B, Hq, T, D]; all of them see the tokens.
             keys: Packed keys, as a `FormatView` of tokens lo to hi, or exact ones [B, Hk, N, D].
-                The tensors of a view are whole units from that of token lo on: skip `lo % unit`
-                tokens, and stop after hi - lo. Keys that kvloom's own format packs are a
+                A view's tensors start at the unit that contains token lo: skip the first
+                `lo % unit` tokens, and read hi - lo. Keys that kvloom's own format packs are a
                 `PackedView`; its `tensor()` unpacks them.
             values: Values, likewise.
             scale: By which q @ k is multiplied.
@@ -132,7 +132,7 @@ class Format:
         return False
 
     @property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The largest magnitude that can be packed; a step with a larger one is refused."""
         return math.inf
 

@@ -5,8 +5,8 @@ Decides when tokens move from the tail into the packed prefix; does not compute 
 KIVI's two schedules are special cases of one rule. Of N tokens, floor((N - recent) / residual) *
 residual are packed. Keys: recent 0, residual R (R exact tokens are gathered and packed whole).
 Values: recent R, residual 1 (a queue of R exact tokens). The rule counts from the first token, so
-it does not depend on how a text was cut into steps. A format with a `unit` below its residual packs
-whole units of the first step, the prompt, and counts from there: the cut of the prompt matters.
+the division of a text into steps does not matter. A format with a `unit` below its residual packs
+whole units of the first prompt and counts from there, so the length of that prompt matters.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class KVSide(Stateful):
             return KVView(None, block)
         assert isinstance(self.packed, PackedTokens)
         assert self.tail.allocation is not None
-        none = self.tail.allocation.data[:, :, :0]
-        return KVView(self.packed.view(0, n, offloaded=block), none, self.packed.fmt.encoding)
+        empty_tail = self.tail.allocation.data[:, :, :0]
+        return KVView(self.packed.view(0, n, offloaded=block), empty_tail, self.packed.fmt.encoding)
 
     def kv_view(self, positions: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens, packed and exact, as one view that kernels read.

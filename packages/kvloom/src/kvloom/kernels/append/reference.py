@@ -15,13 +15,13 @@ Sides = tuple[Tensor, ...]
 
 
 class WriteTarget(NamedTuple):
-    """Where tokens are written: storage [B, Hk, N or more, D], from row `at` on.
+    """Where tokens are written: storage [B, Hk, N or more, D], from `row` on.
 
-    at: the same row for all heads, or int64 [B, Hk, 1], one row for each head.
+    row: the same row for all heads, or int64 [B, Hk, 1], one row for each head.
     """
 
     data: Tensor
-    at: int | Tensor
+    row: int | Tensor
 
 
 def append(
@@ -33,12 +33,12 @@ def append(
     """
     if max_abs is not None and not within(new, max_abs):
         return False
-    for x, (data, at) in zip(new, targets, strict=True):
-        if isinstance(at, Tensor):
-            rows = at + torch.arange(x.shape[2], device=at.device)
+    for x, (data, row) in zip(new, targets, strict=True):
+        if isinstance(row, Tensor):
+            rows = row + torch.arange(x.shape[2], device=row.device)
             data.scatter_(2, rows.unsqueeze(-1).expand(x.shape), x)
         else:
-            data[:, :, at : at + x.shape[2]] = x
+            data[:, :, row : row + x.shape[2]] = x
     return True
 
 

@@ -153,8 +153,8 @@ def _spans(
     visible, states = region.visible, []
     for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
         k, v = (view.tensor(first, first + count) for view in (region.keys, region.values))
-        see = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
-        states.append(attend_exact(rows[i : i + 1], k, v, scale, visible=see, softcap=softcap))
+        seen = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
+        states.append(attend_exact(rows[i : i + 1], k, v, scale, visible=seen, softcap=softcap))
     out, lse = (torch.cat(x).view(b, hq, t, -1) for x in list(zip(*states, strict=True))[:2])
     return AttentionState(out, lse.squeeze(-1))
 
@@ -307,13 +307,13 @@ def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -
 
     visible: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
     """
-    see = torch.ones(t, n, dtype=torch.bool, device=device).tril_(n - t)
+    mask = torch.ones(t, n, dtype=torch.bool, device=device).tril_(n - t)
     if visible is None:
-        return see
-    see = see & visible
+        return mask
+    mask = mask & visible
     sees_none = visible[:, :, 0].cumsum(-1)[..., n - t :] == 0
-    see.diagonal(n - t, -2, -1).logical_or_(sees_none)
-    return see
+    mask.diagonal(n - t, -2, -1).logical_or_(sees_none)
+    return mask
 
 
 def sdpa(

@@ -50,7 +50,7 @@ def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple
     return scale, zero.to(meta)
 
 
-def spread(meta: Tensor, group_of: Tensor) -> Tensor:
+def per_channel(meta: Tensor, group_of: Tensor) -> Tensor:
     """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
     by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
     return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...errors import RecipeError
 from ...registry.fields import check_fields
-from .byte_layout import PACK_BLOCK, metadata, rows_for, spread, top
+from .byte_layout import PACK_BLOCK, metadata, per_channel, rows_for, top
 
 META = {
     "fp32": torch.float32,
@@ -151,20 +151,20 @@ class Encoding:
         return math.lcm(PACK_BLOCK[self.bits][0], self.tokens_per_scale)
 
     @cached_property
-    def largest(self) -> float:
+    def max_abs(self) -> float:
         """The largest magnitude whose scale and zero can be stored."""
         most = torch.finfo(torch.float32).max / 2
         if self.static:
             return most
-        largest = torch.finfo(META[self.meta]).max
+        limit = torch.finfo(META[self.meta]).max
         if self.rotation == "group":  # squares are summed in fp32
-            return min(largest, 1e17)
+            return min(limit, 1e17)
         # a scale may be up to twice that over the highest code; ranges are taken in fp32
-        largest *= min(1.0, top(self.bits) / 2)
-        largest /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
+        limit *= min(1.0, top(self.bits) / 2)
+        limit /= 1.5 if self.pre_rope else 1.0  # rotating a pair adds up to a factor of sqrt(2)
         if self.rotation == "head" and self.meta != "fp8":
-            largest /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
-        return min(largest, most)
+            limit /= 32  # rotating a head of up to 512 channels; fp8 stores its largest instead
+        return min(limit, most)
 
     def groups(self, heads: int, head_dim: int) -> int:
         """Return the groups of one token (of `group` tokens, per channel) in `heads` heads."""
@@ -305,7 +305,7 @@ class LayerEncoding:
         assert self.high is not None
         assert self.group_of is not None
         meta = metadata(self.low, self.high, self.encoding.bits, self.meta)
-        scale, zero = (spread(x.view(1, 1, 1, -1), self.group_of) for x in meta)
+        scale, zero = (per_channel(x.view(1, 1, 1, -1), self.group_of) for x in meta)
         return scale, zero
 
     @cached_property

@@ -78,13 +78,13 @@ def rotate(x: Tensor) -> Tensor:
     """R x along the last dimension, fp32; the same for a vector whatever stands beside it."""
     signs, mix = parts(x.shape[-1])
     blocks = (x * signs.to(x.device)).unflatten(-1, (len(mix), -1))
-    return _mixed(_hadamard(blocks), mix).flatten(-2)
+    return _mix_rows(_hadamard(blocks), mix).flatten(-2)
 
 
 def unrotate(x: Tensor) -> Tensor:
     """R^T x along the last dimension, fp32."""
     signs, mix = parts(x.shape[-1])
-    back = _hadamard(_mixed(x.unflatten(-1, (len(mix), -1)), mix.T)).flatten(-2)
+    back = _hadamard(_mix_rows(x.unflatten(-1, (len(mix), -1)), mix.T)).flatten(-2)
     return back * signs.to(x.device)
 
 
@@ -105,7 +105,7 @@ def _hadamard(x: Tensor) -> Tensor:
     return x * (1 / math.sqrt(size))
 
 
-def _mixed(x: Tensor, mix: Tensor) -> Tensor:
+def _mix_rows(x: Tensor, mix: Tensor) -> Tensor:
     """Combine the rows of x [..., m, 2^k] by mix [m, m], one row of x after the other."""
     if len(mix) == 1:
         return x

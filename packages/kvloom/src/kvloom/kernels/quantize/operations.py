@@ -46,7 +46,7 @@ pack = Op(
     "pack",
     reference.pack,
     lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
-    cpu=Backend(pack_cpu.Packer, pack_cpu.COVERAGE.of(_to_pack), keeps=True, exact=True),
+    cpu=Backend(pack_cpu.Packer, pack_cpu.COVERAGE.of(_to_pack), keeps=True, bit_exact=True),
     gpu=Backend(Binding(pack_triton.pack, pack_triton.kernels), pack_triton.COVERAGE.of(_to_pack)),
 )
 unpack = Op(
@@ -54,7 +54,9 @@ unpack = Op(
     reference.unpack,
     _unpack_case,
     cpu=Backend(
-        Binding(pack_cpu.unpack, pack_cpu.unpacking), pack_cpu.COVERAGE.of(_to_unpack), exact=True
+        Binding(pack_cpu.unpack, pack_cpu.unpacking),
+        pack_cpu.COVERAGE.of(_to_unpack),
+        bit_exact=True,
     ),
     gpu=Backend(
         Binding(pack_triton.unpack, pack_triton.kernels), pack_triton.COVERAGE.of(_to_unpack)

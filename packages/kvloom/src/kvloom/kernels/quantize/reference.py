@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from .byte_layout import PACK_BLOCK, metadata, pack_codes, rows_for, spread, top, unpack_codes
+from .byte_layout import PACK_BLOCK, metadata, pack_codes, per_channel, rows_for, top, unpack_codes
 from .encoding import LayerEncoding, PackedTensors, RopeAngles
 from .hadamard import dequantize_rotated, quantize_rotated, rotate, unrotate
 
@@ -180,7 +180,7 @@ def quantize_mapped(
     high = flat.new_full((b, n, groups), -torch.inf).scatter_reduce(-1, index, flat, "amax")
     scale, zero = metadata(low * clip, high * clip, bits, meta)
     scale, zero = scale.unsqueeze(1), zero.unsqueeze(1)
-    codes = encode(x.float(), spread(scale, group_of), spread(zero, group_of), bits)
+    codes = encode(x.float(), per_channel(scale, group_of), per_channel(zero, group_of), bits)
     return codes, scale, zero
 
 
@@ -188,7 +188,7 @@ def dequantize_mapped(
     codes: Tensor, scale: Tensor, zero: Tensor, group_of: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Invert `quantize_mapped`: code * scale + zero in fp32, cast to `dtype`, [B, Hk, N, D]."""
-    scale, zero = spread(scale, group_of), spread(zero, group_of)
+    scale, zero = per_channel(scale, group_of), per_channel(zero, group_of)
     return torch.addcmul(zero, codes.float(), scale).to(dtype)
 
 

@@ -25,10 +25,10 @@ class MassOptions(NamedTuple):
 
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
     a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
-    `window` of the keys up to its own. noise is added to the logits, and tau divides them. largest:
-    the largest weight of any row takes the place of their sum. later_seen: int64 [B, T], how many
-    keys after its own a query sees, too. rest: fp32 [B, Hq, T], log(sum of exp(logit)) of other
-    keys in each row's softmax; attention is not causal then.
+    `window` of the keys up to its own. noise is added to the logits, and tau divides them.
+    reduce_max: take the largest weight of any row, not the sum. later_seen: int64 [B, T], how many
+    keys after its own a query sees, too. other_lse: fp32 [B, Hq, T], the log-sum-exp of the logits
+    of keys that are not in k; if set, attention is not causal.
     """
 
     visible: Tensor | None = None
@@ -38,9 +38,9 @@ class MassOptions(NamedTuple):
     window: int | None = None
     noise: Noise | None = None
     tau: float = 1.0
-    largest: bool = False
+    reduce_max: bool = False
     later_seen: Tensor | None = None
-    rest: Tensor | None = None
+    other_lse: Tensor | None = None
 
 
 def later_problem(*_: Any, later_seen: Tensor | None = None, **__: Any) -> str | None:
@@ -51,7 +51,7 @@ def later_problem(*_: Any, later_seen: Tensor | None = None, **__: Any) -> str |
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum of attention over the rows of q [B, Hq, T, D] for each key of k [B, Hk, N, D].
 
-    The T queries are the last T of the N tokens, causally, but for `rest`. options: of
+    The T queries are the last T of the N tokens, causally, unless `other_lse` is set. options: of
     `MassOptions`. Returns fp32 [B, Hq, N].
     """
     b, hq, t, d = q.shape
@@ -64,11 +64,11 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     for lo in range(0, t, step):
         hi = min(t, lo + step)
         # no row of this block sees further
-        end = n - t + hi if given.later_seen is None and given.rest is None else n
+        end = n - t + hi if given.later_seen is None and given.other_lse is None else n
         block = rows[:, :, :, lo:hi].float().reshape(b, hk, r * (hi - lo), d)
         logits = (block @ keys[..., :end]).mul_(scale).view(b, hk, r, hi - lo, end)
         part, block_mass = mass[..., :end], _combined(logits, lo, n, given)
-        torch.maximum(part, block_mass, out=part) if given.largest else part.add_(block_mass)
+        torch.maximum(part, block_mass, out=part) if given.reduce_max else part.add_(block_mass)
     return mass.view(b, hq, n)
 
 
@@ -85,13 +85,13 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     return mass.reshape(b, hq, n)
 
 
-def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+def lowest(scores: Tensor, index: Tensor, before: int, visible: Tensor | None = None) -> Tensor:
     """The slot of the lowest score among the tokens with an index below `before`: int64 [B, Hk, 1].
 
-    scores: fp32 [B, Hk, N]. index: int32 [B, Hk, N]. see: bool [B, Hk, N], False counts as lowest
-    of all. The first of equals.
+    scores: fp32 [B, Hk, N]. index: int32 [B, Hk, N]. visible: bool [B, Hk, N], False counts as
+    lowest of all. The first of equals.
     """
-    rank = scores if see is None else scores.masked_fill(~see, -torch.inf)
+    rank = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
     return rank.masked_fill(index >= before, torch.inf).argmin(dim=-1, keepdim=True)
 
 
@@ -101,7 +101,8 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     The last row's own key is the last, but for `later_seen`.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau, largest, later_seen, rest = options
+    visible, visible_queries, softcap, bias, window, noise, tau, reduce_max, later_seen, _ = options
+    other_lse = options.other_lse
     logits = softcapped(logits, softcap)
     if bias is not None:
         logits += bias.view(-1, hk, r, 1, n)[..., :end]
@@ -110,7 +111,7 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     if tau != 1.0:
         logits = logits / tau
     pairs = torch.ones(rows, end, dtype=torch.bool, device=logits.device)
-    if rest is not None:
+    if other_lse is not None:
         hidden = ~pairs
     elif later_seen is None:
         hidden = pairs.triu(end - rows + 1)
@@ -125,8 +126,8 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     logits = logits.masked_fill(hidden, -torch.inf)
     if visible is not None:
         logits = logits.masked_fill(~visible[:, :, None, None, :end], -torch.inf)
-    if rest is not None:
-        others = rest[:, :, lo : lo + rows, None].unflatten(1, (hk, r))
+    if other_lse is not None:
+        others = other_lse[:, :, lo : lo + rows, None].unflatten(1, (hk, r))
         weights = torch.cat([logits, others], dim=-1).softmax(dim=-1)[..., :-1]
     else:
         weights = logits.softmax(dim=-1)
@@ -134,4 +135,4 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
         weights = weights.nan_to_num(0.0)  # a row that sees nothing
     if visible_queries is not None:
         weights = weights * visible_queries[:, :, None, lo : lo + rows, None]
-    return weights.amax(dim=3) if largest else weights.sum(dim=3)
+    return weights.amax(dim=3) if reduce_max else weights.sum(dim=3)

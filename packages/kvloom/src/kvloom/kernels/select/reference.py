@@ -136,10 +136,10 @@ def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, query_heads: str
     scores = dots(q, centroids).masked_fill_(dead, -torch.inf)
     if query_heads == "turns":
         return scores.view(b, hk, -1, c)
-    return together(scores, hk, query_heads)
+    return reduce_query_heads(scores, hk, query_heads)
 
 
-def together(scores: Tensor, kv_heads: int, query_heads: str) -> Tensor:
+def reduce_query_heads(scores: Tensor, kv_heads: int, query_heads: str) -> Tensor:
     """Return the scores of the heads that choose: [B, Hk, N], or `scores` for "each".
 
     Args:
@@ -214,11 +214,11 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tenso
     rows = q.float().view(b, low.shape[1], -1, d)
     top = rows.clamp_min(0) @ high.float().transpose(-1, -2)
     top -= (-rows).clamp_min(0) @ low.float().transpose(-1, -2)
-    none = (low[..., 0] > high[..., 0]).unsqueeze(2)
-    scores = top.masked_fill_(none, -torch.inf)
+    is_empty = (low[..., 0] > high[..., 0]).unsqueeze(2)
+    scores = top.masked_fill_(is_empty, -torch.inf)
     if query_heads == "turns":
         return scores
-    return together(scores.view(b, hq, -1), low.shape[1], query_heads)
+    return reduce_query_heads(scores.view(b, hq, -1), low.shape[1], query_heads)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
@@ -260,8 +260,8 @@ def gather(x: Tensor, slots: Tensor) -> Tensor:
     flat = x.as_strided((((b - 1) * row + (hk - 1) * head) // d + n, d), (d, 1))
     begin = torch.arange(b, device=x.device)[:, None] * (row // d)
     begin = begin + torch.arange(hk, device=x.device) * (head // d)
-    at = slots.reshape(b, hk, -1) + begin.unsqueeze(-1)
-    return flat.index_select(0, at.flatten()).view(b, h, m, d)
+    places = slots.reshape(b, hk, -1) + begin.unsqueeze(-1)
+    return flat.index_select(0, places.flatten()).view(b, h, m, d)
 
 
 def gather_packed(
@@ -287,8 +287,8 @@ def gather_packed(
         gather(codes, first.flatten(2)), bits, slots.shape[-1] * per_block
     )
     by_block = by_block.view(b, hk, -1, per_block, d)
-    one = (slots % per_block)[..., None, None].expand(-1, -1, -1, 1, d)
-    chosen = by_block.gather(3, one).squeeze(3).float()
+    in_block = (slots % per_block)[..., None, None].expand(-1, -1, -1, 1, d)
+    chosen = by_block.gather(3, in_block).squeeze(3).float()
     meta = slots // group if axis == "channel" else slots
     scale, zero = (_gather_numbers(x, meta) for x in (scale, zero))
     if axis == "token":
@@ -303,7 +303,7 @@ def _gather_numbers(x: Tensor, slots: Tensor) -> Tensor:
     return gather(x, slots).float()
 
 
-def _by_group(x: Tensor, at: Tensor, r: int) -> Tensor:
+def _by_group(x: Tensor, index: Tensor, r: int) -> Tensor:
     """x [B, Hk, N] at int64 [B, Hk * r, M]: [B, Hk * r, M]."""
-    b, h, m = at.shape
-    return x.gather(2, at.reshape(b, h // r, -1)).view(b, h, m)
+    b, h, m = index.shape
+    return x.gather(2, index.reshape(b, h // r, -1)).view(b, h, m)

@@ -48,7 +48,7 @@ def bind(new: Sides, *_: Any, **__: Any) -> Callable[..., bool]:
 def append(
     new: Sides, targets: tuple[WriteTarget, ...], max_abs: tuple[float, ...] | None = None
 ) -> bool:
-    """Append as `reference.append` does; a target's tensor `at` is contiguous."""
+    """Append as `reference.append` does; a target's tensor `row` is contiguous."""
     b, h, t, d = new[0].shape
     dtype = new[0].dtype
     limits = (-1, -1)
@@ -59,20 +59,20 @@ def append(
     if k_steps[3] != 1 or v_steps[3] != 1:
         k, v = k.contiguous(), v.contiguous()
         k_steps, v_steps = k.stride(), v.stride()
-    (to_k, k_at), (to_v, v_at) = targets
-    k_rows = (k_at, 0) if isinstance(k_at, int) else (0, k_at.data_ptr())
-    v_rows = (v_at, 0) if isinstance(v_at, int) else (0, v_at.data_ptr())
-    numbers = STEP.pack(
+    (k_out, k_row), (v_out, v_row) = targets
+    k_rows = (k_row, 0) if isinstance(k_row, int) else (0, k_row.data_ptr())
+    v_rows = (v_row, 0) if isinstance(v_row, int) else (0, v_row.data_ptr())
+    arguments = STEP.pack(
         batch=b, heads=h, tokens=t, head_dim=d,
         keys=SIDE.pack(
-            (k.data_ptr(), *k_steps), (to_k.data_ptr(), *to_k.stride()), *k_rows, limits[0]
+            (k.data_ptr(), *k_steps), (k_out.data_ptr(), *k_out.stride()), *k_rows, limits[0]
         ),
         values=SIDE.pack(
-            (v.data_ptr(), *v_steps), (to_v.data_ptr(), *to_v.stride()), *v_rows, limits[1]
+            (v.data_ptr(), *v_steps), (v_out.data_ptr(), *v_out.stride()), *v_rows, limits[1]
         ),
         exceeded=0,
     )  # fmt: skip
-    return not compiled(dtype).run(numbers, 0, 1)[STEP.numbers]
+    return not compiled(dtype).run(arguments, 0, 1)[STEP.numbers]
 
 
 @cache

@@ -14,8 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_runtime import Kernel, load_int
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, load_int, read_arguments
 from ...simd import I64, WIDTH, broadcast, constant, read
 from .arguments import STEP
 
@@ -30,12 +29,12 @@ def copy_checked(ctx: Any, source: Any, target: Any, max_bits: Any, width: Any) 
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         source, target, max_bits, _ = args
-        one = ir.IntType(bits)
-        kind = ir.VectorType(one, WIDTH)
-        x = read(b, source, kind, bits // 8)
-        b.store(x, b.inttoptr(target, kind.as_pointer()), align=bits // 8)
-        limit = broadcast(b, b.trunc(max_bits, one))
-        magnitude = b.and_(x, constant((1 << (bits - 1)) - 1, kind))
+        element = ir.IntType(bits)
+        vector = ir.VectorType(element, WIDTH)
+        x = read(b, source, vector, bits // 8)
+        b.store(x, b.inttoptr(target, vector.as_pointer()), align=bits // 8)
+        limit = broadcast(b, b.trunc(max_bits, element))
+        magnitude = b.and_(x, constant((1 << (bits - 1)) - 1, vector))
         above = b.icmp_unsigned(">", magnitude, limit)
         return b.zext(b.bitcast(above, ir.IntType(WIDTH)), I64)
 
@@ -50,8 +49,8 @@ def kernel(width: int) -> Kernel:
     """
     layout = STEP.dtype
 
-    def append(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def append(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         exceeded = 0
         for side in (a.keys, a.values):
             source, target = side.source, side.target
@@ -64,9 +63,9 @@ def kernel(width: int) -> Kernel:
                     for t in range(a.tokens):
                         x = b * source.batch + h * source.head + t * source.row
                         y = b * target.batch + h * target.head + (t + begin) * target.row
-                        x_at, y_at = source.address + x * width, target.address + y * width
+                        x, y = source.address + x * width, target.address + y * width
                         for c in range(0, a.head_dim * width, WIDTH * width):
-                            exceeded |= copy_checked(x_at + c, y_at + c, max_bits, width)
+                            exceeded |= copy_checked(x + c, y + c, max_bits, width)
         a.exceeded = exceeded
 
     return Kernel(append, f"append {width}")

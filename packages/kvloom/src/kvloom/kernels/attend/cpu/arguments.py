@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....positions.rope import Rope
-from ...arguments import MATRIX, TOKENS, Arguments, Block, Storage, address, strides
+from ...arguments import MATRIX, TOKENS, Arguments, Block, DescribedStorage, address, strides
 from ...quantize.hadamard import levels, matrix
 from ...quantize.packed_view import PackedView
 from ..regions import KVView
@@ -128,7 +128,7 @@ class SidePacker:
     """
 
     def __init__(self) -> None:
-        self._storage = Storage()
+        self._storage = DescribedStorage()
         self._prefix = _NO_PREFIX
         self._alive: tuple[Any, ...] = ()  # tables and copies at addresses in `_prefix`
         self._copy: Tensor | None = None  # of exact tokens, if their rows are not contiguous
@@ -141,12 +141,12 @@ class SidePacker:
             self._copy = exact = exact.contiguous()
             batch, head, row, _ = exact.stride()
         row *= size
-        at = exact.data_ptr() + view.first * row, batch * size, head * size, row
+        tail = exact.data_ptr() + view.first * row, batch * size, head * size, row
         if packed is None:
-            return SIDE.pack(_NO_PREFIX, 0, at)
+            return SIDE.pack(_NO_PREFIX, 0, tail)
         if not self._storage.holds(packed.codes, packed.scale, packed.zero):
             self._repack(packed, exact.shape[3])
-        return SIDE.pack(self._prefix, packed.hi, at)
+        return SIDE.pack(self._prefix, packed.hi, tail)
 
     def _repack(self, packed: PackedView, d: int) -> None:
         layer_encoding, table, first, table_head = packed.layer_encoding, None, None, 0
@@ -155,8 +155,8 @@ class SidePacker:
         if encoding.rotation == "group":
             table = _levels(encoding.bits)
         elif layer_encoding.group_of is not None:
-            by = layer_encoding.by_layer if encoding.span == "layer" else layer_encoding.by_head
-            table, first, table_head = *by, 4 * d
+            groups = layer_encoding.by_layer if encoding.span == "layer" else layer_encoding.by_head
+            table, first, table_head = *groups, 4 * d
         read = stored if layer_encoding.static is None else (stored[0], *layer_encoding.multiplied)
         codes, scale, zero = rows = tuple(_rowwise(x) for x in read)
         self._prefix = PREFIX.pack(

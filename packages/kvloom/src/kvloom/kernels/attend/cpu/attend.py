@@ -45,8 +45,8 @@ _NO_TOKENS = (0,) * TOKENS.numbers
 _NO_LEAD = {"lead_tokens": 0, "lead_keys": _NO_TOKENS, "lead_values": _NO_TOKENS}
 
 
-class Pass(NamedTuple):
-    """Regions that one run of a kernel reads, by number.
+class KernelCall(NamedTuple):
+    """Regions that one run of a kernel reads, by index.
 
     lead: exact tokens before the main region. spans: tokens after it, of which heads have different
     numbers.
@@ -57,29 +57,29 @@ class Pass(NamedTuple):
     spans: int | None = None
 
     @property
-    def numbers(self) -> list[int]:
+    def indices(self) -> list[int]:
         """The regions in the order of their tokens."""
         return [i for i in (self.lead, self.main, self.spans) if i is not None]
 
 
-def passes(regions: Sequence[Region]) -> list[Pass]:
+def kernel_calls(regions: Sequence[Region]) -> list[KernelCall]:
     """Divide regions into those that one run of a kernel reads."""
-    found: list[Pass] = []
+    found: list[KernelCall] = []
     waiting: int | None = None  # exact tokens that may stand before the next region
     for i, region in enumerate(regions):
         if waiting is not None:
             lead, waiting = waiting, None
             if _follows(region, regions[lead]):
-                found.append(Pass(i, lead))
+                found.append(KernelCall(i, lead))
                 continue
-            found.append(Pass(lead))
+            found.append(KernelCall(lead))
         spans = isinstance(region.where, Spans)
         if spans and found and _joins(regions[found[-1].main], region):
             found[-1] = found[-1]._replace(spans=i)
         elif _leads(region) and i + 1 < len(regions):
             waiting = i
         else:
-            found.append(Pass(i))
+            found.append(KernelCall(i))
     return found
 
 
@@ -109,10 +109,10 @@ def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None)
     if q.shape[2] > MAX_STEP:
         return many_queries.problems(q, regions, softcap)
     reasons: list[str] = []
-    for one in passes(regions):
-        for region in (regions[i] for i in one.numbers):
+    for call in kernel_calls(regions):
+        for region in (regions[i] for i in call.indices):
             reasons += [x for x in coverage.problems(q.shape[2], region) if x not in reasons]
-        if isinstance(regions[one.main].where, Spans):
+        if isinstance(regions[call.main].where, Spans):
             reasons.append("spans have no region of the same encodings before them")
     return reasons
 
@@ -121,7 +121,7 @@ class Attend:
     """Attention of one layer: keeps what does not change between its steps."""
 
     def __init__(self, q: Tensor, regions: Sequence[Region]) -> None:
-        self._passes = [_PassAttention(q, regions, one) for one in passes(regions)]
+        self._calls = [_BoundCall(q, regions, call) for call in kernel_calls(regions)]
 
     def __call__(
         self,
@@ -134,11 +134,11 @@ class Attend:
         sink_logits: Tensor | None = None,
     ) -> AttentionState:
         """Attend as `reference.attend_regions` does; packed tokens are not rounded."""
-        first, *others = self._passes
+        first, *others = self._calls
         if not others:
             return first.run(q, regions, scale, softcap, products, sink_logits)
         states = [first.run(q, regions, scale, softcap, False, sink_logits)]
-        return merge([*states, *(one.run(q, regions, scale, softcap, False) for one in others)])
+        return merge([*states, *(call.run(q, regions, scale, softcap, False) for call in others)])
 
 
 def bind(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> Callable[..., AttentionState]:
@@ -147,16 +147,16 @@ def bind(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> Callable[.
     return many_queries.attend if many else Attend(q, regions)
 
 
-class _PassAttention:
+class _BoundCall:
     """A kernel, its workspace and the packed arguments of a layer's keys and values.
 
     Bound to the heads, queries, dtype, device, encodings and kinds of regions of the arguments it
     is made from; batch, tokens and options may differ at every step.
     """
 
-    def __init__(self, q: Tensor, regions: Sequence[Region], one: Pass) -> None:
-        self.main, self.lead, self.spans = one
-        self.numbers = one.numbers
+    def __init__(self, q: Tensor, regions: Sequence[Region], call: KernelCall) -> None:
+        self.main, self.lead, self.spans = call
+        self.indices = call.indices
         self.single_region = self.lead is None and self.spans is None
         main = regions[self.main]
         where = main.where
@@ -192,8 +192,8 @@ class _PassAttention:
         products: bool,
         sink_logits: Tensor | None = None,
     ) -> AttentionState:
-        """Attend q [B, Hq, T, D] to the regions of this pass."""
-        keys, values, where, visible, bias, own = regions[self.main]
+        """Attend q [B, Hq, T, D] to the regions of this call."""
+        keys, values, where, visible, bias, step_tokens = regions[self.main]
         b, hq, t, d = q.shape
         queries = q.float().contiguous()
         out, lse = torch.empty_like(queries), queries.new_empty(b, hq, t)
@@ -225,8 +225,8 @@ class _PassAttention:
         if products and where is None and self.single_region:
             logits = queries.new_empty(b, hq, t, width)
         threads, splits = self._tasks(queries, longest)
-        job = self.layout.pack(
-            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n, causal=own > 1,
+        packed = self.layout.pack(
+            batch=b, heads=self.heads, rows=self.rows, queries=t, tokens=n, causal=step_tokens > 1,
             splits=splits, scale=scale, softcap=softcap or 0.0,
             q=queries.data_ptr(), q_packed=packed_queries.data_ptr(),
             query_rotation=query_rotation, out=sums.data_ptr(), value_rotation=value_rotation,
@@ -237,7 +237,7 @@ class _PassAttention:
             logits=0 if logits is None else logits.data_ptr(), logits_row=4 * width,
             **masks, **rope, **arguments,
         )  # fmt: skip
-        self.kernel.run(job, b * self.heads, threads)
+        self.kernel.run(packed, b * self.heads, threads)
         # Until here, the kernel reads these by address.
         del keepalive, masks_keepalive, rope_keepalive
         if self.sets == 2 and not value_rotation:
@@ -291,9 +291,9 @@ class _PassAttention:
 
     def _layer_encoding(self, regions: Sequence[Region], side: int) -> LayerEncoding | None:
         """Return the encoding of packed keys (0) or values (1); None if none is packed."""
-        for number in (self.main, self.spans):
-            if number is not None:
-                view = regions[number].values if side else regions[number].keys
+        for i in (self.main, self.spans):
+            if i is not None:
+                view = regions[i].values if side else regions[i].keys
                 if view.packed is not None:
                     layer_encoding: LayerEncoding = view.packed.layer_encoding
                     return layer_encoding
@@ -302,8 +302,8 @@ class _PassAttention:
     def _tasks(self, queries: Tensor, n: int) -> tuple[int, int]:
         """Return the threads and the tasks per head for n tokens; make room for their states."""
         b, _, _, d = queries.shape
-        numbers = 2 * b * self.kv_heads * n * d
-        threads = min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
+        elements = 2 * b * self.kv_heads * n * d
+        threads = min(torch.get_num_threads(), 1 + elements // _NUMBERS_PER_THREAD)
         heads, splits = b * self.heads, 1
         if threads > 1:
             splits = min(-(-n // self.tile), -(-4 * threads // heads))
@@ -322,7 +322,7 @@ class _PassAttention:
 
     def _masks(self, queries: Tensor, regions: Sequence[Region]) -> KeptArguments:
         """Return the arguments of the mask and of the bias of all regions."""
-        read = [regions[i] for i in self.numbers]
+        read = [regions[i] for i in self.indices]
         if all(x.visible is None and x.bias is None for x in read):
             return _NO_MASKS
         b, hq, _t, _d = queries.shape
@@ -356,14 +356,14 @@ def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any,
         for pair in (where.sinks, where.new)
     ]
     (sink_keys, sink_values), (new_keys, new_values) = exact
-    numbers = {
+    arguments = {
         "table": blocks.data_ptr(), "table_row": 8 * blocks.shape[1], "packed": packed.data_ptr(),
         "lengths": lengths.data_ptr(), "tails": tails.data_ptr(),
         "sinks": 0 if sink_keys is None else sink_keys.shape[2],
         "sink_keys": strides(sink_keys, 3), "sink_values": strides(sink_values, 3),
         "new_keys": strides(new_keys, 2), "new_values": strides(new_values, 2),
     }  # fmt: skip
-    return numbers, (*exact, where.table)
+    return arguments, (*exact, where.table)
 
 
 def _packed_queries(queries: Tensor, layer_encoding: LayerEncoding) -> tuple[Tensor, int]:

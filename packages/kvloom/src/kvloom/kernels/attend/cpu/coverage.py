@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import dispatch
-from ...arguments import NUMBERS
+from ...arguments import DTYPE_CODES
 from ...limits import MAX_STEP, Coverage, dtype_problem, head_dim_problem
 from ...quantize.cpu.pack import READ_FIELDS
 from ...quantize.encoding import Encoding, unknown_fields
@@ -122,12 +122,12 @@ def problems(queries: int, region: Region) -> list[str]:
     reasons = list(encoding_problems(like.shape[3], like.shape[1], like.dtype, *encodings))
     if not reasons:
         for side, encoding in zip(("keys", "values"), encodings, strict=True):
-            more = []
+            found = []
             if isinstance(where, Spans) and encoding is not None:
-                more = SPANS.problems(encoding)
+                found = SPANS.problems(encoding)
             elif isinstance(where, Paged):
-                more = PAGES.problems(encoding)
-            reasons += [f"{side}: {reason}" for reason in more]
+                found = PAGES.problems(encoding)
+            reasons += [f"{side}: {reason}" for reason in found]
     return reasons + STEPS.problems(queries, where) + POSITIONS.problems(region)
 
 
@@ -138,8 +138,8 @@ def encoding_problems(d: int, heads: int, dtype: torch.dtype, *encodings: Any) -
     for side, encoding in zip(("keys", "values"), encodings, strict=True):
         if encoding is not None:
             unknown = unknown_fields(encoding, READ_FIELDS)
-            more = unknown or ENCODINGS.problems(encoding, d, heads)
-            reasons += [f"{side}: {reason}" for reason in more]
+            found = unknown or ENCODINGS.problems(encoding, d, heads)
+            reasons += [f"{side}: {reason}" for reason in found]
     return tuple(reasons)
 
 
@@ -173,7 +173,7 @@ def kernel(
     if not gathered:
         sides = [by_table(side) for side in sides]
     many = min(4, 1 << (rows - 1).bit_length())
-    variant = Variant(d, many, NUMBERS[dtype], sides[0], sides[1], page, lead, spans)
+    variant = Variant(d, many, DTYPE_CODES[dtype], sides[0], sides[1], page, lead, spans)
     if gathered:
         return gathered_kernel.kernel(variant), gathered_kernel.TILE
     return decode_kernel.kernel(variant), variant.tile

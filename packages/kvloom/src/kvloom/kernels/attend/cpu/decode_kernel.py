@@ -16,15 +16,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, at, count, kernel_step, load_int, store_int
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import (
+    Kernel,
+    count,
+    head_address,
+    kernel_step,
+    load_int,
+    read_arguments,
+    store_int,
+)
 from ...simd import SIZE, store_one
 from . import lookup
 from .arguments import DECODE, PAGED, SPANS
 from .head_view import head_view, moved, with_packed
 from .lookup import scatter_table
 from .score_tile import clear_begin, score_exact, score_packed
-from .softmax import finish_task, start_task, weigh
+from .softmax import finish_task, softmax_tile, start_task
 from .sum_tile import sum_exact, sum_packed
 from .variant import CHANNEL, TABLE, Variant
 
@@ -58,14 +65,14 @@ def kernel(variant: Variant) -> Any:
     layout = (PAGED if variant.page else SPANS if variant.spans else DECODE).dtype
     finished = 8 + layout.itemsize  # counters of each head's finished tasks
 
-    def attend(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def attend(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         padded = -(-a.rows // w) * w
         memory = np.empty(padded * per_row + fixed, np.float32)
         mem = split_scratch((memory.ctypes.data + 63) // 64 * 64, padded)
         clear_begin(mem.begin, w)
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * a.heads * a.splits:
                 break
             head, part = task // a.splits, task % a.splits
@@ -74,7 +81,7 @@ def kernel(variant: Variant) -> Any:
                 mem.packed_queries, mem.maxima,
             )  # fmt: skip
             attend_range(a, head, part, padded, mem)
-            finish_task(a, job + finished, task, mem.sums, mem.maxima, padded, sets, d)
+            finish_task(a, args + finished, task, mem.sums, mem.maxima, padded, sets, d)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"attend {variant}")
@@ -82,8 +89,8 @@ def kernel(variant: Variant) -> Any:
 
 def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
     """Return the numbers of a thread's memory, per query row and besides; and how it is divided."""
-    d, w, gap, sets = variant.d, variant.w, variant.scales_gap, 1 + variant.values.own_space
-    s_row, tables = variant.logits_row, 16 * lookup.SIZE
+    d, w, z_offset, s_row = variant.d, variant.w, variant.z_offset, variant.logits_row
+    sets, tables = 1 + variant.values.own_space, 16 * lookup.SIZE
 
     @kernel_step
     def split(sums, padded):  # type: ignore[no-untyped-def]
@@ -98,20 +105,20 @@ def _scratch(variant: Variant) -> tuple[tuple[int, int], Any]:
         rest = begin + 4 * w * 16
         logits = rest + 4 * w * 16
         scales = logits + w * s_row
-        key_groups = scales + 2 * gap + tables
+        key_groups = scales + 2 * z_offset + tables
         return Scratch(
             sums, queries, packed_queries, maxima, folded, far, rotated, begin, rest, logits,
-            scales, scales + 2 * gap, key_groups, key_groups + 4 * d,
+            scales, scales + 2 * z_offset, key_groups, key_groups + 4 * d,
         )  # fmt: skip
 
-    fixed = w * (3 * d + 32) + (w * s_row + 2 * gap + tables) // 4 + 2 * d + 16
+    fixed = w * (3 * d + 32) + (w * s_row + 2 * z_offset + tables) // 4 + 2 * d + 16
     return ((sets + 2) * d + 32, fixed), split
 
 
 def _range(variant: Variant) -> Any:
     """Make the step that attends to a range of a head's tiles."""
     tile, page, rope, token_bytes = (
-        variant.tile, variant.page, variant.keys.rope_dims, variant.d * SIZE[variant.exact]
+        variant.tile, variant.page, variant.keys.rope_dims, variant.d * SIZE[variant.exact_dtype]
     )  # fmt: skip
     lead, spans = variant.lead, variant.spans
     find_keys, find_values = _find(variant, 0), _find(variant, 1)
@@ -131,7 +138,7 @@ def _range(variant: Variant) -> Any:
             span_tokens = load_int(a.spans, 2 * head + 1)
         keys = head_keys = find_keys(a, a.keys, b, h, mem.key_groups)
         values = head_values = find_values(a, a.values, b, h, mem.value_groups)
-        position = load_int(at(a.positions, b, 0), 0) if rope else 0
+        position = load_int(head_address(a.positions, b, 0), 0) if rope else 0
         lead_tiles, tiles = -(-first // tile), -(-n // tile)
         dense_end = lead_tiles + tiles
         all_tiles = dense_end + -(-span_tokens // tile)
@@ -173,12 +180,12 @@ def _lead(variant: Variant) -> Any:
     @kernel_step
     def attend(a, b, h, lo, n, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to n of these tokens from number lo on."""
-        keys = at(a.lead_keys, b, h) + lo * a.lead_keys.row
-        values = at(a.lead_values, b, h) + lo * a.lead_values.row
+        keys = head_address(a.lead_keys, b, h) + lo * a.lead_keys.row
+        values = head_address(a.lead_values, b, h) + lo * a.lead_values.row
         for m0 in range(0, padded, w):
             skip = 4 * m0 * d
             score_tail(mem.queries + skip, keys, a.lead_keys.row, 0, n, mem)
-            weigh(
+            softmax_tile(
                 a, b, h, lo, n, 2 * tile, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
                 4 * padded * d, sets, d,
             )  # fmt: skip
@@ -191,7 +198,7 @@ def _tile(variant: Variant) -> Any:
     """Make the step that attends to a tile of tokens."""
     d, w, page, s_row = variant.d, variant.w, variant.page, variant.logits_row
     own_queries, sets = variant.keys.own_space, 1 + variant.values.own_space
-    k_bits, v_bits = variant.keys.twice_bits, variant.values.twice_bits
+    k_bits, v_bits = variant.keys.bits_x2, variant.values.bits_x2
     score_keys, score_tail = score_packed(variant), score_exact(variant)
     sum_values, sum_tail = sum_packed(variant), sum_exact(variant)
 
@@ -199,7 +206,7 @@ def _tile(variant: Variant) -> Any:
     def attend(a, keys, values, b, h, lo, n, at_token, remaining, position, place, padded, mem):  # type: ignore[no-untyped-def]
         """Attend to n tokens from number lo on.
 
-        at_token, remaining: as for `weigh`. place: of the row's pages in the table.
+        at_token, remaining: as for `softmax_tile`. place: of the row's pages in the table.
         """
         keys_packed = min(max(keys.packed - lo, 0), n)
         values_packed = min(max(values.packed - lo, 0), n)
@@ -216,15 +223,15 @@ def _tile(variant: Variant) -> Any:
             tail = keys.tail + (lo - keys.packed) * keys.tail_row
             score_tail(q, tail, keys.tail_row, keys_packed, n, mem)
             if page:
-                base = at(a.sink_keys, first_page, h) + lo * a.sink_keys.row
+                base = head_address(a.sink_keys, first_page, h) + lo * a.sink_keys.row
                 score_tail(q, base, a.sink_keys.row, 0, sinks, mem)
-            weigh(
+            softmax_tile(
                 a, b, h, at_token, n, remaining, m0, w, mem.logits, s_row, mem.maxima, mem.sums,
                 4 * padded * d, sets, d,
             )  # fmt: skip
             if page:
                 if sinks > 0:
-                    base = at(a.sink_values, first_page, h) + lo * a.sink_values.row
+                    base = head_address(a.sink_values, first_page, h) + lo * a.sink_values.row
                     sum_tail(base, a.sink_values.row, 0, sinks, sums, mem)
                 for i in range(w):  # their packed values have no weight
                     for j in range(sinks):
@@ -304,13 +311,13 @@ def _page(variant: Variant, side: int) -> Any:
     rows, meta_rows = page // per_block * height, page // per_row  # of a page
 
     @kernel_step
-    def find(first, stored, place, number):  # type: ignore[no-untyped-def]
+    def find(first, stored, place, page_index):  # type: ignore[no-untyped-def]
         """Return the view of a page as if the pages before it lay before it."""
-        block, prefix = load_int(place, number), stored.prefix
-        skipped = number * meta_rows * first.meta_row
+        block, prefix = load_int(place, page_index), stored.prefix
+        skipped = page_index * meta_rows * first.meta_row
         return moved(
             first,
-            block * prefix.codes.batch - number * rows * first.row,
+            block * prefix.codes.batch - page_index * rows * first.row,
             block * prefix.scale.batch - skipped,
             block * prefix.zero.batch - skipped,
             0,
@@ -322,6 +329,6 @@ def _page(variant: Variant, side: int) -> Any:
 @kernel_step
 def keep_token(x, to, b, h, size):  # type: ignore[no-untyped-def]
     """Copy the `size` bytes of one token of a head, packed as `MATRIX`; a multiple of 8."""
-    here = at(x, b, h)
+    here = head_address(x, b, h)
     for i in range(0, size, 8):
         store_int(to + i, load_int(here + i, 0))

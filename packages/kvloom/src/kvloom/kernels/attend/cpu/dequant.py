@@ -9,6 +9,7 @@ what order.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -22,7 +23,7 @@ from ...simd import (
     VF,
     VI,
     WIDTH,
-    at,
+    add_bytes,
     broadcast,
     constant,
     features,
@@ -82,72 +83,76 @@ def _digits(b: Any, byte: Any, constants: SideConstants) -> list[Any]:
 
 def tokens(b: Any, base: Any, stride: Any, v: int, constants: SideConstants) -> list[Any]:
     """Channels 16v to 16v + 15 of the tokens of a pack block: as `_codes`, or exact numbers."""
-    if not constants.twice_bits:
-        return [read_f32(b, at(b, base, v * WIDTH * SIZE[constants.exact]), constants.exact)]
+    if not constants.bits_x2:
+        dtype_code = constants.exact_dtype
+        return [read_f32(b, add_bytes(b, base, v * WIDTH * SIZE[dtype_code]), dtype_code)]
     rows = [b.add(base, b.mul(stride, ir.Constant(I64, i))) for i in range(constants.per_block[1])]
-    return _codes(b, [at(b, row, v * WIDTH) for row in rows], constants)
+    return _codes(b, [add_bytes(b, row, v * WIDTH) for row in rows], constants)
 
 
 class Meta(NamedTuple):
-    """Addresses of S, of Z (`gap` bytes behind S) and of a table of groups or levels."""
+    """Addresses of S, of Z (`z_offset` bytes after S) and of a table of groups or levels."""
 
     base: Any
-    gap: Any
+    z_offset: Any
     table: Any  # int32 [d], each channel's group; or fp32 [16], levels
-    machine: str  # instructions: avx512, avx2 or none
-    kind: int = FP32  # number format of S and Z; by map, fp32
+    lane_isa: str  # instructions: avx512, avx2 or none
+    dtype_code: int = FP32  # of S and Z; by map, fp32
 
     def scaled(self, b: Any, x: Any, t: int, v: int, d: int, constants: SideConstants) -> Any:
         """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
         if constants.levels:
-            x = picked(b, self.machine, self.table, x, 1)
+            x = table_lookup(b, self.lane_isa, self.table, x, 1)
         if constants.by == NONE:
             return x
-        size, kind = SIZE[self.kind], self.kind
+        size, dtype_code = SIZE[self.dtype_code], self.dtype_code
         if constants.by == CHANNEL:
-            big = at(b, self.base, WIDTH * size * v)
-            both = (big, b.add(big, self.gap))
-            return muladd(b, x, *(read_f32(b, place, kind) for place in both))
+            big = add_bytes(b, self.base, WIDTH * size * v)
+            both = (big, b.add(big, self.z_offset))
+            return muladd(b, x, *(read_f32(b, place, dtype_code) for place in both))
         if constants.by == RUN:
-            big = at(b, self.base, size * (t * constants.across + v * WIDTH // constants.group))
+            group = t * constants.across + v * WIDTH // constants.group
+            big = add_bytes(b, self.base, size * group)
             if constants.levels:
-                return b.fmul(x, one(b, big, kind))
-            return muladd(b, x, one(b, big, kind), one(b, b.add(big, self.gap), kind))
-        index = read(b, at(b, self.table, 64 * v), VI)
-        big, tables = at(b, self.base, 4 * t * constants.across), -(-constants.across // WIDTH)
-        parts = (picked(b, self.machine, at_, index, tables) for at_ in (big, b.add(big, self.gap)))
+                return b.fmul(x, load_broadcast(b, big, dtype_code))
+            both = (big, b.add(big, self.z_offset))
+            return muladd(b, x, *(load_broadcast(b, place, dtype_code) for place in both))
+        index = read(b, add_bytes(b, self.table, 64 * v), VI)
+        big = add_bytes(b, self.base, 4 * t * constants.across)
+        both, tables = (big, b.add(big, self.z_offset)), -(-constants.across // WIDTH)
+        parts = (table_lookup(b, self.lane_isa, place, index, tables) for place in both)
         return muladd(b, x, *parts)
 
 
-def one(b: Any, address: Any, kind: int = FP32) -> Any:
+def load_broadcast(b: Any, address: Any, dtype_code: int = FP32) -> Any:
     """One number in all lanes."""
-    return broadcast(b, b.extract_element(read_f32(b, address, kind, 1), ir.Constant(I32, 0)))
+    return broadcast(b, b.extract_element(read_f32(b, address, dtype_code, 1), ir.Constant(I32, 0)))
 
 
-def machine() -> str:
+def lane_isa() -> str:
     """Return the instructions for picking lanes by number: avx512, avx2 or none."""
     has = features()
     return "avx512" if "avx512f" in has else "avx2" if "avx2" in has else ""
 
 
-def picked(b: Any, can: str, base: Any, index: Any, tables: int) -> Any:
+def table_lookup(b: Any, isa: str, base: Any, index: Any, tables: int) -> Any:
     """Sixteen numbers, each at base + 4 * index below 16 * tables."""
-    if can == "avx512":
-        return _chosen(b, base, index, tables, lambda x: _permuted(b, can, x, index))
-    if can == "avx2":
+    if isa == "avx512":
+        return _select_table(b, base, index, tables, lambda x: _permute(b, isa, x, index))
+    if isa == "avx2":
         halves = [
-            _chosen(b, base, _half(b, index, side), tables, lambda x, s=side: _both(b, x, index, s))
-            for side in (0, 1)
+            _select_table(b, base, half, tables, partial(_lookup_16, b, index=half))
+            for half in (_half_lanes(b, index, side) for side in (0, 1))
         ]
         return b.shuffle_vector(*halves, ir.Constant(VI, list(range(WIDTH))))
     return gather_f32(b, base, index)
 
 
-def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
+def _select_table(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
     """What `pick` takes of the table of sixteen that each index is in."""
     numbers = None
     for k in range(tables):
-        part = pick(at(b, base, 64 * k))
+        part = pick(add_bytes(b, base, 64 * k))
         if numbers is not None:
             part = b.select(
                 b.icmp_signed(">=", index, constant(WIDTH * k, index.type)), part, numbers
@@ -156,22 +161,21 @@ def _chosen(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
     return numbers
 
 
-def _permuted(b: Any, can: str, where: Any, index: Any) -> Any:
+def _permute(b: Any, isa: str, where: Any, index: Any) -> Any:
     """Lanes of the numbers at an address; of an index the low bits count."""
-    name = {"avx512": "llvm.x86.avx512.permvar.sf.512", "avx2": "llvm.x86.avx2.permps"}[can]
+    name = {"avx512": "llvm.x86.avx512.permvar.sf.512", "avx2": "llvm.x86.avx2.permps"}[isa]
     kind = ir.VectorType(F32, index.type.count)
     fn = b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind, index.type]))
     return b.call(fn, [read(b, where, kind), index])
 
 
-def _half(b: Any, index: Any, side: int) -> Any:
+def _half_lanes(b: Any, index: Any, side: int) -> Any:
     lanes = ir.Constant(ir.VectorType(I32, 8), list(range(8 * side, 8 * side + 8)))
     return b.shuffle_vector(index, ir.Constant(VI, ir.Undefined), lanes)
 
 
-def _both(b: Any, where: Any, index: Any, side: int) -> Any:
-    """Of sixteen numbers in two registers, those that half of an index names."""
-    half = _half(b, index, side)
-    low, high = (_permuted(b, "avx2", at(b, where, 32 * i), half) for i in (0, 1))
-    upper = b.icmp_signed("!=", b.and_(half, constant(8, half.type)), constant(0, half.type))
+def _lookup_16(b: Any, where: Any, index: Any) -> Any:
+    """Of sixteen numbers in two registers, those that an index of eight lanes names."""
+    low, high = (_permute(b, "avx2", add_bytes(b, where, 32 * i), index) for i in (0, 1))
+    upper = b.icmp_signed("!=", b.and_(index, constant(8, index.type)), constant(0, index.type))
     return b.select(upper, high, low)

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, at, count, kernel_step, load_int
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, kernel_step, load_int, read_arguments
 from ...simd import SIZE, load_any, prefetch, store
 from .arguments import GATHERED
 from .head_view import HeadView, head_view
 from .microkernel import scores, values
 from .rope_tables import BEFORE, FAR
 from .score_tile import clear_begin
-from .softmax import finish_task, start_task, weigh
+from .softmax import finish_task, softmax_tile, start_task
 from .unpack_token import out_of_block, unpack
 from .variant import CHANNEL, SideConstants, Variant
 
@@ -66,8 +65,8 @@ def kernel(variant: Variant) -> Any:
     score_tile, sum_tile, layout = _score(variant), _sum(variant), GATHERED.dtype
     finished = 8 + layout.itemsize  # counters of each head's finished tasks
 
-    def attend(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def attend(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         padded, tiles = -(-a.rows // w) * w, -(-a.tokens // TILE)
         room = padded * ((sets + 2) * d + 32 + S_ROW // 4) + BLOCK * d + 16 * w + 256 + 16
         memory = np.empty(room, np.float32)
@@ -83,7 +82,7 @@ def kernel(variant: Variant) -> Any:
         )  # fmt: skip
         clear_begin(mem.begin, w)
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * a.heads * a.splits:
                 break
             head, part = task // a.splits, task % a.splits
@@ -95,19 +94,19 @@ def kernel(variant: Variant) -> Any:
             )  # fmt: skip
             views = Sources(
                 head_view(a.keys, b, h, k_first), head_view(a.values, b, h, v_first),
-                at(a.slots, b, g), at(a.lead_keys, b, h), at(a.lead_values, b, h),
-                at(a.positions, b, h),
+                head_address(a.slots, b, g), head_address(a.lead_keys, b, h),
+                head_address(a.lead_values, b, h), head_address(a.positions, b, h),
             )  # fmt: skip
             last = min(a.tokens, (part + 1) * tiles // a.splits * TILE)
             for lo in range(part * tiles // a.splits * TILE, last, TILE):
                 n = min(TILE, a.tokens - lo)
                 score_tile(a, views, lo, n, padded, mem)
-                weigh(
+                softmax_tile(
                     a, b, g, lo, n, a.tokens - lo, 0, padded, mem.logits, S_ROW, mem.maxima,
                     mem.sums, 4 * padded * d, sets, d,
                 )  # fmt: skip
                 sum_tile(a, views, lo, n, padded, mem)
-            finish_task(a, job + finished, task, mem.sums, mem.maxima, padded, sets, d)
+            finish_task(a, args + finished, task, mem.sums, mem.maxima, padded, sets, d)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
     return Kernel(attend, f"gathered {variant}")
@@ -163,9 +162,9 @@ def _sum(variant: Variant) -> Any:
 
 def _unpack(variant: Variant, side: int) -> Any:
     """Make the step that writes keys (0) or values (1) of the list side by side, in fp32."""
-    constants, d, exact = variant.sides[side], variant.d, variant.exact
+    constants, d, exact = variant.sides[side], variant.d, variant.exact_dtype
     own_space, meta, per_row = constants.own_space, constants.meta, constants.tokens_per_scale or 1
-    (per_block, height), bits = constants.per_block, constants.twice_bits
+    (per_block, height), bits = constants.per_block, constants.bits_x2
     literal, rope, rope_row, size = constants.literal, constants.rope_dims, 8 * d, SIZE[exact]
     is_key, fetch_ahead = side == 0, _prefetch(variant)
 
@@ -233,8 +232,8 @@ def _prefetch(variant: Variant) -> Any:
 def _prefetch_side(variant: Variant, side: int) -> Any:
     """Make the step that prefetches a token's key (0) or value (1)."""
     constants, d = variant.sides[side], variant.d
-    (per_block, height), bits = constants.per_block, constants.twice_bits
-    per_row, line = constants.tokens_per_scale or 1, d * SIZE[variant.exact]
+    (per_block, height), bits = constants.per_block, constants.bits_x2
+    per_row, line = constants.tokens_per_scale or 1, d * SIZE[variant.exact_dtype]
     scales = constants.meta_size * (d if constants.by == CHANNEL else constants.across)
 
     @kernel_step

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...cpu_runtime import at, kernel_step, load_int
+from ...cpu_runtime import head_address, kernel_step, load_int
 
 
 class HeadView(NamedTuple):
@@ -32,14 +32,15 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
     among those of all heads, else 0.
     """
     prefix = side.prefix
-    scale, zero = at(prefix.scale, b, h), at(prefix.zero, b, h)
+    scale, zero = head_address(prefix.scale, b, h), head_address(prefix.zero, b, h)
     if size and side.packed > 0:
         first = size * load_int(prefix.first_group, h)
         scale += first
         zero += first
     return HeadView(
-        at(prefix.codes, b, h), prefix.codes.row, side.packed, scale, zero, prefix.meta_row,
-        prefix.table + h * prefix.table_head, at(side.tail, b, h), side.tail.row,
+        head_address(prefix.codes, b, h), prefix.codes.row, side.packed, scale, zero,
+        prefix.meta_row, prefix.table + h * prefix.table_head, head_address(side.tail, b, h),
+        side.tail.row,
     )  # fmt: skip
 
 

@@ -2,8 +2,8 @@
 
 Of up to `GROUPS` groups and 4 codes a token has at most 32 numbers, code * scale + zero, which two
 registers hold. Number 16h + 4c + l is code c's in group 4h + l, so a table is made of scales and
-zeros by broadcasts. Codes of a pack block that stand in one register, in a lane's four bytes, are
-joined to the numbers of their groups together. Needs AVX-512. Decides nothing about which tokens.
+zeros by broadcasts. The codes of one register, four bytes per lane, are combined with their group
+indices in one operation. Needs AVX-512. Decides nothing about which tokens are read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...simd import (
     VF,
     VI,
     WIDTH,
-    at,
+    add_bytes,
     call,
     constant,
     features,
@@ -59,21 +59,21 @@ def scatter_table(ctx: Any, table: Any, out: Any, d: Any, literal: Any) -> Any:
 
     def emit(b: Any, table: Any, out: Any, *_: Any) -> None:
         for v in range(0, n_d, WIDTH):
-            group = read(b, at(b, table, 4 * v), VI)
+            group = read(b, add_bytes(b, table, 4 * v), VI)
             low, high = b.and_(group, constant(3, VI)), b.and_(group, constant(4, VI))
             group = b.or_(low, b.shl(high, constant(2, VI)))
             places = constant(0, VI)
             for begin in _begins(constants):
                 places = b.or_(places, b.shl(group, constant(begin, VI)))
-            write(b, at(b, out, 4 * v), places)
+            write(b, add_bytes(b, out, 4 * v), places)
 
     return lowered(types.void(types.int64, types.int64, d, literal), emit)
 
 
 def indices(b: Any, base: Any, v: int, constants: SideConstants, placed: Any) -> list[Any]:
     """Of channels 16v to 16v + 15 of the tokens of a pack block, where each one's number is."""
-    groups = read(b, at(b, placed, 64 * v), VI)
-    byte = read(b, at(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
+    groups = read(b, add_bytes(b, placed, 64 * v), VI)
+    byte = read(b, add_bytes(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
     four = [i // 4 for i in range(4 * WIDTH)]
     pick = ir.Constant(ir.VectorType(ir.IntType(32), len(four)), four)
     lanes = b.bitcast(b.shuffle_vector(byte, ir.Constant(byte.type, ir.Undefined), pick), VI)
@@ -94,38 +94,38 @@ def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
     """
     joined_tokens, inverse = [], pow(257, -1, 1 << 16)
     for k in (0, 2, 4):
-        by = [270 * 3 ** (k + i) * inverse % (1 << 16) for i in (0, 1)]
-        rest = b.mul(b.bitcast(lanes, _HALVES), ir.Constant(_HALVES, by * WIDTH))
+        factors = [270 * 3 ** (k + i) * inverse % (1 << 16) for i in (0, 1)]
+        rest = b.mul(b.bitcast(lanes, _HALVES), ir.Constant(_HALVES, factors * WIDTH))
         name = "llvm.x86.avx512.pmulhu.w.512"
         four = call(b, name, _HALVES, rest, constant(12, _HALVES))  # 4 * digit, and a fraction
         joined_tokens += joined(b.bitcast(four, VI))
     return joined_tokens[4::-1]
 
 
-def table(b: Any, meta: Any, gap: Any) -> tuple[Any, Any]:
-    """A token's table, from the address of its scales; its zeros are `gap` bytes behind them."""
+def table(b: Any, meta: Any, z_offset: Any) -> tuple[Any, Any]:
+    """A token's table, from the address of its scales; its zeros are `z_offset` bytes after."""
     quarter = ir.VectorType(F32, 4)
     codes = ir.Constant(VF, [float(i // 4) for i in range(WIDTH)])
     pick = ir.Constant(VI, [i % 4 for i in range(WIDTH)])
     tables = []
     for skip in (0, 16):
-        four = (read(b, at(b, x, skip), quarter) for x in (meta, b.add(meta, gap)))
+        four = (read(b, add_bytes(b, x, skip), quarter) for x in (meta, b.add(meta, z_offset)))
         scale, zero = (b.shuffle_vector(x, ir.Constant(quarter, ir.Undefined), pick) for x in four)
         tables.append(muladd(b, codes, scale, zero))
     return tables[0], tables[1]
 
 
 @intrinsic(prefer_literal=True)
-def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, literal: Any) -> Any:
+def tabled(ctx: Any, meta: Any, z_offset: Any, count: Any, out: Any, literal: Any) -> Any:
     """Write the tables of `count` tokens, whose scales and zeros are as for `table`."""
     constants = from_literal(literal.literal_value)
 
-    def emit(b: Any, meta: Any, gap: Any, count: Any, out: Any, _: Any) -> None:
+    def emit(b: Any, meta: Any, z_offset: Any, count: Any, out: Any, _: Any) -> None:
         def body(i: Any, _: list[Any]) -> list[Any]:
-            here = b.add(meta, b.mul(i, ir.Constant(I64, 4 * constants.across)))
-            to = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
-            for j, x in enumerate(table(b, here, gap)):
-                write(b, at(b, to, 64 * j), x)
+            source = b.add(meta, b.mul(i, ir.Constant(I64, 4 * constants.across)))
+            target = b.add(out, b.mul(i, ir.Constant(I64, SIZE)))
+            for j, x in enumerate(table(b, source, z_offset)):
+                write(b, add_bytes(b, target, 64 * j), x)
             return []
 
         loop(b, count, [], body)
@@ -135,7 +135,7 @@ def tabled(ctx: Any, meta: Any, gap: Any, count: Any, out: Any, literal: Any) ->
 
 def stored(b: Any, where: Any) -> tuple[Any, Any]:
     """A table that `tabled` wrote."""
-    return read(b, where, VF), read(b, at(b, where, 64), VF)
+    return read(b, where, VF), read(b, add_bytes(b, where, 64), VF)
 
 
 def looked_up(b: Any, table: tuple[Any, Any], index: Any) -> Any:

@@ -74,16 +74,16 @@ def attend(
 
 def _states(q: Tensor, region: Region, scale: float) -> Iterator[AttentionState]:
     """Attend to the parts of a region."""
-    keys, values, where, visible, _, own = region
+    keys, values, where, visible, _, step_tokens = region
     if isinstance(where, Spans):
         yield _spans(q, region, where, scale)
         return
-    past = keys.tokens - own
+    past = keys.tokens - step_tokens
     for lo, hi in _parts(keys, values, 0, past):
         yield _part(q, keys.tensor(lo, hi), values.tensor(lo, hi), scale, False, visible, lo)
-    if own:
+    if step_tokens:
         k, v = keys.tensor(past), values.tensor(past)
-        yield _part(q, k, v, scale, own > 1, visible, past)
+        yield _part(q, k, v, scale, step_tokens > 1, visible, past)
     elif not past:
         yield _nothing(q)
 

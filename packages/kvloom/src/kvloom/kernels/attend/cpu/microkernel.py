@@ -21,7 +21,7 @@ from ...simd import (
     VF,
     VI,
     WIDTH,
-    at,
+    add_bytes,
     constant,
     load_barrier,
     loop,
@@ -32,7 +32,7 @@ from ...simd import (
     write,
 )
 from . import lookup
-from .dequant import Meta, machine, one, tokens
+from .dequant import Meta, lane_isa, load_broadcast, tokens
 from .variant import CHANNEL, MAP, NONE, TABLE, SideConstants, from_literal
 
 
@@ -52,30 +52,30 @@ def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def mates(d: int, rope_dims: int, interleaved: bool) -> list[int]:
+def rotary_pairs(d: int, rope_dims: int, interleaved: bool) -> list[int]:
     """The channel that rotates with each channel; itself where it does not rotate."""
     half = rope_dims // 2
 
-    def mate(c: int) -> int:
+    def pair(c: int) -> int:
         if c >= rope_dims:
             return c
         return c ^ 1 if interleaved else (c + half) % rope_dims
 
-    return [mate(c) for c in range(d)]
+    return [pair(c) for c in range(d)]
 
 
 @cache
 def rotation_groups(d: int, constants: SideConstants) -> list[list[int]]:
-    """Vectors of a token that are needed together: those that hold each other's mates."""
+    """Vectors of a token that are needed together: those that hold each other's pairs."""
     of = list(range(d // WIDTH))
-    for c, mate in enumerate(mates(d, constants.rope_dims, bool(constants.interleaved))):
-        a, b = of[c // WIDTH], of[mate // WIDTH]
+    for c, pair in enumerate(rotary_pairs(d, constants.rope_dims, bool(constants.interleaved))):
+        a, b = of[c // WIDTH], of[pair // WIDTH]
         of = [min(a, b) if x in (a, b) else x for x in of]
     return [[v for v, its in enumerate(of) if its == first] for first in sorted(set(of))]
 
 
 def _place(v: int, constants: SideConstants) -> int:
-    """Where a row has a vector's cosines: of two that are each other's mates, the first's."""
+    """Where a row has a vector's cosines: of two that are a pair, the first's."""
     whole = not constants.interleaved and constants.rope_dims % (2 * WIDTH) == 0
     second = whole and constants.rope_dims // 2 <= WIDTH * v < constants.rope_dims
     return 64 * v - (2 * constants.rope_dims if second else 0)
@@ -85,21 +85,21 @@ def apply_rope(
     b: Any, xs: dict[int, Any], row: Any, d: int, constants: SideConstants, back: bool
 ) -> dict[int, Any]:
     """Rotate vectors of a token by a row of cosines and sines [2, d], or back."""
-    mate, turned = mates(d, constants.rope_dims, bool(constants.interleaved)), {}
+    pairs, turned = rotary_pairs(d, constants.rope_dims, bool(constants.interleaved)), {}
     for v, x in xs.items():
-        mates_of_v = mate[WIDTH * v : WIDTH * (v + 1)]
+        pairs_of_v = pairs[WIDTH * v : WIDTH * (v + 1)]
         partner = None
-        for source in sorted({c // WIDTH for c in mates_of_v}):
+        for source in sorted({c // WIDTH for c in pairs_of_v}):
             # lanes of this source, and of what is there already
             base = xs[source] if partner is None else partner
             mask = [
                 c % WIDTH + (0 if partner is None else WIDTH) if c // WIDTH == source else i
-                for i, c in enumerate(mates_of_v)
+                for i, c in enumerate(pairs_of_v)
             ]
             partner = b.shuffle_vector(base, xs[source], ir.Constant(VI, mask))
         place = _place(v, constants)
         second = place < 64 * v
-        cos, sin = (read(b, at(b, row, place + skip), VF) for skip in (0, 4 * d))
+        cos, sin = (read(b, add_bytes(b, row, place + skip), VF) for skip in (0, 4 * d))
         sin = b.fneg(sin) if back != second else sin
         turned[v] = muladd(b, partner, sin, b.fmul(x, cos))
     return turned
@@ -118,9 +118,9 @@ def _chain(
     queries: dict[int, dict[int, Any]] = {j: {} for j in range(lo, hi)}
     middle = (lo + hi) // 2
     for j in (middle - 1, middle):
-        queries[j] = apply_rope(b, q, at(b, rope, 8 * j * d), d, constants, back=True)
+        queries[j] = apply_rope(b, q, add_bytes(b, rope, 8 * j * d), d, constants, back=True)
     for v in q:
-        cos = read(b, at(b, rope, 8 * d + _place(v, constants)), VF)
+        cos = read(b, add_bytes(b, rope, 8 * d + _place(v, constants)), VF)
         twice = b.fadd(cos, cos)
         for j in range(middle + 1, hi):
             queries[j][v] = muladd(b, twice, queries[j - 1][v], b.fneg(queries[j - 2][v]))
@@ -137,9 +137,9 @@ def rotate_queries(ctx: Any, q: Any, out: Any, row: Any, d: Any, w: Any, literal
     def emit(b: Any, q: Any, out: Any, row: Any, *_: Any) -> None:
         for i in range(n_w):
             for vs in rotation_groups(n_d, constants):
-                xs = {v: read(b, at(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
+                xs = {v: read(b, add_bytes(b, q, 4 * i * n_d + 64 * v), VF) for v in vs}
                 for v, x in apply_rope(b, xs, row, n_d, constants, back=True).items():
-                    write(b, at(b, out, 4 * i * n_d + 64 * v), x)
+                    write(b, add_bytes(b, out, 4 * i * n_d + 64 * v), x)
 
     return lowered(types.void(*[types.int64] * 3, d, w, literal), emit)
 
@@ -154,7 +154,7 @@ def scores(
     s: Any,
     s_stride: Any,
     meta: Any,
-    meta_gap: Any,
+    z_offset: Any,
     table: Any,
     rope: Any,
     d: Any,
@@ -165,7 +165,7 @@ def scores(
     """Write the products of w queries and the tokens of some pack blocks to s.
 
     q: fp32 [w, d]. start: fp32 [w, 16], what each sum begins with, spread over lanes. base, stride:
-    the first byte row, and from one to the next. meta, meta_gap, table: see `dequant.Meta`. rope:
+    the first byte row, and from one to the next. meta, z_offset, table: see `dequant.Meta`. rope:
     cosines and sines fp32 [tokens, 2, d] for keys packed before RoPE.
     """
     n_d, n_w, n_blocks = d.literal_value, w.literal_value, blocks.literal_value
@@ -174,15 +174,15 @@ def scores(
     n_tokens = n_blocks * per
 
     def emit(b: Any, *args: Any) -> None:
-        q, start, base, stride, s, s_stride, meta, gap, table, rope = args[:10]
-        scales = Meta(meta, gap, table, machine())
-        begin = [read(b, at(b, start, 64 * row), VF) for row in range(n_w)]
+        q, start, base, stride, s, s_stride, meta, z_offset, table, rope = args[:10]
+        scales = Meta(meta, z_offset, table, lane_isa())
+        begin = [read(b, add_bytes(b, start, 64 * row), VF) for row in range(n_w)]
         acc = [[begin[row]] * n_tokens for row in range(n_w)]
         step = b.mul(stride, ir.Constant(I64, constants.per_block[1]))
         chained = constants.rope_dims and n_w == 1 and n_tokens >= WIDTH - 1
         for vs in rotation_groups(n_d, constants):
             qs = {
-                v: [read(b, at(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
+                v: [read(b, add_bytes(b, q, 4 * (row * n_d + v * WIDTH)), VF) for row in range(n_w)]
                 for v in vs
             }
             for i in range(n_blocks):  # a pack block at a time: its numbers need registers
@@ -196,7 +196,7 @@ def scores(
                         first = {v: qs[v][0] for v in vs}
                         chain = _chain(b, first, rope, t, min(t + RUNS, n_tokens), n_d, constants)
                     if constants.by == TABLE:
-                        both = lookup.stored(b, at(b, meta, lookup.SIZE * t))
+                        both = lookup.stored(b, add_bytes(b, meta, lookup.SIZE * t))
                         x = {v: lookup.looked_up(b, both, xs[v][t - i * per]) for v in vs}
                     else:
                         x = {
@@ -204,7 +204,8 @@ def scores(
                             for v in vs
                         }
                     if constants.rope_dims and not chained:
-                        x = apply_rope(b, x, at(b, rope, 8 * t * n_d), n_d, constants, back=False)
+                        angles = add_bytes(b, rope, 8 * t * n_d)
+                        x = apply_rope(b, x, angles, n_d, constants, back=False)
                     for v, row in itertools.product(vs, range(n_w)):
                         y = chain[t][v] if chained else qs[v][row]
                         acc[row][t] = muladd(b, x[v], y, acc[row][t])
@@ -216,28 +217,29 @@ def scores(
     return lowered(types.void(*[types.int64] * 10, d, w, blocks, literal), emit)
 
 
-def _write_sums(b: Any, vectors: list[Any], to: list[Any]) -> None:
+def _write_sums(b: Any, vectors: list[Any], out: list[Any]) -> None:
     """Write the sums of the lanes of vectors, as many to each address, side by side."""
-    per_address = len(vectors) // len(to)
+    per_address = len(vectors) // len(out)
     whole = len(vectors) % WIDTH == 0
     run = min(per_address, WIDTH)
     for i in range(0, len(vectors), WIDTH):
         chunk = vectors[i : i + WIDTH]
         if len(chunk) < WIDTH // 2:
             for j, x in enumerate(chunk, i):
-                write(b, at(b, to[j // per_address], 4 * (j % per_address)), reduce_add(b, x))
+                target = add_bytes(b, out[j // per_address], 4 * (j % per_address))
+                write(b, target, reduce_add(b, x))
             continue
         sums = _sixteen_sums(b, chunk + [constant(0.0)] * (WIDTH - len(chunk)))
         if not whole:
             for j in range(len(chunk)):
                 x = b.extract_element(sums, ir.Constant(I32, j))
-                write(b, at(b, to[(i + j) // per_address], 4 * ((i + j) % per_address)), x)
+                write(b, add_bytes(b, out[(i + j) // per_address], 4 * ((i + j) % per_address)), x)
             continue
         for j in range(0, WIDTH, run):
             row, t = divmod(i + j, per_address)
             pick = ir.Constant(ir.VectorType(I32, run), list(range(j, j + run)))
             part = b.shuffle_vector(sums, ir.Constant(VF, ir.Undefined), pick)
-            write(b, at(b, to[row], 4 * t), part)
+            write(b, add_bytes(b, out[row], 4 * t), part)
 
 
 def chunks(vectors: int, w: int) -> list[tuple[int, int]]:
@@ -257,7 +259,7 @@ def values(
     count: Any,
     out: Any,
     meta: Any,
-    meta_gap: Any,
+    z_offset: Any,
     table: Any,
     d: Any,
     w: Any,
@@ -265,7 +267,7 @@ def values(
 ) -> Any:
     """Add the values of `count` pack blocks, times w rows of weights p, to out fp32 [w, d].
 
-    meta, meta_gap, table: see `dequant.Meta`.
+    meta, z_offset, table: see `dequant.Meta`.
     """
     n_d, n_w, constants = d.literal_value, w.literal_value, from_literal(literal.literal_value)
 
@@ -280,33 +282,36 @@ def _sum_chunk(
     b: Any, args: tuple[Any, ...], lo: int, hi: int, d: int, w: int, constants: SideConstants
 ) -> None:
     """Do what `values` does for vectors lo to hi of the channels."""
-    p, p_stride, base, stride, count, out, meta, gap, table = args
+    p, p_stride, base, stride, count, out, meta, z_offset, table = args
     per, height = constants.per_block
     rows = [b.add(p, b.mul(p_stride, ir.Constant(I64, row))) for row in range(w)]
-    where = [at(b, out, 4 * (row * d + v * WIDTH)) for row in range(w) for v in range(lo, hi)]
+    cells = [row * d + v * WIDTH for row in range(w) for v in range(lo, hi)]
+    where = [add_bytes(b, out, 4 * cell) for cell in cells]
     channels = {}
     for v in range(lo, hi) if constants.by == CHANNEL else ():
-        scale = at(b, meta, 64 * v)
-        channels[v] = read(b, scale, VF), read(b, b.add(scale, gap), VF)
+        scale = add_bytes(b, meta, 64 * v)
+        channels[v] = read(b, scale, VF), read(b, b.add(scale, z_offset), VF)
     step = b.mul(stride, ir.Constant(I64, height))
 
     def add(i: Any, state: list[Any]) -> list[Any]:
-        here, *sums = state
+        block_address, *sums = state
         token = b.mul(i, ir.Constant(I64, 4 * per))
-        weights = [[one(b, at(b, b.add(row, token), 4 * t)) for t in range(per)] for row in rows]
-        place = meta
+        starts = [b.add(row, token) for row in rows]
+        weights = [[load_broadcast(b, add_bytes(b, x, 4 * t)) for t in range(per)] for x in starts]
+        meta_address = meta
         if constants.by not in (NONE, CHANNEL):
-            place = b.add(meta, b.mul(token, ir.Constant(I64, constants.across)))
-        scales, tables = Meta(place, gap, table, machine()), []
+            meta_address = b.add(meta, b.mul(token, ir.Constant(I64, constants.across)))
+        scales, tables = Meta(meta_address, z_offset, table, lane_isa()), []
         if constants.by == TABLE:
             tables = [
-                lookup.table(b, at(b, place, 4 * t * constants.across), gap) for t in range(per)
+                lookup.table(b, add_bytes(b, meta_address, 4 * t * constants.across), z_offset)
+                for t in range(per)
             ]
         for v in range(lo, hi):
             if constants.by == TABLE:
-                xs = lookup.indices(b, here, v, constants, table)
+                xs = lookup.indices(b, block_address, v, constants, table)
             else:
-                xs = tokens(b, here, stride, v, constants)
+                xs = tokens(b, block_address, stride, v, constants)
             for t in range(per):
                 if constants.by == TABLE:
                     x = lookup.looked_up(b, tables[t], xs[t])
@@ -319,8 +324,8 @@ def _sum_chunk(
                     sums[cell] = muladd(b, x, weights[row][t], sums[cell])
             if constants.by in (MAP, TABLE):
                 load_barrier(b)
-        return [b.add(here, step), *sums]
+        return [b.add(block_address, step), *sums]
 
-    _, *sums = loop(b, count, [base, *(read(b, place, VF) for place in where)], add)
-    for place, x in zip(where, sums, strict=True):
-        write(b, place, x)
+    _, *sums = loop(b, count, [base, *(read(b, address, VF) for address in where)], add)
+    for address, x in zip(where, sums, strict=True):
+        write(b, address, x)

@@ -80,14 +80,14 @@ def attend(
     size = room * (tile + tile // 2 + d + 3)
     scratch = torch.empty(threads, size, dtype=torch.float32, device=q.device)
     seen = None if visible is None else padded(visible.expand(b, -1, n)).expand(b, hk, -1)
-    job = PROMPT.pack(
+    packed = PROMPT.pack(
         batch=b, group=hq // hk, queries=t, tokens=n, causal=causal, head_dim=d,
         kv_heads=hk,
         q=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
         visible=ABSENT if seen is None else strides(seen, 2), out=out.data_ptr(),
         lse=lse.data_ptr(), scale=scale, scratch=scratch.data_ptr(), scratch_bytes=4 * size,
     )  # fmt: skip
-    kernel.run(job, 1, threads)
+    kernel.run(packed, 1, threads)
     return AttentionState(out, lse)
 
 

@@ -17,8 +17,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_runtime import Kernel, at, count, kernel_step
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
 from ...score.cpu.microkernel import products
 from ...simd import (
     F32,
@@ -27,6 +26,7 @@ from ...simd import (
     VF,
     WIDTH,
     Lanes,
+    add_bytes,
     broadcast,
     constant,
     exp,
@@ -48,7 +48,6 @@ from ...simd import (
     sum_lanes,
     write,
 )
-from ...simd import at as offset
 from .arguments import PROMPT
 
 ROWS, PANEL = 12, 32  # query rows, and keys or channels, whose products fill the registers
@@ -83,11 +82,11 @@ def _add_values(
         b: Any, weights: Any, values: Any, out: Any, step: Any, factors: Any, pairs: Any
     ) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
-            here = b.add(values, b.mul(i, ir.Constant(I64, 4 * PANEL)))
-            panel = [read(b, offset(b, here, 64 * v), VF) for v in range(2)]
-            here, totals = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
+            source = b.add(values, b.mul(i, ir.Constant(I64, 4 * PANEL)))
+            panel = [read(b, add_bytes(b, source, 64 * v), VF) for v in range(2)]
+            source, totals = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
             for row in range(ROWS):
-                weight = broadcast(b, read(b, offset(b, here, 2 * TILE * row), F32))
+                weight = broadcast(b, read(b, add_bytes(b, source, 2 * TILE * row), F32))
                 totals += [
                     muladd_pairs(b, weight, value, sums[2 * row + v])
                     for v, value in enumerate(panel)
@@ -96,17 +95,17 @@ def _add_values(
 
         sums = loop(b, pairs, [constant(0.0)] * (2 * ROWS), add)
         for row in range(ROWS):
-            factor = broadcast(b, read(b, offset(b, factors, 4 * row), F32))
+            factor = broadcast(b, read(b, add_bytes(b, factors, 4 * row), F32))
             to = b.add(out, b.mul(step, ir.Constant(I64, row)))
             for v in range(2):
-                there = offset(b, to, 64 * v)
-                write(b, there, muladd(b, read(b, there, VF), factor, sums[2 * row + v]))
+                target = add_bytes(b, to, 64 * v)
+                write(b, target, muladd(b, read(b, target, VF), factor, sums[2 * row + v]))
 
     return lowered(types.void(*[types.int64] * 6), emit)
 
 
 @kernel_step
-def _weigh(s, to, count, room, scale, visible, best):  # type: ignore[no-untyped-def]
+def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-untyped-def]
     """Turn a row's products s into weights in bf16; returns (largest logit so far, their sum).
 
     s: fp32 [count], to: bf16 [room], 0 behind count. visible: address of the first key's, or 0.
@@ -130,10 +129,10 @@ def _weigh(s, to, count, room, scale, visible, best):  # type: ignore[no-untyped
     acc, zero, factor = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(scale)
     for j in range(0, count, 16):
         p = exp(load(s + 4 * j) * factor + sub)
-        _store_bf16(to + 2 * j, p)
+        _store_bf16(out + 2 * j, p)
         acc = acc + p
     for j in range((count + 15) // 16 * 16, room, 16):
-        _store_bf16(to + 2 * j, zero)
+        _store_bf16(out + 2 * j, zero)
     return top, sum_lanes(acc)
 
 
@@ -148,19 +147,19 @@ def prompt() -> Any:
     layout = PROMPT.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
-    def prompt(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def prompt(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         t, n, d, r, hk = a.queries, a.tokens, a.head_dim, a.group, a.kv_heads
         scale, words, hq = np.float32(a.scale), d // 2, r * hk
         tiles, blocks = -(-n // TILE), -(-t // _ROOM)
-        s = a.scratch + count(job + scratch_counter) * a.scratch_bytes  # fp32 [_ROOM, TILE]
+        s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # fp32 [_ROOM, TILE]
         p = s + 4 * _ROOM * TILE  # bf16 [_ROOM, TILE]
         sums_out = p + 2 * _ROOM * TILE  # fp32 [_ROOM, D]
         best = sums_out + 4 * _ROOM * d  # fp32 [_ROOM]: largest logit, sum, factor
         sums, factors = best + 4 * _ROOM, best + 8 * _ROOM
         zero16 = splat(np.float32(0.0))
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * hq * blocks:
                 break
             head, block = task % (a.batch * hq), blocks - 1 - task // (a.batch * hq)
@@ -174,16 +173,16 @@ def prompt() -> Any:
             values = a.values + 4 * group * tiles * (TILE // 2) * d
             seen = 0
             if a.visible.address != 0:
-                seen = at(a.visible, b, h)
+                seen = head_address(a.visible, b, h)
             for i in range(_ROOM):
                 store_one(best + 4 * i, np.float32(-np.inf))
                 store_one(sums + 4 * i, np.float32(0.0))
             for i in range(0, _ROOM * d, 16):
                 store(sums_out + 4 * i, zero16)
-            own, end = n, n  # the first row's key; after the last that a row sees
+            last_key, end = n, n  # the first row's key; after the last that a row sees
             if a.causal:
-                own = n - t + row0
-                end = own + rows
+                last_key = n - t + row0
+                end = last_key + rows
             for tile in range(-(-end // TILE)):
                 lo = tile * TILE
                 width = min(TILE, end - lo)
@@ -195,10 +194,10 @@ def prompt() -> Any:
                         )  # fmt: skip
                 room = (width + 31) // 32 * 32
                 for i in range(used * ROWS):
-                    mine = 0 if i >= rows else max(0, min(width, own + i + 1 - lo))
+                    visible_keys = 0 if i >= rows else max(0, min(width, last_key + i + 1 - lo))
                     was = load_one(best + 4 * i, FP32)
-                    top, weight_sum = _weigh(
-                        s + 4 * i * TILE, p + 2 * i * TILE, mine, room, scale,
+                    top, weight_sum = _softmax_row(
+                        s + 4 * i * TILE, p + 2 * i * TILE, visible_keys, room, scale,
                         0 if seen == 0 else seen + lo, was,
                     )  # fmt: skip
                     factor = np.float32(0.0)
@@ -219,9 +218,10 @@ def prompt() -> Any:
                 share = np.float32(0.0)
                 if total > np.float32(0.0):
                     share = np.float32(1.0) / total
-                by, row = splat(share), head * t + row0 + i
+                factor16, row = splat(share), head * t + row0 + i
                 for c in range(0, d, 16):
-                    _store_bf16(a.out + 2 * (row * d + c), load(sums_out + 4 * (i * d + c)) * by)
+                    x = load(sums_out + 4 * (i * d + c)) * factor16
+                    _store_bf16(a.out + 2 * (row * d + c), x)
                 store_one(a.lse + 4 * row, load_one(best + 4 * i, FP32) + np.log(total))
 
     return Kernel(prompt, "prompt attention")

@@ -1,9 +1,9 @@
 """Cosines and sines for keys packed before RoPE, few enough to stay in the core's cache.
 
 A query rotated back by p has the same product with a key rotated by j as with that key rotated by
-p + j. So a kernel rotates a query back to one token of every tile, in two steps: by a multiple of
-`FAR`, then by the rest; and it rotates keys by their distance from that token. Decides only the
-form of the tables.
+p + j. So a kernel rotates the query once per tile, to the tile's first token, in two table
+look-ups: a multiple of `FAR`, then the remainder. It rotates keys by their distance from that
+token. Decides only the form of the tables.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
 @on_cpu
 def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) -> tuple[Tensor, ...]:
     steps = FAR * torch.arange(-BEFORE, far - BEFORE)
-    return tuple(_rows(inv_freq, interleaved, d, by) for by in (torch.arange(_NEAR), steps))
+    return tuple(_rows(inv_freq, interleaved, d, n) for n in (torch.arange(_NEAR), steps))
 
 
-def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, by: Tensor) -> Tensor:
-    angle = by.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
-    half, table = len(inv_freq), torch.zeros(len(by), 2, d)
+def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, steps: Tensor) -> Tensor:
+    angle = steps.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
+    half, table = len(inv_freq), torch.zeros(len(steps), 2, d)
     table[:, 0] = 1.0
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)

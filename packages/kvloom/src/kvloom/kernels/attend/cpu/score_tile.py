@@ -47,8 +47,8 @@ def clear_begin(begin, w):  # type: ignore[no-untyped-def]
 
 def score_exact(variant: Variant) -> Any:
     """Make the step that scores exact tokens."""
-    d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    at_once, literal = 16 // w, SideConstants(exact=variant.exact).literal
+    d, w, z_offset, s_row = variant.d, variant.w, variant.z_offset, variant.logits_row
+    at_once, literal = 16 // w, SideConstants(exact_dtype=variant.exact_dtype).literal
 
     @kernel_step
     def score(q, base, row, first, last, mem):  # type: ignore[no-untyped-def]
@@ -56,13 +56,13 @@ def score_exact(variant: Variant) -> Any:
         even = first + (last - first) // at_once * at_once
         for j in range(first, even, at_once):
             scores(
-                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
-                0, 0, d, w, at_once, literal,
+                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales,
+                z_offset,                 0, 0, d, w, at_once, literal,
             )  # fmt: skip
         for j in range(even, last):
             scores(
-                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales, gap,
-                0, 0, d, w, 1, literal,
+                q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales,
+                z_offset,                 0, 0, d, w, 1, literal,
             )  # fmt: skip
 
     return score
@@ -70,7 +70,7 @@ def score_exact(variant: Variant) -> Any:
 
 def score_packed(variant: Variant) -> Any:
     """Make the step that scores packed keys."""
-    constants, d, w, gap = variant.keys, variant.d, variant.w, variant.scales_gap
+    constants, d, w, z_offset = variant.keys, variant.d, variant.w, variant.z_offset
     span, meta, size = variant.span(constants), constants.meta, constants.meta_size
     rope, rope_row, literal = constants.rope_dims, 8 * d, _literal(constants)
     factor, offset = constants.factor, constants.offset
@@ -94,7 +94,7 @@ def score_packed(variant: Variant) -> Any:
                     q, w, d, scale, zero, meta, size, factor, minus, group_q, mem.begin
                 )  # fmt: skip
             elif by_channel:
-                affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
+                affine(scale, zero, d, factor, offset, meta, size, mem.scales, z_offset)
             score_group(a, keys, group_q, lo, g, tokens, near_steps, mem)
         if folds:
             clear_begin(mem.begin, w)
@@ -135,7 +135,7 @@ def _score_blocks(variant: Variant) -> Any:
     """Make the step that scores pack blocks which share a rotated query, or tables."""
     constants, literal, d, w = variant.keys, _literal(variant.keys), variant.d, variant.w
     (per_block, height), across = constants.per_block, constants.across
-    gap, s_row = variant.scales_gap, variant.logits_row
+    z_offset, s_row = variant.z_offset, variant.logits_row
     at_once, rope_row = max(1, 16 // (w * per_block)), 8 * d
     by_table, table_size = constants.by == TABLE, lookup.SIZE
 
@@ -144,19 +144,19 @@ def _score_blocks(variant: Variant) -> Any:
         """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
         meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across
         if by_table:
-            tabled(meta, gap, (last - first) * per_block, mem.tables, literal)
+            tabled(meta, z_offset, (last - first) * per_block, mem.tables, literal)
             meta, step = mem.tables, per_block * table_size
         even = first + (last - first) // at_once * at_once
         for i in range(first, even, at_once):
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
-                s_row, meta + (i - first) * step, gap, keys.table,
+                s_row, meta + (i - first) * step, z_offset, keys.table,
                 a.near + (i - first) * per_block * rope_row, d, w, at_once, literal,
             )  # fmt: skip
         for i in range(even, last):
             scores(
                 q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
-                s_row, meta + (i - first) * step, gap, keys.table,
+                s_row, meta + (i - first) * step, z_offset, keys.table,
                 a.near + (i - first) * per_block * rope_row, d, w, 1, literal,
             )  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...cpu_runtime import at, count, kernel_step
+from ...cpu_runtime import count, head_address, kernel_step
 from ...simd import (
     exp,
     first_lane,
@@ -75,7 +75,7 @@ def add_rotated(x, rotation, d, out):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def weigh(  # type: ignore[no-untyped-def]
+def softmax_tile(  # type: ignore[no-untyped-def]
     a, b, h, at_token, nt, remaining, first_row, count, s, s_row, maxima, sums, set_bytes, sets, d
 ):  # fmt: skip
     """Turn logits of a tile into weights, and rescale earlier sums to the new maxima.
@@ -97,17 +97,17 @@ def weigh(  # type: ignore[no-untyped-def]
         if a.causal:
             bound = min(nt, max(0, remaining - t + m % t + 1))
         if a.logits != 0:
-            to = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * at_token
+            target = a.logits + ((b * a.heads + h) * rows + m) * a.logits_row + 4 * at_token
             for j in range(0, nt, 16):
-                store(to + 4 * j, load(row + 4 * j))
+                store(target + 4 * j, load(row + 4 * j))
         bias, visible = 0, 0
         if a.bias.address != 0:
-            bias = at(a.bias, b, (h * rows + m) // t) + 4 * at_token
+            bias = head_address(a.bias, b, (h * rows + m) // t) + 4 * at_token
         if a.visible.address != 0:
-            visible = at(a.visible, b, h) + at_token
+            visible = head_address(a.visible, b, h) + at_token
         top = maxima + 128 * m
         best = load_one(top, 0)
-        new, weight_sum = soften(row, nt, bound, np.float32(a.softcap), bias, visible, best)
+        new, weight_sum = exp_logits(row, nt, bound, np.float32(a.softcap), bias, visible, best)
         if new > best:
             shrink = exp(splat(best - new))
             for k in range(sets):
@@ -133,8 +133,8 @@ def finish_task(a, finished, task, task_sums, maxima, padded, sets, d):  # type:
     state = a.states + task * size
     for k in range(sets):
         for i in range(0, rows * d, 16):
-            to = state + 4 * (k * rows * d + i)
-            store(to, load(task_sums + 4 * (k * padded * d + i)))
+            target = state + 4 * (k * rows * d + i)
+            store(target, load(task_sums + 4 * (k * padded * d + i)))
     for i in range(0, rows * 32, 16):
         store(state + 4 * (sets * rows * d + i), load(maxima + 4 * i))
     if count(finished + 8 * head) + 1 == splits:
@@ -142,14 +142,14 @@ def finish_task(a, finished, task, task_sums, maxima, padded, sets, d):  # type:
         merge(a.states + head * splits * size, splits, rows, sets, d, sums, a.lse + 4 * head * rows)
         if a.value_rotation != 0:
             for m in range(rows):
-                to = a.rotated_out + 4 * (head * rows + m) * d
+                target = a.rotated_out + 4 * (head * rows + m) * d
                 for i in range(0, d, 16):
-                    store(to + 4 * i, load(sums + 4 * (m * d + i)))
-                add_rotated(sums + 4 * (rows + m) * d, a.value_rotation, d, to)
+                    store(target + 4 * i, load(sums + 4 * (m * d + i)))
+                add_rotated(sums + 4 * (rows + m) * d, a.value_rotation, d, target)
 
 
 @kernel_step
-def soften(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
+def exp_logits(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-untyped-def]
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
     Lanes after the last logit get weight 0. bound: how many logits this row sees. bias, visible:
@@ -198,11 +198,11 @@ def merge(parts, splits, rows, sets, d, out, lse):  # type: ignore[no-untyped-de
                 weights += load_one(row_state + part * size + 64, 0) * first_lane(weight)
                 for i in range(sets):
                     for c in range(0, d, 16):
-                        here = 4 * ((i * rows + m) * d + c)
-                        x = load(parts + part * size + here)
-                        store(out + here, fma(x, weight, load(out + here)))
+                        offset = 4 * ((i * rows + m) * d + c)
+                        x = load(parts + part * size + offset)
+                        store(out + offset, fma(x, weight, load(out + offset)))
             for i in range(sets):
                 for c in range(0, d, 16):
-                    here = out + 4 * ((i * rows + m) * d + c)
-                    store(here, load(here) / splat(weights))
+                    offset = out + 4 * ((i * rows + m) * d + c)
+                    store(offset, load(offset) / splat(weights))
         store_one(lse + 4 * m, top + np.log(weights))

@@ -19,21 +19,21 @@ from .variant import CHANNEL, SideConstants, Variant
 
 def sum_exact(variant: Variant) -> Any:
     """Make the step that adds exact tokens."""
-    d, w, gap, s_row = variant.d, variant.w, variant.scales_gap, variant.logits_row
-    literal = SideConstants(exact=variant.exact).literal
+    d, w, z_offset, s_row = variant.d, variant.w, variant.z_offset, variant.logits_row
+    literal = SideConstants(exact_dtype=variant.exact_dtype).literal
 
     @kernel_step
     def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
         """Add the tile's tokens first to last; the tile's number 0 would be at `base`."""
         weights, begin = mem.logits + 4 * first, base + first * row
-        values(weights, s_row, begin, row, last - first, to, mem.scales, gap, 0, d, w, literal)
+        values(weights, s_row, begin, row, last - first, to, mem.scales, z_offset, 0, d, w, literal)
 
     return add
 
 
 def sum_packed(variant: Variant) -> Any:
     """Make the step that adds packed values."""
-    constants, d, gap = variant.values, variant.d, variant.scales_gap
+    constants, d, z_offset = variant.values, variant.d, variant.z_offset
     span, per_block = variant.span(constants), constants.per_block[0]
     meta, size = constants.meta, constants.meta_size
     factor, offset = constants.factor, constants.offset
@@ -45,12 +45,12 @@ def sum_packed(variant: Variant) -> Any:
         """Add the tile's first n tokens, packed, from number lo on."""
         write_scales(view, lo, n, mem.scales)
         if per_token:
-            clear(mem.scales, gap, n * across, -(-n // per_block) * per_block * across)
+            clear(mem.scales, z_offset, n * across, -(-n // per_block) * per_block * across)
         for g in range(0, n, span):
             row = (lo + g) // span * view.meta_row
             if by_channel:
                 scale, zero = view.scale + row, view.zero + row
-                affine(scale, zero, d, factor, offset, meta, size, mem.scales, gap)
+                affine(scale, zero, d, factor, offset, meta, size, mem.scales, z_offset)
             add_group(view, lo, g, min(span, n - g), to, mem)
 
     return add
@@ -58,7 +58,7 @@ def sum_packed(variant: Variant) -> Any:
 
 def _add_group(variant: Variant) -> Any:
     """Make the step that adds the tokens of a tile that share metadata."""
-    constants, d, w, gap = variant.values, variant.d, variant.w, variant.scales_gap
+    constants, d, w, z_offset = variant.values, variant.d, variant.w, variant.z_offset
     s_row, across, literal = variant.logits_row, constants.across, constants.literal
     per_block, height = constants.per_block
 
@@ -72,7 +72,7 @@ def _add_group(variant: Variant) -> Any:
         front, full = (1 if skip > 0 else 0), end // per_block
         values(
             weights + 4 * front * per_block, s_row, base + front * block, view.row, full - front,
-            to, scales + 4 * front * per_block * across, gap, view.table, d, w, literal,
+            to, scales + 4 * front * per_block * across, z_offset, view.table, d, w, literal,
         )  # fmt: skip
         # pack blocks that also hold tokens of another group, or exact ones
         for edge in range(2):
@@ -82,7 +82,7 @@ def _add_group(variant: Variant) -> Any:
             copy_between(weights + 4 * past, s_row, mem.rest, w, per_block, skip - past, end - past)
             values(
                 mem.rest, 64, base + edge * full * block, view.row, 1, to,
-                scales + 4 * past * across, gap, view.table, d, w, literal,
+                scales + 4 * past * across, z_offset, view.table, d, w, literal,
             )  # fmt: skip
 
     return add

@@ -23,7 +23,7 @@ from ...simd import (
     VF,
     VI,
     WIDTH,
-    at,
+    add_bytes,
     broadcast,
     constant,
     lowered,
@@ -31,30 +31,30 @@ from ...simd import (
     read_f32,
     write,
 )
-from .dequant import Meta, machine
+from .dequant import Meta, lane_isa
 from .microkernel import apply_rope, rotation_groups
 from .variant import MAP, SideConstants, from_literal
 
 
 @kernel_step
-def out_of_block(t, twice):  # type: ignore[no-untyped-def]
+def out_of_block(t, bits_x2):  # type: ignore[no-untyped-def]
     """Return what extracts token t from a byte: a shift, or for five digits a factor."""
-    if twice == 3:
-        by = 270 * 81  # see `dequant`: the fraction without all higher digits
+    if bits_x2 == 3:
+        extractor = 270 * 81  # see `dequant`: the fraction without all higher digits
         for _ in range(t):
-            by //= 3
-        return by
-    return t if twice == 6 else t * (twice // 2)
+            extractor //= 3
+        return extractor
+    return t if bits_x2 == 6 else t * (bits_x2 // 2)
 
 
 @intrinsic(prefer_literal=True)
 def unpack(
     ctx: Any,
-    to: Any,
+    out: Any,
     base: Any,
     stride: Any,
     t: Any,
-    by: Any,
+    extractor: Any,
     scale: Any,
     zero: Any,
     table: Any,
@@ -63,24 +63,24 @@ def unpack(
     far: Any,
     d: Any,
     literal: Any,
-    kind: Any,
+    dtype_code: Any,
 ) -> Any:
-    """Write token t of a pack block to `to`, fp32 [d].
+    """Write token t of a pack block to `out`, fp32 [d].
 
-    base, stride: the block's first byte row, and from one to the next. by: `out_of_block` of t.
-    scale, zero: the token's, in number format `kind`. table: see `dequant.Meta`. room: fp32 for
+    base, stride: the block's first byte row, and from one to the next. extractor: `out_of_block` of
+    t. scale, zero: the token's, of dtype `dtype_code`. table: see `dequant.Meta`. room: fp32 for
     twice as many as a token has groups by map, in whole vectors. near, far: rows of `rope_tables`
     that together rotate a key packed before RoPE to its position.
     """
     constants = from_literal(literal.literal_value)
-    n_d, number = d.literal_value, kind.literal_value
+    n_d, meta_dtype = d.literal_value, dtype_code.literal_value
 
     def emit(b: Any, *args: Any) -> None:
-        to, base, stride, t, by, scale, zero, table, room, near, far = args[:11]
-        meta = Meta(scale, b.sub(zero, scale), table, machine(), number)
+        out, base, stride, t, extractor, scale, zero, table, room, near, far = args[:11]
+        meta = Meta(scale, b.sub(zero, scale), table, lane_isa(), meta_dtype)
         if constants.by == MAP:
             meta = _widened(b, meta, room, constants)
-        code = _taker(b, base, stride, t, by, constants)
+        code = _taker(b, base, stride, t, extractor, constants)
         for vs in rotation_groups(n_d, constants):
             xs = {}
             for v in vs:
@@ -89,18 +89,19 @@ def unpack(
             for row in (near, far) if constants.rope_dims else ():
                 xs = apply_rope(b, xs, row, n_d, constants, back=False)
             for v, x in xs.items():
-                write(b, at(b, to, 4 * WIDTH * v), x)
+                write(b, add_bytes(b, out, 4 * WIDTH * v), x)
 
-    return lowered(types.void(*[types.int64] * 11, d, literal, kind), emit)
+    return lowered(types.void(*[types.int64] * 11, d, literal, dtype_code), emit)
 
 
-def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, constants: SideConstants) -> Any:
+def _taker(b: Any, base: Any, stride: Any, t: Any, extractor: Any, constants: SideConstants) -> Any:
     """Gives sixteen codes of a token, int32, by the number of their vector."""
     bits = constants.bits
-    amount = broadcast(b, b.trunc(by, I32))
+    amount = broadcast(b, b.trunc(extractor, I32))
+    bytes_type = ir.VectorType(ir.IntType(8), WIDTH)
 
     def byte(row: Any, v: int) -> Any:
-        return b.zext(read(b, at(b, row, WIDTH * v), ir.VectorType(ir.IntType(8), WIDTH), 1), VI)
+        return b.zext(read(b, add_bytes(b, row, WIDTH * v), bytes_type, 1), VI)
 
     def masked(x: Any, shift: Any, mask: int) -> Any:
         return b.and_(b.lshr(x, shift), constant(mask, VI))
@@ -124,12 +125,13 @@ def _taker(b: Any, base: Any, stride: Any, t: Any, by: Any, constants: SideConst
 
 def _widened(b: Any, meta: Meta, room: Any, constants: SideConstants) -> Meta:
     """S and Z of a token's groups as fp32 in `room`, where lanes are picked from whole vectors."""
-    gap = 4 * WIDTH * -(-constants.across // WIDTH)
-    for place, to in ((meta.base, room), (b.add(meta.base, meta.gap), at(b, room, gap))):
+    z_offset = 4 * WIDTH * -(-constants.across // WIDTH)
+    zeros = b.add(meta.base, meta.z_offset), add_bytes(b, room, z_offset)
+    for place, out in ((meta.base, room), zeros):
         for lo in range(0, constants.across, WIDTH):
             count = min(WIDTH, constants.across - lo)
-            x = read_f32(b, at(b, place, lo * SIZE[meta.kind]), meta.kind, count)
+            x = read_f32(b, add_bytes(b, place, lo * SIZE[meta.dtype_code]), meta.dtype_code, count)
             lanes = [min(i, count - 1) for i in range(WIDTH)]
             x = b.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), ir.Constant(VI, lanes))
-            write(b, at(b, to, 4 * lo), x)
-    return meta._replace(base=room, gap=ir.Constant(I64, gap), kind=FP32)
+            write(b, add_bytes(b, out, 4 * lo), x)
+    return meta._replace(base=room, z_offset=ir.Constant(I64, z_offset), dtype_code=FP32)

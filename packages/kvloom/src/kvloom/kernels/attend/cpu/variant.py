@@ -21,15 +21,15 @@ NONE, CHANNEL, RUN, MAP, TABLE = range(5)
 class SideConstants(NamedTuple):
     """What compiled code knows of keys or values; `literal` is all of it in one integer."""
 
-    twice_bits: int = 0  # twice the bits of a code, 0: nothing is packed
-    exact: int = 0  # number format of exact tokens, where these are read
+    bits_x2: int = 0  # twice the bits of a code, 0: nothing is packed
+    exact_dtype: int = 0  # dtype code of exact tokens, where these are read
     by: int = NONE
     group: int = 0  # channels of a run
     across: int = 0  # S of one token that a head reads, for RUN and MAP
     levels: int = 0  # 1: codes are levels
     rope_dims: int = 0  # rotary channels of keys packed before RoPE
     interleaved: int = 0
-    meta: int = 0  # number format of scale and zero
+    meta: int = 0  # dtype code of scale and zero
     tokens_per_scale: int = 0  # 0: one token, or all if the scale is static
     adjacent: int = 1  # for RUN and MAP: the scales that a head reads of a tile lie together
     own_space: int = 0  # packed tokens need queries, and sums, of their own: divided or rotated
@@ -61,12 +61,12 @@ class SideConstants(NamedTuple):
     @property
     def bits(self) -> float:
         """Bits of a code."""
-        return self.twice_bits / 2
+        return self.bits_x2 / 2
 
     @property
     def per_block(self) -> tuple[int, int]:
         """Tokens of a pack block, and its byte rows."""
-        return PACK_BLOCK[self.bits] if self.twice_bits else (1, 1)
+        return PACK_BLOCK[self.bits] if self.bits_x2 else (1, 1)
 
     @property
     def factor(self) -> float:
@@ -101,22 +101,22 @@ class SideConstants(NamedTuple):
     @property
     def literal(self) -> int:
         """All fields in one integer: Numba passes integers to intrinsics as literals."""
-        number = 0
+        bits = 0
         for field, width in zip(self, _WIDTHS, strict=True):
             assert 0 <= field < 1 << width
-            number = number << width | field
-        return number
+            bits = bits << width | field
+        return bits
 
 
 _WIDTHS = (5, 2, 3, 10, 10, 1, 10, 1, 2, 8, 1, 1)
 
 
-def from_literal(number: int) -> SideConstants:
+def from_literal(bits: int) -> SideConstants:
     """Invert `SideConstants.literal`."""
     constants = []
     for width in reversed(_WIDTHS):
-        constants.append(number & ((1 << width) - 1))
-        number >>= width
+        constants.append(bits & ((1 << width) - 1))
+        bits >>= width
     return SideConstants(*reversed(constants))
 
 
@@ -125,7 +125,7 @@ class Variant(NamedTuple):
 
     d: int
     w: int  # query rows at once
-    exact: int  # number format of exact tokens
+    exact_dtype: int  # dtype code of exact tokens
     keys: SideConstants = SideConstants()  # of the packed prefixes
     values: SideConstants = SideConstants()
     page: int = 0  # tokens of a page, 0: each batch row's packed tokens lie together
@@ -149,7 +149,7 @@ class Variant(NamedTuple):
         return side.tokens_per_scale or self.tile
 
     @property
-    def scales_gap(self) -> int:
+    def z_offset(self) -> int:
         """Bytes of the S of a tile: from S to Z."""
         across = max(self.keys.across, self.values.across, 1)
         return 4 * (across * (self.tile + 8) + self.d + 256) // 64 * 64

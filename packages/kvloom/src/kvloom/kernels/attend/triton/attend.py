@@ -28,12 +28,12 @@ def problems(q: Tensor, regions: Sequence[Region], _softcap: float | None = None
     for region in regions:
         given = q.shape[2], region.keys.exact, region.keys.encoding, region.values.encoding
         if isinstance(region.where, Spans):
-            more = ["it does not read heads with different numbers of tokens"]
+            found = ["it does not read heads with different numbers of tokens"]
         elif isinstance(region.where, Paged):
-            more = paged.problems(*given)
+            found = paged.problems(*given)
         else:
-            more = decode.problems(*given)
-        reasons += [reason for reason in more if reason not in reasons]
+            found = decode.problems(*given)
+        reasons += [reason for reason in found if reason not in reasons]
     return reasons
 
 

@@ -73,8 +73,8 @@ def _encoding_problems(d: int, *encodings: Any) -> tuple[str, ...]:
     reasons: list[str] = []
     for side, encoding in zip(("keys", "values"), encodings, strict=True):
         if encoding is not None:
-            more = unknown_fields(encoding, _KNOWN) or ENCODINGS.problems(encoding, d)
-            reasons += [f"{side}: {reason}" for reason in more]
+            found = unknown_fields(encoding, _KNOWN) or ENCODINGS.problems(encoding, d)
+            reasons += [f"{side}: {reason}" for reason in found]
     return tuple(reasons)
 
 

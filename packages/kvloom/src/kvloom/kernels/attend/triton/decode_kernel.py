@@ -28,49 +28,49 @@ KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as i
 
 
 @triton.jit
-def _rows(at, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
+def _rows(ptr, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
     """The rows `row` [N] of a matrix with D channels: [N, DP], zeros after."""
     mask = ok[:, None]
     if D != DP:
         mask = mask & (o_d[None, :] < D)
-    return tl.load(at + row.to(tl.int64)[:, None] * step + o_d[None, :], mask=mask, other=0)
+    return tl.load(ptr + row.to(tl.int64)[:, None] * step + o_d[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def _spread(x, TIMES: tl.constexpr):
-    """[N, DP] to [N, TIMES, DP], every row so often."""
+def _repeat_rows(x, TIMES: tl.constexpr):
+    """[N, DP] to [N, TIMES, DP]."""
     return tl.broadcast_to(x[:, None, :], [x.shape[0], TIMES, x.shape[1]])
 
 
 @triton.jit
 def _meta(
-    at, step, group_of, base, first, stop, n, ok, o_d,
+    ptr, step, group_of, base, first, stop, n, ok, o_d,
     KIND: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
     """Scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
     if KIND == CHANNEL:
         if APART:
-            x = as_float(_rows(at, step, n // GROUP, ok, o_d, D, DP))
+            x = as_float(_rows(ptr, step, n // GROUP, ok, o_d, D, DP))
         elif GROUP >= BN:
-            x = as_float(tl.load(at + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
+            x = as_float(tl.load(ptr + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
         else:
             o_g = base + GROUP * tl.arange(0, BN // GROUP)
             in_region = (o_g + GROUP > first) & (o_g < stop)
-            x = as_float(_rows(at, step, o_g // GROUP, in_region, o_d, D, DP))
-            x = tl.reshape(_spread(x, GROUP), [BN, DP])
+            x = as_float(_rows(ptr, step, o_g // GROUP, in_region, o_d, D, DP))
+            x = tl.reshape(_repeat_rows(x, GROUP), [BN, DP])
     elif KIND == STATIC:
-        x = as_float(tl.load(at + o_d, mask=o_d < D, other=0))[None, :]
+        x = as_float(tl.load(ptr + o_d, mask=o_d < D, other=0))[None, :]
     elif KIND == MAPPED:
         mask = ok[:, None] & (o_d[None, :] < D)
         x = as_float(
-            tl.load(at + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
+            tl.load(ptr + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
         )
     elif GROUP == D:
-        x = as_float(tl.load(at + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
+        x = as_float(tl.load(ptr + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
     else:
         o_g = tl.arange(0, DP // GROUP)
-        x = as_float(_rows(at, step, n, ok, o_g, D // GROUP, DP // GROUP))
+        x = as_float(_rows(ptr, step, n, ok, o_g, D // GROUP, DP // GROUP))
         many = tl.broadcast_to(x[:, :, None], [BN, DP // GROUP, GROUP])
         x = tl.reshape(many, [BN, DP])
     return x
@@ -78,44 +78,44 @@ def _meta(
 
 @triton.jit
 def _codes(
-    at, step, base, first, stop, n, ok, o_d,
+    ptr, step, base, first, stop, n, ok, o_d,
     BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The codes of the tokens n [BN]: int32 [BN, DP]."""
     if BITS == 15:  # a byte is the sum of five codes times 3^a; inverse: of 3^a, times 65536
-        byte = _rows(at, step, n // 5, ok, o_d, D, DP).to(tl.int32)
+        byte = _rows(ptr, step, n // 5, ok, o_d, D, DP).to(tl.int32)
         a = n[:, None] % 5
         even = tl.where(a == 0, 65536, tl.where(a == 2, 7282, 810))
         whole = byte * tl.where(a == 1, 21846, tl.where(a == 3, 2428, even)) >> 16
         code = whole - 3 * (whole * 21846 >> 16)
     elif BITS == 8:
-        code = _rows(at, step, n, ok, o_d, D, DP).to(tl.int32)
+        code = _rows(ptr, step, n, ok, o_d, D, DP).to(tl.int32)
     elif BITS == 3:
         if APART:
             a = n[:, None] % 8
-            low = _rows(at, step, n // 8 * 3 + n % 8 // 4, ok, o_d, D, DP).to(tl.int32)
-            high = _rows(at, step, n // 8 * 3 + 2, ok, o_d, D, DP).to(tl.int32)
+            low = _rows(ptr, step, n // 8 * 3 + n % 8 // 4, ok, o_d, D, DP).to(tl.int32)
+            high = _rows(ptr, step, n // 8 * 3 + 2, ok, o_d, D, DP).to(tl.int32)
             code = ((low >> (a % 4 * 2)) & 3) | (((high >> a) & 1) << 2)
         else:
             o_l = base + 4 * tl.arange(0, BN // 4)
             in_region = (o_l + 4 > first) & (o_l < stop)
-            low = _rows(at, step, o_l // 8 * 3 + o_l % 8 // 4, in_region, o_d, D, DP).to(tl.int32)
-            low = (_spread(low, 4) >> (2 * tl.arange(0, 4))[None, :, None]) & 3
+            low = _rows(ptr, step, o_l // 8 * 3 + o_l % 8 // 4, in_region, o_d, D, DP).to(tl.int32)
+            low = (_repeat_rows(low, 4) >> (2 * tl.arange(0, 4))[None, :, None]) & 3
             o_h = base + 8 * tl.arange(0, BN // 8)
             in_region = (o_h + 8 > first) & (o_h < stop)
-            high = _rows(at, step, o_h // 8 * 3 + 2, in_region, o_d, D, DP).to(tl.int32)
-            high = (_spread(high, 8) >> tl.arange(0, 8)[None, :, None]) & 1
+            high = _rows(ptr, step, o_h // 8 * 3 + 2, in_region, o_d, D, DP).to(tl.int32)
+            high = (_repeat_rows(high, 8) >> tl.arange(0, 8)[None, :, None]) & 1
             code = tl.reshape(low, [BN, DP]) | (tl.reshape(high, [BN, DP]) << 2)
     else:
         PER: tl.constexpr = 8 // BITS
         if APART:
-            byte = _rows(at, step, n // PER, ok, o_d, D, DP).to(tl.int32)
+            byte = _rows(ptr, step, n // PER, ok, o_d, D, DP).to(tl.int32)
             code = (byte >> (n[:, None] % PER * BITS)) & ((1 << BITS) - 1)
         else:
             o_b = base + PER * tl.arange(0, BN // PER)
             in_region = (o_b + PER > first) & (o_b < stop)
-            byte = _rows(at, step, o_b // PER, in_region, o_d, D, DP).to(tl.int32)
-            code = _spread(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
+            byte = _rows(ptr, step, o_b // PER, in_region, o_d, D, DP).to(tl.int32)
+            code = _repeat_rows(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
             code = tl.reshape(code & ((1 << BITS) - 1), [BN, DP])
     return code
 
@@ -134,22 +134,22 @@ def _unpacked(
         X.kind, X.group, D, DP, BN, APART,
     )  # fmt: skip
     if X.rotation == 1:  # by levels; other rotated codes are affine
-        number = tl.load(x.levels + code) * big
+        values = tl.load(x.levels + code) * big
     else:
         off = _meta(
             x.zero, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
             X.kind, X.group, D, DP, BN, APART,
         )  # fmt: skip
         if X.bits == 15 or X.bits == 3:
-            number = code.to(tl.float32)
+            values = code.to(tl.float32)
         else:
-            number = ((code << (23 - X.bits)) | 0x3F800000).to(tl.float32, bitcast=True)
+            values = ((code << (23 - X.bits)) | 0x3F800000).to(tl.float32, bitcast=True)
             big = big * (1 << X.bits)
             off = off - big
-        number = number * big + off
+        values = values * big + off
     if X.divided:
-        number = number * x.divisor[None, :]
-    return number
+        values = values * x.divisor[None, :]
+    return values
 
 
 @triton.jit
@@ -182,12 +182,12 @@ def _walk(
         if OPTIONS.biased:
             bias_mask = (heads >= 0)[:, None] & ok[None, :]
             s += tl.load(bias + heads[:, None] + j[None, :], mask=bias_mask, other=0.0)
-        see = ok[None, :]
+        mask = ok[None, :]
         if OPTIONS.causal:
-            see = see & (j[None, :] <= n_all - t + o_m[:, None] % t)
+            mask = mask & (j[None, :] <= n_all - t + o_m[:, None] % t)
         if OPTIONS.padded:
-            see = see & (tl.load(visible + j, mask=ok, other=0) != 0)[None, :]
-        s = tl.where(see, s, -float("inf"))
+            mask = mask & (tl.load(visible + j, mask=ok, other=0) != 0)[None, :]
+        s = tl.where(mask, s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1))
         sub = tl.where(new == -float("inf"), 0.0, new)
         p = tl.exp(s - sub[:, None])
@@ -234,12 +234,12 @@ def side_of_row(x, b):
 @triton.jit
 def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
     """The queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each."""
-    at = (head * rows + o_m)[:, None] * D + o_d[None, :]
+    offsets = (head * rows + o_m)[:, None] * D + o_d[None, :]
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
-    plain = tl.load(q + at, mask=mask, other=0.0)
+    plain = tl.load(q + offsets, mask=mask, other=0.0)
     packed = plain
     if K.rotation:
-        packed = tl.load(rotated + at, mask=mask, other=0.0)
+        packed = tl.load(rotated + offsets, mask=mask, other=0.0)
     return plain, packed
 
 
@@ -257,10 +257,10 @@ def store_split(
 
 @triton.jit
 def _tiles_of(i, splits, tiles):
-    """Which tiles program i of so many that share a region takes; none if it is not one of them."""
-    mine = (i >= 0) & (i < splits)
-    lo = tl.where(mine, (i.to(tl.int64) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
-    hi = tl.where(mine, ((i.to(tl.int64) + 1) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
+    """Return the tile range of program i among the `splits` of a region; empty for another i."""
+    owned = (i >= 0) & (i < splits)
+    lo = tl.where(owned, (i.to(tl.int64) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
+    hi = tl.where(owned, ((i.to(tl.int64) + 1) * tiles // tl.maximum(splits, 1)).to(tl.int32), 0)
     return lo, hi
 
 
@@ -347,8 +347,8 @@ def _merge(
     acc_ptr += row * splits * D
     tops = tl.full([BS], -float("inf"), tl.float32)
     for s0 in range(0, splits, BS):
-        here = s0 + o_s < splits
-        tops = tl.maximum(tops, tl.load(ml_ptr + 2 * (s0 + o_s), mask=here, other=-float("inf")))
+        inside = s0 + o_s < splits
+        tops = tl.maximum(tops, tl.load(ml_ptr + 2 * (s0 + o_s), mask=inside, other=-float("inf")))
     top = tl.max(tops, 0)
     sub = tl.where(top == -float("inf"), 0.0, top)
     totals = tl.zeros([BS], tl.float32)
@@ -356,10 +356,10 @@ def _merge(
     back = tl.zeros([DP], tl.float32)
     for s0 in range(0, splits, BS):
         o = s0 + o_s
-        here = o < splits
-        weight = tl.exp(tl.load(ml_ptr + 2 * o, mask=here, other=-float("inf")) - sub)
-        totals += weight * tl.load(ml_ptr + 2 * o + 1, mask=here, other=0.0)
-        mask = here[:, None] & (o_d[None, :] < D)
+        inside = o < splits
+        weight = tl.exp(tl.load(ml_ptr + 2 * o, mask=inside, other=-float("inf")) - sub)
+        totals += weight * tl.load(ml_ptr + 2 * o + 1, mask=inside, other=0.0)
+        mask = inside[:, None] & (o_d[None, :] < D)
         acc = tl.load(acc_ptr + o[:, None] * D + o_d[None, :], mask=mask, other=0.0)
         acc = acc * weight[:, None]
         if ROTATED:

@@ -14,11 +14,11 @@ SPEC = Block(
     sharing=int,  # CHANNEL .. ROTATED
     group=int,
     groups=int,  # scales of a token, or of a group of tokens
-    twice_bits=int,
+    bits_x2=int,
     top=int,  # the highest code
     per_block=int,  # tokens of a pack block
     block_rows=int,  # its byte rows
-    meta=int,  # number format of scales and zeros
+    meta=int,  # dtype code of scales and zeros
 )
 
 TABLES = Block(  # addresses of a spec's tables, or 0
@@ -47,7 +47,7 @@ PACK = Arguments(
     begin=int,  # tokens packed before these
     tokens=int,
     spec=SPEC,
-    number=int,  # number format of the tokens
+    dtype_code=int,  # of the tokens
     tables=TABLES,
     static_scale=int,  # fp32 [Hk, D padded], or 0
     static_zero=int,

@@ -40,7 +40,7 @@ from ..byte_layout import PACK_BLOCK
 I8 = ir.IntType(8)
 _BYTES = ir.VectorType(I8, WIDTH)
 _SIGN = -(1 << 31)
-# per format: the least normal number, a number whose last bit is worth the least subnormal number
+# per dtype: the least normal number, a number whose last bit is worth the least subnormal number
 # and its bits, the difference of exponent biases, kept mantissa bits, the bits of infinity or 0
 _NARROW = {
     FP16: (2.0**-14, 2.0**-1, 0x3F000000, 112, 10, 0x7C00),
@@ -48,21 +48,21 @@ _NARROW = {
 }
 
 
-def _narrowed(b: Any, x: Any, kind: int) -> Any:
-    """Round x to a format, ties to even, and return its bits; fp8 only within its range."""
-    if kind == FP32:
+def _narrowed(b: Any, x: Any, dtype_code: int) -> Any:
+    """Round x to a dtype, ties to even, and return its bits; fp8 only within its range."""
+    if dtype_code == FP32:
         return x
     floats, ints = (ir.VectorType(lane, x.type.count) for lane in (VF.element, I32))
-    width = 8 if kind == FP8 else 16
-    drop = {FP16: 13, BF16: 16, FP8: 20}[kind]
+    width = 8 if dtype_code == FP8 else 16
+    drop = {FP16: 13, BF16: 16, FP8: 20}[dtype_code]
     bits = b.bitcast(x, ints)
     size, sign = b.and_(bits, constant(~_SIGN, ints)), b.and_(bits, constant(_SIGN, ints))
     odd = b.and_(b.lshr(bits, constant(drop, ints)), constant(1, ints))
     near = b.lshr(
         b.add(size, b.add(odd, constant((1 << (drop - 1)) - 1, ints))), constant(drop, ints)
     )
-    if kind != BF16:
-        least, whole, whole_bits, bias, keep, endless = _NARROW[kind]
+    if dtype_code != BF16:
+        least, whole, whole_bits, bias, keep, endless = _NARROW[dtype_code]
         magnitude = b.bitcast(size, floats)
         small = b.bitcast(b.fadd(magnitude, constant(whole, floats)), ints)
         small = b.sub(small, constant(whole_bits, ints))
@@ -77,8 +77,8 @@ def _narrowed(b: Any, x: Any, kind: int) -> Any:
 
 def _wide(b: Any, x: Any) -> Any:
     """A scalar as a vector of one lane."""
-    none = ir.Constant(ir.VectorType(x.type, 1), ir.Undefined)
-    return b.insert_element(none, x, ir.Constant(I32, 0))
+    undefined = ir.Constant(ir.VectorType(x.type, 1), ir.Undefined)
+    return b.insert_element(undefined, x, ir.Constant(I32, 0))
 
 
 def put_vector(b: Any, address: Any, x: Any) -> None:
@@ -117,24 +117,24 @@ def nonzero(x):  # type: ignore[no-untyped-def]
     return above(x, splat(np.float32(0.0)), x, splat(np.float32(np.inf)))
 
 
-def _put_as(b: Any, address: Any, x: Any, kind: Any) -> None:
-    for fmt in (FP32, FP16, BF16, FP8):
-        with b.if_then(b.icmp_signed("==", kind, ir.Constant(I64, fmt))):
-            put_vector(b, address, _narrowed(b, x, fmt))
+def _put_as(b: Any, address: Any, x: Any, dtype_code: Any) -> None:
+    for code in (FP32, FP16, BF16, FP8):
+        with b.if_then(b.icmp_signed("==", dtype_code, ir.Constant(I64, code))):
+            put_vector(b, address, _narrowed(b, x, code))
 
 
 @intrinsic
-def put(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
-    """Round sixteen numbers to a format and store them."""
+def put(ctx: Any, address: Any, x: Any, dtype_code: Any) -> Any:
+    """Round sixteen numbers to a dtype and store them."""
     return lowered(types.void(types.int64, Lanes, types.int64), _put_as)
 
 
 @intrinsic
-def put_one(ctx: Any, address: Any, x: Any, kind: Any) -> Any:
-    """Round one number to a format and store it."""
+def put_one(ctx: Any, address: Any, x: Any, dtype_code: Any) -> Any:
+    """Round one number to a dtype and store it."""
     return lowered(
         types.void(types.int64, types.float32, types.int64),
-        lambda b, a, x, kind: _put_as(b, a, _wide(b, x), kind),
+        lambda b, a, x, dtype_code: _put_as(b, a, _wide(b, x), dtype_code),
     )
 
 
@@ -159,13 +159,13 @@ def get_codes(ctx: Any, address: Any) -> Any:
 
 
 @kernel_step
-def encode(x, zero, step, top, to):  # type: ignore[no-untyped-def]
+def encode(x, zero, step, top, out):  # type: ignore[no-untyped-def]
     """Store sixteen codes, a byte each: (x - zero) / step, to the nearest, ties to even, 0..top.
 
     An infinite step makes code 0.
     """
     code = maximum((x - zero) / step, splat(np.float32(0.0)))
-    put_codes(to, minimum(code, top))
+    put_codes(out, minimum(code, top))
 
 
 @kernel_step
@@ -217,36 +217,42 @@ def _split(b: Any, rows: list[Any], bits: float) -> list[Any]:
 def _between(of: Any, parts: int, width: int) -> Any:
     """Emit code that reads `parts` rows of bytes, converts them by `of` and stores the result."""
 
-    def emit(b: Any, rows: Any, stride: Any, to: Any, to_stride: Any, bits: Any, *_: Any) -> None:
+    def emit(
+        b: Any, rows: Any, stride: Any, out: Any, out_stride: Any, bits_x2: Any, *_: Any
+    ) -> None:
         kind = ir.VectorType(I8, width)
 
         def row(first: Any, step: Any, i: int) -> Any:
             return b.add(first, b.mul(step, ir.Constant(I64, i)))
 
-        for fmt, per_block in PACK_BLOCK.items():
-            with b.if_then(b.icmp_signed("==", bits, ir.Constant(I64, int(2 * fmt)))):
+        for bits, per_block in PACK_BLOCK.items():
+            with b.if_then(b.icmp_signed("==", bits_x2, ir.Constant(I64, int(2 * bits)))):
                 byte_rows = [
                     read(b, row(rows, stride, i), kind, 1) for i in range(per_block[parts])
                 ]
-                for i, vector in enumerate(of(b, byte_rows, fmt)):
-                    put_vector(b, row(to, to_stride, i), vector)
+                for i, vector in enumerate(of(b, byte_rows, bits)):
+                    put_vector(b, row(out, out_stride, i), vector)
 
     return emit
 
 
 @intrinsic(prefer_literal=True)
-def join(ctx: Any, codes: Any, gap: Any, to: Any, stride: Any, bits: Any, width: Any) -> Any:
+def join(
+    ctx: Any, codes: Any, code_stride: Any, out: Any, stride: Any, bits_x2: Any, width: Any
+) -> Any:
     """Pack `width` channels of a block of tokens into its byte rows, laid out as in `reference`.
 
-    codes: bytes, `gap` from a token to the next; to: byte rows, `stride` apart. bits: twice the
-    format's.
+    codes: bytes, `code_stride` from a token to the next. out: byte rows, `stride` apart. bits_x2:
+    twice the bits of a code.
     """
     emit = _between(_join, 0, width.literal_value)
     return lowered(types.void(*[types.int64] * 5, width), emit)
 
 
 @intrinsic(prefer_literal=True)
-def split(ctx: Any, rows: Any, stride: Any, to: Any, gap: Any, bits: Any, width: Any) -> Any:
+def split(
+    ctx: Any, rows: Any, stride: Any, out: Any, code_stride: Any, bits_x2: Any, width: Any
+) -> Any:
     """Invert `join`: byte rows of a pack block to the codes of its tokens."""
     emit = _between(_split, 1, width.literal_value)
     return lowered(types.void(*[types.int64] * 5, width), emit)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import NUMBERS, Storage, address, contiguous_rows, strides
+from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, strides
 from ...constants import on_cpu
 from ...limits import Coverage, dtype_problem
 from .. import hadamard
@@ -52,7 +52,7 @@ class Packer:
         self._kernel = packing()
         self._layer_encoding = layer_encoding
         self._prepared = _prepared(layer_encoding, x.shape[1], x.shape[3])
-        self._storage = Storage()
+        self._storage = DescribedStorage()
         self._numbers: tuple[tuple[int, ...], ...] = ()
 
     def __call__(
@@ -182,31 +182,29 @@ def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
         tables |= {"scale": scale, "zero": zero, "step": step}
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
-    rotation: tuple[int, ...] = (0,) * ROTATION.numbers
+    rotation: tuple[int, ...] = (0,) * ROTATION.spec
     if layer_encoding.rotation_size:
-        together = layer_encoding.rotation_size
-        signs, mix = hadamard.parts(together)
+        size = layer_encoding.rotation_size
+        signs, mix = hadamard.parts(size)
         tensors = {"signs": _padded_rows(signs[None], 0), "mix": mix.contiguous()}
         if in_groups:
             levels = hadamard.levels(encoding.bits)
             tensors |= {"levels": levels, "level_ends": hadamard.ends(levels)}
         tables |= tensors
         where = {name: address(tensors.get(name)) for name in ROTATION.names if name != "size"}
-        rotation = ROTATION.pack(size=together // len(mix), **where)
-    numbers = SPEC.pack(
+        rotation = ROTATION.pack(size=size // len(mix), **where)
+    spec = SPEC.pack(
         tile=tile,
         sharing=sharing,
         group=layer_encoding.group,
         groups=groups,
-        twice_bits=int(2 * encoding.bits),
+        bits_x2=int(2 * encoding.bits),
         top=top(encoding.bits),
         per_block=per_block,
         block_rows=block_rows,
         meta=list(META).index(encoding.meta),
     )
-    return _Prepared(
-        joint_heads, numbers, addresses, encode, decode, rotation, tuple(tables.values())
-    )
+    return _Prepared(joint_heads, spec, addresses, encode, decode, rotation, tuple(tables.values()))
 
 
 def _padded_rows(x: Tensor, filler: int) -> Tensor:
@@ -245,7 +243,7 @@ def _run(
         cos, sin = rope.cos.contiguous(), rope.sin.contiguous()
         first, batch, head = strides(cos, 2)
         angles = (first, sin.data_ptr(), batch, head, cos.shape[3], int(rope.interleaved))
-    numbers = PACK.pack(
+    packed = PACK.pack(
         batch=b,
         heads=h,
         joint_heads=prepared.joint_heads,
@@ -253,7 +251,7 @@ def _run(
         begin=begin,
         tokens=t,
         spec=prepared.spec,
-        number=NUMBERS[x.dtype],
+        dtype_code=DTYPE_CODES[x.dtype],
         tables=prepared.tables,
         static_scale=static[0],
         static_zero=static[1],
@@ -266,4 +264,4 @@ def _run(
         rotation=prepared.rotation,
     )
     threads = min(torch.get_num_threads(), 1 + x.numel() // _NUMBERS_PER_THREAD)
-    kernel.run(numbers, 0, threads)
+    kernel.run(packed, 0, threads)

@@ -17,22 +17,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, at, count, kernel_step
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
 from ...simd import load, splat, store
 from .arguments import CHANNEL, PACK, ROTATED, STATIC, TOKEN
 from .codes import put_codes
-from .rotation_steps import keep_scales, rotate_group, rotate_row, round_row, units
+from .rotation_steps import keep_scales, rotate_group, rotate_row, round_row, unit_scales
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
 from .tiles import (
     encode_row,
     fill,
-    join_atom,
+    join_block,
     metadata,
     range_of_channels,
     range_of_slots,
     range_of_tokens,
-    split_atom,
+    split_block,
     widen,
 )
 
@@ -52,8 +51,8 @@ def kernel() -> Kernel:
     """Compile the kernel; see `pack` for its call."""
     layout = PACK.dtype
 
-    def pack(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def pack(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         spec, sizes = a.spec, sizes_of(a)
         rows = min(spec.tile, a.tokens)
         ranges = rows // spec.group if spec.sharing == CHANNEL else rows
@@ -64,20 +63,20 @@ def kernel() -> Kernel:
         low = wide + 4 * rows * sizes.row
         spare = low + 8 * metas
         mem = Scratch(wide, low, low + 4 * metas, spare, spare + 4 * sizes.row)
-        in_place = a.number == 0 and a.x.channel == 4 and a.head_dim == sizes.row
+        in_place = a.dtype_code == 0 and a.x.channel == 4 and a.head_dim == sizes.row
         in_place = in_place and a.tables.divisor + a.rope.cos + a.rotation.size == 0
         while True:
-            task = count(job)
+            task = count(args)
             if task >= sizes.tasks:
                 break
             tile = tile_of(a, sizes, task)
-            x, x_row = at(a.x, tile.b, tile.h) + (tile.lo - a.begin) * a.x.row, a.x.row
+            x, x_row = head_address(a.x, tile.b, tile.h) + (tile.lo - a.begin) * a.x.row, a.x.row
             if not in_place:
                 widen_tile(a, sizes, tile, x, mem)
                 x, x_row = mem.wide, 4 * sizes.row
             nonpadding = a.nonpadding.address
             if nonpadding != 0:
-                nonpadding = at(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
+                nonpadding = head_address(a.nonpadding, tile.b, tile.h) + tile.lo - a.begin
             if spec.sharing == CHANNEL:
                 measure_channels(a, sizes, tile, x, x_row, nonpadding, mem)
             elif spec.sharing == ROTATED:  # norms first: scales follow from the codes
@@ -86,8 +85,8 @@ def kernel() -> Kernel:
                 measure_tokens(a, sizes, tile, x, x_row, mem)
             encode_tile(a, sizes, tile, x, x_row, mem)
             if spec.sharing == ROTATED:
-                to = tile.scale + tile.lo * sizes.meta_row
-                keep_scales(mem.high, mem.low, (tile.hi - tile.lo) * spec.groups, spec.meta, to)
+                out = tile.scale + tile.lo * sizes.meta_row
+                keep_scales(mem.high, mem.low, (tile.hi - tile.lo) * spec.groups, spec.meta, out)
             join_tile(a, sizes, tile, mem)
         memory[0] = 0.0  # keeps the array alive: Numba frees it after its last use
 
@@ -100,16 +99,16 @@ def widen_tile(a, sizes, tile, x, mem):  # type: ignore[no-untyped-def]
     d, rotate, divisor = a.head_dim, a.rotation, a.tables.divisor
     for t in range(tile.hi - tile.lo):
         for i in range(a.joint_heads):
-            to = mem.wide + 4 * (t * sizes.row + i * sizes.padded)
-            widen(x + t * a.x.row + i * a.x.head, a.x.channel, a.number, d, to)
-            rotate_to_position(a.rope, to, tile.b, tile.h + i, tile.lo - a.begin + t)
+            out = mem.wide + 4 * (t * sizes.row + i * sizes.padded)
+            widen(x + t * a.x.row + i * a.x.head, a.x.channel, a.dtype_code, d, out)
+            rotate_to_position(a.rope, out, tile.b, tile.h + i, tile.lo - a.begin + t)
             if rotate.size != 0 and a.spec.sharing != ROTATED:
-                rotate_group(to, d, rotate.size, rotate.signs, rotate.mix, mem.spare)
-            fill(to, d)
+                rotate_group(out, d, rotate.size, rotate.signs, rotate.mix, mem.spare)
+            fill(out, d)
             if divisor != 0:
                 for c in range(0, sizes.padded, 16):
-                    by = load(divisor + 4 * ((tile.h + i) * sizes.padded + c))
-                    store(to + 4 * c, load(to + 4 * c) / by)
+                    divisors = load(divisor + 4 * ((tile.h + i) * sizes.padded + c))
+                    store(out + 4 * c, load(out + 4 * c) / divisors)
 
 
 @kernel_step
@@ -121,8 +120,8 @@ def measure_channels(a, sizes, tile, x, x_row, nonpadding, mem):  # type: ignore
         low, high = mem.low + skip, mem.high + skip
         group_nonpadding = 0 if nonpadding == 0 else nonpadding + t
         range_of_tokens(x + t * x_row, x_row, spec.group, sizes.padded, group_nonpadding, low, high)
-        to = (tile.lo + t) // spec.group * sizes.meta_row
-        metadata(low, high, d, spec.top, spec.meta, tile.scale + to, tile.zero + to)
+        row = (tile.lo + t) // spec.group * sizes.meta_row
+        metadata(low, high, d, spec.top, spec.meta, tile.scale + row, tile.zero + row)
 
 
 @kernel_step
@@ -138,8 +137,8 @@ def measure_tokens(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-de
             range_of_slots(
                 x + t * x_row, tables.slots, tables.slot_ends, spec.groups, tables.clip, low, high
             )
-    to = tile.lo * sizes.meta_row
-    metadata(mem.low, mem.high, scales, spec.top, spec.meta, tile.scale + to, tile.zero + to)
+    row = tile.lo * sizes.meta_row
+    metadata(mem.low, mem.high, scales, spec.top, spec.meta, tile.scale + row, tile.zero + row)
 
 
 @kernel_step
@@ -148,9 +147,9 @@ def rotate_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     d, group, rotate, tokens = a.head_dim, a.spec.group, a.rotation, tile.hi - tile.lo
     for t in range(tokens):
         squares = mem.high + meta_at(a.spec, sizes.padded, t)
-        here = x + t * x_row
-        rotate_row(here, d, group, rotate.size, rotate.signs, rotate.mix, mem.spare, squares)
-    units(mem.high, tokens * a.spec.groups, group, mem.low)
+        row = x + t * x_row
+        rotate_row(row, d, group, rotate.size, rotate.signs, rotate.mix, mem.spare, squares)
+    unit_scales(mem.high, tokens * a.spec.groups, group, mem.low)
 
 
 @kernel_step
@@ -158,36 +157,36 @@ def encode_tile(a, sizes, tile, x, x_row, mem):  # type: ignore[no-untyped-def]
     """Write the codes of the tile, behind those that its first pack block holds already."""
     spec, d, rotate = a.spec, a.head_dim, a.rotation
     for i in range(a.joint_heads if tile.begun else 0):
-        here, to = tile.codes + i * a.codes.head, mem.codes + i * sizes.padded
-        split_atom(here, a.codes.row, d, spec.twice_bits, to, sizes.row)
+        source, out = tile.codes + i * a.codes.head, mem.codes + i * sizes.padded
+        split_block(source, a.codes.row, d, spec.bits_x2, out, sizes.row)
     zeros, scales = mem.low, mem.high
     if spec.sharing == STATIC:
         zeros, scales = a.static_zero, a.static_scale
     for t in range(tile.hi - tile.lo):
         skip = meta_at(spec, sizes.padded, t)
-        here, to = x + t * x_row, mem.codes + (tile.begun + t) * sizes.row
+        source, out = x + t * x_row, mem.codes + (tile.begun + t) * sizes.row
         if spec.sharing == ROTATED:
             round_row(
-                here, d, spec.group, rotate.levels, rotate.level_ends, spec.twice_bits,
-                zeros + skip, to,
+                source, d, spec.group, rotate.levels, rotate.level_ends, spec.bits_x2,
+                zeros + skip, out,
             )  # fmt: skip
             continue
         encode_row(
-            here, sizes.row, spec.sharing, spec.group, a.tables.group_of, zeros + skip,
-            scales + skip, spec.top, to,
+            source, sizes.row, spec.sharing, spec.group, a.tables.group_of, zeros + skip,
+            scales + skip, spec.top, out,
         )  # fmt: skip
 
 
 @kernel_step
 def join_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Join the codes of the tile into bytes, 0 after the last token."""
-    spec, gap, row = a.spec, sizes.row, a.codes.row
+    spec, code_stride, row = a.spec, sizes.row, a.codes.row
     tokens = tile.begun + tile.hi - tile.lo
     blocks = -(-tokens // spec.per_block)
-    for i in range(tokens * gap, blocks * spec.per_block * gap, 16):
+    for i in range(tokens * code_stride, blocks * spec.per_block * code_stride, 16):
         put_codes(mem.codes + i, splat(np.float32(0.0)))
     for block in range(blocks):
         for i in range(a.joint_heads):
-            to = tile.codes + i * a.codes.head + block * spec.block_rows * row
-            here = mem.codes + block * spec.per_block * gap + i * sizes.padded
-            join_atom(here, gap, a.head_dim, spec.twice_bits, to, row)
+            out = tile.codes + i * a.codes.head + block * spec.block_rows * row
+            source = mem.codes + block * spec.per_block * code_stride + i * sizes.padded
+            join_block(source, code_stride, a.head_dim, spec.bits_x2, out, row)

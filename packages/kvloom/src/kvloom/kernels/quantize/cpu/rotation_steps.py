@@ -24,7 +24,7 @@ from ...simd import (
     VI,
     WIDTH,
     Lanes,
-    at,
+    add_bytes,
     broadcast,
     call,
     constant,
@@ -49,22 +49,22 @@ _BYTES = ir.VectorType(ir.IntType(8), WIDTH)
 _MAX_LINEAR = 15  # the highest code of formats whose levels are compared one by one
 
 
-def _forms(b: Any, twice: Any) -> Any:
-    """Yield the highest code of every format, within code that runs for twice its bits only."""
+def _forms(b: Any, bits_x2: Any) -> Any:
+    """Yield the highest code of every number of bits, within code that runs for those bits only."""
     for bits in PACK_BLOCK:
-        with b.if_then(b.icmp_signed("==", twice, ir.Constant(I64, int(2 * bits)))):
+        with b.if_then(b.icmp_signed("==", bits_x2, ir.Constant(I64, int(2 * bits)))):
             yield top(bits)
 
 
 def _all(b: Any, table: Any, i: int) -> Any:
     """Number i of a table, in all lanes."""
-    return broadcast(b, read(b, at(b, table, 4 * i), F32))
+    return broadcast(b, read(b, add_bytes(b, table, 4 * i), F32))
 
 
 def _compared(
     b: Any, x: Any, ends: Any, levels: Any, highest: int, every: int = 1
 ) -> tuple[Any, Any]:
-    """The codes and the levels of sixteen numbers, compared with every end, or with some."""
+    """Quantize sixteen values by comparing them with the boundaries, or with every n-th."""
     code, level = constant(0, VI), _all(b, levels, 0)
     for i in range(highest // every):
         above = b.fcmp_ordered(">", x, _all(b, ends, every * (i + 1) - 1))
@@ -74,10 +74,10 @@ def _compared(
 
 
 def _searched(b: Any, x: Any, ends: Any, levels: Any, highest: int) -> tuple[Any, Any]:
-    """The same where there are 256: every sixteenth end first, then by halves between two."""
+    """Quantize sixteen values to 256 levels: every 16th boundary, then binary search."""
     code = b.mul(_compared(b, x, ends, levels, highest, 16)[0], constant(16, VI))
     for step in (8, 4, 2, 1):
-        above = b.fcmp_ordered(">", x, gather_f32(b, at(b, ends, 4 * (step - 1)), code))
+        above = b.fcmp_ordered(">", x, gather_f32(b, add_bytes(b, ends, 4 * (step - 1)), code))
         code = b.select(above, b.add(code, constant(step, VI)), code)
     return code, gather_f32(b, levels, code)
 
@@ -114,9 +114,9 @@ def halved(ctx: Any, x: Any) -> Any:
     def emit(b: Any, x: Any) -> Any:
         while x.type.count > 1:
             half = x.type.count // 2
-            kind, none = ir.VectorType(I32, half), ir.Constant(x.type, ir.Undefined)
+            kind, undefined = ir.VectorType(I32, half), ir.Constant(x.type, ir.Undefined)
             low, high = (
-                b.shuffle_vector(x, none, ir.Constant(kind, list(range(i, i + half))))
+                b.shuffle_vector(x, undefined, ir.Constant(kind, list(range(i, i + half))))
                 for i in (0, half)
             )
             x = b.fadd(low, high)
@@ -132,31 +132,31 @@ def root(ctx: Any, x: Any) -> Any:
 
 
 @intrinsic
-def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits: Any, codes: Any, to: Any) -> Any:
+def nearest(ctx: Any, x: Any, ends: Any, levels: Any, bits_x2: Any, codes: Any, out: Any) -> Any:
     """Store the codes and the levels of sixteen numbers.
 
-    ends: fp32, up to where each level but the last is the nearest; levels: fp32. bits: twice the
-    format's.
+    ends: fp32, up to where each level but the last is the nearest; levels: fp32. bits_x2: twice the
+    bits of a code.
     """
 
-    def emit(b: Any, x: Any, ends: Any, levels: Any, twice: Any, codes: Any, to: Any) -> None:
-        for highest in _forms(b, twice):
+    def emit(b: Any, x: Any, ends: Any, levels: Any, bits_x2: Any, codes: Any, out: Any) -> None:
+        for highest in _forms(b, bits_x2):
             way = _searched if highest > _MAX_LINEAR else _compared
             code, level = way(b, x, ends, levels, highest)
             put_vector(b, codes, b.trunc(code, _BYTES))
-            write(b, to, level)
+            write(b, out, level)
 
     return lowered(types.void(Lanes, *[types.int64] * 5), emit)
 
 
 @intrinsic
-def leveled(ctx: Any, codes: Any, levels: Any, bits: Any, scale: Any, to: Any) -> Any:
+def leveled(ctx: Any, codes: Any, levels: Any, bits_x2: Any, scale: Any, out: Any) -> Any:
     """Store the levels of sixteen codes, times a scale."""
 
-    def emit(b: Any, codes: Any, levels: Any, twice: Any, scale: Any, to: Any) -> None:
+    def emit(b: Any, codes: Any, levels: Any, bits_x2: Any, scale: Any, out: Any) -> None:
         code = b.zext(read(b, codes, _BYTES, 1), VI)
-        for highest in _forms(b, twice):
-            write(b, to, b.fmul(_named(b, code, levels, highest), scale))
+        for highest in _forms(b, bits_x2):
+            write(b, out, b.fmul(_named(b, code, levels, highest), scale))
 
     return lowered(types.void(types.int64, types.int64, types.int64, Lanes, types.int64), emit)
 
@@ -168,18 +168,18 @@ def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
     before, after: fp32, by which numbers are multiplied, whole vectors, or 0.
     """
     for c in range(0, n, 16):
-        one = load(x + 4 * c)
+        values = load(x + 4 * c)
         if before != 0:
-            one = one * load(before + 4 * c)
+            values = values * load(before + 4 * c)
         if size > 1:
-            one = butterfly(one, 1)
+            values = butterfly(values, 1)
         if size > 2:
-            one = butterfly(one, 2)
+            values = butterfly(values, 2)
         if size > 4:
-            one = butterfly(one, 4)
+            values = butterfly(values, 4)
         if size > 8:
-            one = butterfly(one, 8)
-        store(x + 4 * c, one)
+            values = butterfly(values, 8)
+        store(x + 4 * c, values)
     half = 16
     while half < size:
         for block in range(0, n, 2 * half):
@@ -190,14 +190,14 @@ def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
         half *= 2
     shrink = splat(np.float32(1.0 / math.sqrt(size)))
     for c in range(0, n, 16):
-        one = load(x + 4 * c) * shrink
+        values = load(x + 4 * c) * shrink
         if after != 0:
-            one = one * load(after + 4 * c)
-        store(x + 4 * c, one)
+            values = values * load(after + 4 * c)
+        store(x + 4 * c, values)
 
 
 @kernel_step
-def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-def]
+def mix_rows(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-def]
     """Combine the rows of x [rows, size] by a matrix, in place.
 
     mix: fp32, `row` bytes from a row and `column` from a column to the next. spare: room for x.
@@ -205,18 +205,18 @@ def mixed(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped-de
     width = 16 if size >= 16 else 1
     for i in range(rows):
         for c in range(0, size, width):
-            by, to = mix + i * row, spare + 4 * (i * size + c)
+            weights, out = mix + i * row, spare + 4 * (i * size + c)
             if width == 16:
                 total = splat(np.float32(0.0))
                 for j in range(rows):
-                    weight = splat(load_one(by + j * column, 0))
+                    weight = splat(load_one(weights + j * column, 0))
                     total = total + weight * load(x + 4 * (j * size + c))
-                store(to, total)
+                store(out, total)
             else:
-                one = np.float32(0.0)
+                total = np.float32(0.0)
                 for j in range(rows):
-                    one += load_one(by + j * column, 0) * load_one(x + 4 * (j * size + c), 0)
-                store_one(to, one)
+                    total += load_one(weights + j * column, 0) * load_one(x + 4 * (j * size + c), 0)
+                store_one(out, total)
     for c in range(0, rows * size, width):
         if width == 16:
             store(x + 4 * c, load(spare + 4 * c))
@@ -231,8 +231,8 @@ def squared(x, n):  # type: ignore[no-untyped-def]
     for c in range(n, -(-n // 16) * 16):
         store_one(x + 4 * c, np.float32(0.0))
     for c in range(0, n, 16):
-        one = load(x + 4 * c)
-        total = total + one * one
+        values = load(x + 4 * c)
+        total = total + values * values
     return halved(total)
 
 
@@ -241,14 +241,14 @@ def rotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
     """Rotate n numbers, in place; arguments as in `rotate_row`."""
     hadamard(x, n, size, signs, 0)
     if n > size:
-        mixed(x, n // size, size, mix, 4 * (n // size), 4, spare)
+        mix_rows(x, n // size, size, mix, 4 * (n // size), 4, spare)
 
 
 @kernel_step
 def unrotate_group(x, n, size, signs, mix, spare):  # type: ignore[no-untyped-def]
     """Invert `rotate_group`."""
     if n > size:
-        mixed(x, n // size, size, mix, 4, 4 * (n // size), spare)
+        mix_rows(x, n // size, size, mix, 4, 4 * (n // size), spare)
     hadamard(x, n, size, 0, signs)
 
 
@@ -260,33 +260,34 @@ def rotate_row(x, d, group, size, signs, mix, spare, squares):  # type: ignore[n
     it, fp32 [rows, rows].
     """
     for g in range(d // group):
-        at_group = x + 4 * g * group
-        rotate_group(at_group, group, size, signs, mix, spare)
-        store_one(squares + 4 * g, squared(at_group, group))
+        group_address = x + 4 * g * group
+        rotate_group(group_address, group, size, signs, mix, spare)
+        store_one(squares + 4 * g, squared(group_address, group))
 
 
 @kernel_step
-def units(norm, n, group, unit):  # type: ignore[no-untyped-def]
+def unit_scales(norm, n, group, unit):  # type: ignore[no-untyped-def]
     """Turn n sums of squares into norms, and compute the factor of each group."""
     for i in range(0, n, 16):
-        one = root(load(norm + 4 * i))
-        store(norm + 4 * i, one)
-        by = splat(np.float32(1.0)) / nonzero(one)
-        store(unit + 4 * i, by * splat(np.float32(math.sqrt(group))))
+        norms = root(load(norm + 4 * i))
+        store(norm + 4 * i, norms)
+        factor = splat(np.float32(1.0)) / nonzero(norms)
+        store(unit + 4 * i, factor * splat(np.float32(math.sqrt(group))))
 
 
 @kernel_step
-def round_row(x, d, group, levels, ends, bits, unit, codes):  # type: ignore[no-untyped-def]
+def round_row(x, d, group, levels, ends, bits_x2, unit, codes):  # type: ignore[no-untyped-def]
     """Round a row of d rotated numbers, times the unit of each group, to codes; the row is lost.
 
     Instead of units, what squares of levels sum up to is left.
     """
     for g in range(d // group):
-        at_group, to, by = x + 4 * g * group, codes + g * group, splat(load_one(unit + 4 * g, 0))
+        group_address, out = x + 4 * g * group, codes + g * group
+        scale = splat(load_one(unit + 4 * g, 0))
         for c in range(0, group, 16):
-            one = load(at_group + 4 * c) * by
-            nearest(one, ends, levels, bits, to + c, at_group + 4 * c)
-        store_one(unit + 4 * g, squared(at_group, group))
+            values = load(group_address + 4 * c) * scale
+            nearest(values, ends, levels, bits_x2, out + c, group_address + 4 * c)
+        store_one(unit + 4 * g, squared(group_address, group))
 
 
 @kernel_step
@@ -302,19 +303,19 @@ def limited(scale, meta):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def keep_scales(norm, squares, n, meta, to):  # type: ignore[no-untyped-def]
+def keep_scales(norm, squares, n, meta, out):  # type: ignore[no-untyped-def]
     """Store the scales of n groups, none of them larger than the format's largest."""
     for i in range(0, n, 16):
         rounded = maximum(root(load(squares + 4 * i)), splat(np.float32(1e-6)))
         store(norm + 4 * i, limited(load(norm + 4 * i) / rounded, meta))
-    narrow(norm, n, meta, to)
+    narrow(norm, n, meta, out)
 
 
 @kernel_step
-def restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, to):  # type: ignore[no-untyped-def]
+def restore_row(codes, d, group, size, signs, mix, levels, bits_x2, spare, scale, out):  # type: ignore[no-untyped-def]
     """Invert the rounding and the rotation: d numbers from their codes and scales."""
     for g in range(d // group):
-        at_group, by = to + 4 * g * group, splat(load_one(scale + 4 * g, 0))
+        group_address, factor = out + 4 * g * group, splat(load_one(scale + 4 * g, 0))
         for c in range(0, group, 16):
-            leveled(codes + g * group + c, levels, bits, by, at_group + 4 * c)
-        unrotate_group(at_group, group, size, signs, mix, spare)
+            leveled(codes + g * group + c, levels, bits_x2, factor, group_address + 4 * c)
+        unrotate_group(group_address, group, size, signs, mix, spare)

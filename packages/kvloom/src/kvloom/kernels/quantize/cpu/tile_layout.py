@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...cpu_runtime import at, kernel_step
+from ...cpu_runtime import head_address, kernel_step
 from .arguments import CHANNEL, STATIC
 from .tiles import rope_row, size_of
 
@@ -56,8 +56,9 @@ def tile_of(a, sizes, task):  # type: ignore[no-untyped-def]
     b, h = head // rows, head % rows * a.joint_heads
     lo, hi = max(a.begin, part * spec.tile), min(a.begin + a.tokens, (part + 1) * spec.tile)
     block = lo // spec.per_block * spec.block_rows
-    codes = at(a.codes, b, h) + block * a.codes.row
-    return Tile(b, h, lo, hi, codes, lo % spec.per_block, at(a.scale, b, h), at(a.zero, b, h))
+    codes = head_address(a.codes, b, h) + block * a.codes.row
+    scale, zero = head_address(a.scale, b, h), head_address(a.zero, b, h)
+    return Tile(b, h, lo, hi, codes, lo % spec.per_block, scale, zero)
 
 
 @kernel_step

@@ -29,42 +29,42 @@ from .codes import clamp_scale, decode, encode, gather, join, nonzero, put, put_
 
 
 @kernel_step
-def size_of(kind):  # type: ignore[no-untyped-def]
-    """The bytes of a number of a format."""
-    return 4 if kind == 0 else 1 if kind == 3 else 2
+def size_of(dtype_code):  # type: ignore[no-untyped-def]
+    """The bytes of a number of a dtype."""
+    return 4 if dtype_code == 0 else 1 if dtype_code == 3 else 2
 
 
 @kernel_step
-def _get(x, i, kind):  # type: ignore[no-untyped-def]
-    """Sixteen numbers of a format, the i-th and on."""
-    if kind == 0:
+def _get(x, i, dtype_code):  # type: ignore[no-untyped-def]
+    """Sixteen numbers of a dtype, the i-th and on."""
+    if dtype_code == 0:
         return load(x + 4 * i)
-    if kind == 1:
+    if dtype_code == 1:
         return load_any(x + 2 * i, 1)
-    if kind == 2:
+    if dtype_code == 2:
         return load_any(x + 2 * i, 2)
     return load_any(x + i, 3)
 
 
 @kernel_step
-def _get_one(x, kind):  # type: ignore[no-untyped-def]
-    if kind == 0:
+def _get_one(x, dtype_code):  # type: ignore[no-untyped-def]
+    if dtype_code == 0:
         return load_one(x, 0)
-    if kind == 1:
+    if dtype_code == 1:
         return load_one(x, 1)
-    if kind == 2:
+    if dtype_code == 2:
         return load_one(x, 2)
     return load_one(x, 3)
 
 
 @kernel_step
-def widen(x, step, kind, d, to):  # type: ignore[no-untyped-def]
-    """Convert d numbers of a format, `step` bytes apart, to fp32."""
-    even = d // 16 * 16 if step == size_of(kind) else 0
+def widen(x, step, dtype_code, d, out):  # type: ignore[no-untyped-def]
+    """Convert d numbers of a dtype, `step` bytes apart, to fp32."""
+    even = d // 16 * 16 if step == size_of(dtype_code) else 0
     for c in range(0, even, 16):
-        store(to + 4 * c, _get(x, c, kind))
+        store(out + 4 * c, _get(x, c, dtype_code))
     for c in range(even, d):
-        store_one(to + 4 * c, _get_one(x + step * c, kind))
+        store_one(out + 4 * c, _get_one(x + step * c, dtype_code))
 
 
 @kernel_step
@@ -93,13 +93,13 @@ def rope_row(x, cos, sin, half, interleaved):  # type: ignore[no-untyped-def]
 
 
 @kernel_step
-def narrow(x, d, kind, to):  # type: ignore[no-untyped-def]
-    """Convert d fp32 numbers to a format."""
-    even, size = d // 16 * 16, size_of(kind)
+def narrow(x, d, dtype_code, out):  # type: ignore[no-untyped-def]
+    """Convert d fp32 numbers to a dtype."""
+    even, size = d // 16 * 16, size_of(dtype_code)
     for c in range(0, even, 16):
-        put(to + size * c, load(x + 4 * c), kind)
+        put(out + size * c, load(x + 4 * c), dtype_code)
     for c in range(even, d):
-        put_one(to + size * c, load_one(x + 4 * c, 0), kind)
+        put_one(out + size * c, load_one(x + 4 * c, 0), dtype_code)
 
 
 @kernel_step
@@ -115,8 +115,8 @@ def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[
         lo, hi = splat(np.float32(np.inf)), splat(np.float32(-np.inf))
         for t in range(tokens):
             if nonpadding == 0 or load_byte(nonpadding + t) != 0:
-                one = load(x + t * row + 4 * c)
-                lo, hi = minimum(one, lo), maximum(one, hi)
+                values = load(x + t * row + 4 * c)
+                lo, hi = minimum(values, lo), maximum(values, hi)
         if not any_token:
             lo, hi = splat(np.float32(0.0)), splat(np.float32(0.0))
         store(low + 4 * c, lo)
@@ -129,8 +129,8 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
     for g in range(d // group):
         lo = hi = load(x + 4 * g * group)
         for c in range(g * group + 16, (g + 1) * group, 16):
-            one = load(x + 4 * c)
-            lo, hi = minimum(one, lo), maximum(one, hi)
+            values = load(x + 4 * c)
+            lo, hi = minimum(values, lo), maximum(values, hi)
         store_one(low + 4 * g, -max_lanes(lo * splat(np.float32(-1.0))))
         store_one(high + 4 * g, max_lanes(hi))
 
@@ -147,8 +147,8 @@ def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-
         end = load_i32(ends + 4 * g)
         lo = hi = gather(x, slots + 4 * begin)
         for i in range(begin + 16, end, 16):
-            one = gather(x, slots + 4 * i)
-            lo, hi = minimum(one, lo), maximum(one, hi)
+            values = gather(x, slots + 4 * i)
+            lo, hi = minimum(values, lo), maximum(values, hi)
         least = -max_lanes(lo * splat(np.float32(-1.0)))
         store_one(low + 4 * g, least * load_one(clip + 4 * g, 0))
         store_one(high + 4 * g, max_lanes(hi) * load_one(clip + 4 * g, 0))
@@ -179,23 +179,23 @@ def metadata(low, high, n, top, meta, scale, zero):  # type: ignore[no-untyped-d
 
 
 @kernel_step
-def join_atom(codes, gap, d, bits, to, stride):  # type: ignore[no-untyped-def]
+def join_block(codes, code_stride, d, bits_x2, out, stride):  # type: ignore[no-untyped-def]
     """Pack the codes of a pack block, one byte each, into its byte rows."""
     even = d // 16 * 16
     for c in range(0, even, 16):
-        join(codes + c, gap, to + c, stride, bits, 16)
+        join(codes + c, code_stride, out + c, stride, bits_x2, 16)
     for c in range(even, d):
-        join(codes + c, gap, to + c, stride, bits, 1)
+        join(codes + c, code_stride, out + c, stride, bits_x2, 1)
 
 
 @kernel_step
-def split_atom(rows, stride, d, bits, to, gap):  # type: ignore[no-untyped-def]
-    """Invert `join_atom`."""
+def split_block(rows, stride, d, bits_x2, out, code_stride):  # type: ignore[no-untyped-def]
+    """Invert `join_block`."""
     even = d // 16 * 16
     for c in range(0, even, 16):
-        split(rows + c, stride, to + c, gap, bits, 16)
+        split(rows + c, stride, out + c, code_stride, bits_x2, 16)
     for c in range(even, d):
-        split(rows + c, stride, to + c, gap, bits, 1)
+        split(rows + c, stride, out + c, code_stride, bits_x2, 1)
 
 
 @kernel_step
@@ -218,7 +218,7 @@ def encode_row(x, dp, sharing, group, group_of, zero, scale, top, codes):  # typ
 
 
 @kernel_step
-def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  # type: ignore[no-untyped-def]
+def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, out):  # type: ignore[no-untyped-def]
     """Invert `encode_row`: a row of codes to fp32."""
     for c in range(0, dp, 16):
         if sharing == TOKEN:
@@ -228,7 +228,7 @@ def decode_row(codes, dp, sharing, group, group_of, zero, scale, divisor, to):  
             z, s = gather(zero, group_of + 4 * c), gather(scale, group_of + 4 * c)
         else:
             z, s = load(zero + 4 * c), load(scale + 4 * c)
-        one = decode(codes + c, z, s)
+        values = decode(codes + c, z, s)
         if divisor != 0:
-            one = one * load(divisor + 4 * c)
-        store(to + 4 * c, one)
+            values = values * load(divisor + 4 * c)
+        store(out + 4 * c, values)

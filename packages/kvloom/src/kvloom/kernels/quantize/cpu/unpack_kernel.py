@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, at, count, kernel_step
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
 from .arguments import CHANNEL, PACK, ROTATED, STATIC
 from .rotation_steps import restore_row, unrotate_group
 from .tile_layout import meta_at, rotate_to_position, sizes_of, tile_of
-from .tiles import decode_row, narrow, size_of, split_atom, widen
+from .tiles import decode_row, narrow, size_of, split_block, widen
 
 
 class Scratch(NamedTuple):
@@ -34,8 +33,8 @@ def kernel() -> Kernel:
     """Compile the kernel; see `unpack` for its call."""
     layout = PACK.dtype
 
-    def unpack(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def unpack(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         spec, sizes = a.spec, sizes_of(a)
         ranges = spec.tile // spec.group + 1 if spec.sharing == CHANNEL else spec.tile
         metas = 32 if spec.sharing == STATIC else (ranges * spec.groups + 31) // 16 * 16
@@ -46,7 +45,7 @@ def kernel() -> Kernel:
         spare = low + 8 * metas
         mem = Scratch(wide, low, low + 4 * metas, spare, spare + 4 * sizes.row)
         while True:
-            task = count(job)
+            task = count(args)
             if task >= sizes.tasks:
                 break
             tile = tile_of(a, sizes, task)
@@ -77,34 +76,34 @@ def read_metadata(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
         tokens, numbers = spec.group, a.head_dim
     first = begin // tokens if spec.sharing == CHANNEL else begin
     for t in range(begin, tile.hi, tokens):
-        skip, here = meta_at(spec, sizes.padded, t - begin), first * sizes.meta_row
+        skip, row_offset = meta_at(spec, sizes.padded, t - begin), first * sizes.meta_row
         if spec.sharing != ROTATED:
-            widen(tile.zero + here, size, spec.meta, numbers, mem.low + skip)
-        widen(tile.scale + here, size, spec.meta, numbers, mem.high + skip)
+            widen(tile.zero + row_offset, size, spec.meta, numbers, mem.low + skip)
+        widen(tile.scale + row_offset, size, spec.meta, numbers, mem.high + skip)
         first += 1
 
 
 @kernel_step
 def split_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Split the bytes of the tile's pack blocks into codes."""
-    spec, gap, row = a.spec, sizes.row, a.codes.row
+    spec, code_stride, row = a.spec, sizes.row, a.codes.row
     for block in range(-(-(tile.begun + tile.hi - tile.lo) // spec.per_block)):
         for i in range(a.joint_heads):
-            here = tile.codes + i * a.codes.head + block * spec.block_rows * row
-            to = mem.codes + block * spec.per_block * gap + i * sizes.padded
-            split_atom(here, row, a.head_dim, spec.twice_bits, to, gap)
+            source = tile.codes + i * a.codes.head + block * spec.block_rows * row
+            out = mem.codes + block * spec.per_block * code_stride + i * sizes.padded
+            split_block(source, row, a.head_dim, spec.bits_x2, out, code_stride)
 
 
 @kernel_step
 def restore_tile(a, sizes, tile, mem):  # type: ignore[no-untyped-def]
     """Write the tokens of the tile, whose channels were rotated in groups."""
     spec, rotate, d, spare = a.spec, a.rotation, a.head_dim, mem.spare
-    group, bits, levels = spec.group, spec.twice_bits, rotate.levels
+    group, bits_x2, levels = spec.group, spec.bits_x2, rotate.levels
     size, signs, mix = rotate.size, rotate.signs, rotate.mix
     for t in range(tile.hi - tile.lo):
         codes = mem.codes + (tile.begun + t) * sizes.row
         scale = mem.high + meta_at(spec, sizes.padded, t)
-        restore_row(codes, d, group, size, signs, mix, levels, bits, spare, scale, mem.wide)
+        restore_row(codes, d, group, size, signs, mix, levels, bits_x2, spare, scale, mem.wide)
         write_token(a, sizes, tile, t, mem.wide)
 
 
@@ -136,6 +135,7 @@ def write_token(a, sizes, tile, t, x):  # type: ignore[no-untyped-def]
     """Write token t of the tile, x fp32, to where the call wants it, at its position."""
     row = tile.lo + t - a.begin
     for i in range(a.joint_heads):
-        here = x + 4 * i * sizes.padded
-        rotate_to_position(a.rope, here, tile.b, tile.h + i, row)
-        narrow(here, a.head_dim, a.number, at(a.x, tile.b, tile.h + i) + row * a.x.row)
+        source = x + 4 * i * sizes.padded
+        rotate_to_position(a.rope, source, tile.b, tile.h + i, row)
+        out = head_address(a.x, tile.b, tile.h + i) + row * a.x.row
+        narrow(source, a.head_dim, a.dtype_code, out)

@@ -47,33 +47,34 @@ def pack(
     if not x.numel():
         return
     x = x if rope is None else apply_rope(x.float(), rope)
-    (_, h, n, d), encoding, by = x.shape, layer_encoding.encoding, kernels()
+    (_, h, n, d), encoding, module = x.shape, layer_encoding.encoding, kernels()
     bits, group, divided = encoding.bits, layer_encoding.group, layer_encoding.divisor is not None
     codes, scale, zero, steps, m_steps = _storage(out, layer_encoding)
     table = _table(layer_encoding, h, d, x.device)
     begun, channel = begin % PACK_BLOCK[bits][0] > 0, encoding.axis == "channel"
-    form: dict[str, Any] = {"BITS2": int(2 * bits), "TOP": top(bits)}
+    form: dict[str, Any] = {"BITS_X2": int(2 * bits), "TOP": top(bits)}
     fused = layer_encoding.group_of is None and (not channel or group % PACK_BLOCK[bits][0] == 0)
     if layer_encoding.group_of is None:
-        real_steps, mask = (0, 0), codes
+        mask_steps, mask = (0, 0), codes
         if nonpadding is not None and channel:
             mask = nonpadding.contiguous().view(torch.uint8)
-            real_steps = mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0
+            mask_steps = mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0
         # 1.5 bits per channel: groups and pack blocks end apart; here, metadata as if of 8 bit
         tokens = group if channel else 0
         tile, grid = _tile(x, bits if fused else 8, begin, tokens, whole=not channel)
         cuda.launch(
-            by.pack, grid, x,
-            x, mask, codes, scale, zero, begin, n, h, *x.stride(), *real_steps, *steps, *m_steps,
+            module.pack, grid, x,
+            x, mask, codes, scale, zero, begin, n, h, *x.stride(), *mask_steps, *steps, *m_steps,
             d, scale.shape[3], **form, META=list(META).index(encoding.meta), **tile,
             CHANNEL=channel, G=tile["DB"] if group == d else group,
-            REAL=nonpadding is not None and channel, BEGUN=begun, CODES=fused, contract=False,
+            HAS_PADDING=nonpadding is not None and channel, BEGUN=begun, CODES=fused,
+            contract=False,
         )  # fmt: skip
     elif layer_encoding.static is None:
         room = cuda.padded_size(d)
         tokens = max(1, _TILE // room)
         cuda.launch(
-            by.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
+            module.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
             x, table.columns, table.clip, table.divisor, scale, zero, begin, n, h, *x.stride(),
             m_steps[0], m_steps[2], d, TOP=top(bits), META=list(META).index(encoding.meta),
             TB=tokens, DB=room, DIVISOR=divided, contract=False,
@@ -82,7 +83,7 @@ def pack(
         tile, grid = _tile(x, bits, begin)
         scale, zero, m_steps = _given(scale, zero, m_steps, table)
         cuda.launch(
-            by.pack_given, grid, x,
+            module.pack_given, grid, x,
             x, codes, scale, zero, table.columns, table.divisor, begin, n, h, *x.stride(),
             *steps, *m_steps, d, **form, **tile, PER=encoding.tokens_per_scale,
             BEGUN=begun, DIVISOR=divided, contract=False,
@@ -116,7 +117,7 @@ def unpack(
     cuda.launch(
         kernels().unpack, grid, out,
         codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
-        BITS2=int(2 * layer_encoding.encoding.bits), PER=layer_encoding.encoding.tokens_per_scale,
+        BITS_X2=int(2 * layer_encoding.encoding.bits), PER=layer_encoding.encoding.tokens_per_scale,
         DIVISOR=layer_encoding.divisor is not None, contract=False, **tile,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 # Do not compile again for what changes from step to step.
-_VARY = ["begin", "n", "lo", "hi", "real_row", "real_head"]
+_VARY = ["begin", "n", "lo", "hi", "nonpadding_row", "nonpadding_head"]
 
 
 @triton.jit
@@ -99,34 +99,34 @@ def put(
     block: [A], numbers of pack blocks of the whole storage, up to `last`; the first one of all
     programs is begun or not.
     """
-    at = codes + (block * PER + row).to(tl.int64)[:, None] * step + channel[None, :]
+    ptr = codes + (block * PER + row).to(tl.int64)[:, None] * step + channel[None, :]
     mask = (block <= last)[:, None] & inside[None, :]
     if BEGUN:
         first = (tl.program_id(0) == 0) & (tl.arange(0, block.shape[0]) == 0)
-        byte += tl.load(at, mask=mask & first[:, None], other=0).to(tl.int32)
-    tl.store(at, byte.to(tl.uint8), mask=mask)
+        byte += tl.load(ptr, mask=mask & first[:, None], other=0).to(tl.int32)
+    tl.store(ptr, byte.to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def join(
     code, codes, block, last, step, channel, inside,
-    BITS2: tl.constexpr, P: tl.constexpr, BEGUN: tl.constexpr,
+    BITS_X2: tl.constexpr, P: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Store codes [A, P, DB] of the pack blocks `block`, 0 where there is no token."""
     t = tl.arange(0, P)[None, :, None]
-    if BITS2 == 6:
+    if BITS_X2 == 6:
         low = tl.where(t < 4, (code & 3) << (2 * (t & 3)), 0)
         put(tl.sum(low, axis=1), 0, codes, block, last, step, channel, inside, 3, BEGUN)
         low = tl.where(t < 4, 0, (code & 3) << (2 * (t & 3)))
         put(tl.sum(low, axis=1), 1, codes, block, last, step, channel, inside, 3, BEGUN)
         high = (code >> 2) << t
         put(tl.sum(high, axis=1), 2, codes, block, last, step, channel, inside, 3, BEGUN)
-    elif BITS2 == 3:
+    elif BITS_X2 == 3:
         third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
         third = tl.where(t == 4, 81, third)
         put(tl.sum(code * third, axis=1), 0, codes, block, last, step, channel, inside, 1, BEGUN)
     else:
-        byte = tl.sum(code << (t * (BITS2 // 2)), axis=1)
+        byte = tl.sum(code << (t * (BITS_X2 // 2)), axis=1)
         put(byte, 0, codes, block, last, step, channel, inside, 1, BEGUN)
 
 
@@ -137,26 +137,26 @@ def tile_of(
 ):  # fmt: skip
     """The tile of a program among the n tokens after `begin`.
 
-    Returns its batch row, head, pack blocks [A], channels [DB] and which of these there are, tokens
-    [A, P] counted from `begin`, and which of these there are.
+    Returns its batch row, head, pack blocks [A], channels [DB] and which of these exist, tokens
+    [A, P] counted from `begin`, and which of these exist.
     """
     line = tl.program_id(1).to(tl.int64)
     block = begin // PACK_BLOCK + tl.program_id(0) * A + tl.arange(0, A)
     within = tl.arange(0, P)
     channel = tl.program_id(2) * DB + tl.arange(0, DB)
     token = (block * PACK_BLOCK)[:, None] + within[None, :] - begin
-    there = (token >= 0) & (token < n) & (within < PACK_BLOCK)[None, :]
-    return line // heads, line % heads, block, channel, channel < D, token, there
+    token_mask = (token >= 0) & (token < n) & (within < PACK_BLOCK)[None, :]
+    return line // heads, line % heads, block, channel, channel < D, token, token_mask
 
 
 @triton.jit(do_not_specialize=_VARY)
 def pack(
     x, nonpadding, codes, scale, zero, begin, n, heads,
-    x_row, x_head, x_token, x_channel, real_row, real_head, c_row, c_head, c_byte,
+    x_row, x_head, x_token, x_channel, nonpadding_row, nonpadding_head, c_row, c_head, c_byte,
     m_row, m_head, m_line, D, groups,
-    BITS2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, CHANNEL: tl.constexpr,
+    BITS_X2: tl.constexpr, TOP: tl.constexpr, META: tl.constexpr, CHANNEL: tl.constexpr,
     PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, G: tl.constexpr,
-    REAL: tl.constexpr, BEGUN: tl.constexpr, CODES: tl.constexpr,
+    HAS_PADDING: tl.constexpr, BEGUN: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """Quantize and pack a tile of the n tokens after `begin`.
 
@@ -164,49 +164,48 @@ def pack(
     of tokens, their number divides `begin`. Else: groups of G channels, all in one tile. BEGUN: the
     first pack block holds tokens already. CODES: whether to store codes too.
     """
-    row, head, block, channel, inside, token, there = tile_of(
+    row, head, block, channel, inside, token, token_mask = tile_of(
         begin, n, heads, D, PACK_BLOCK, A, P, DB
     )
-    mask = there[:, :, None] & inside[None, None, :]
-    at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
-    number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    mask = token_mask[:, :, None] & inside[None, None, :]
+    offset = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
+    values = tl.load(x + row * x_row + head * x_head + offset, mask=mask, other=0.0).to(tl.float32)
     scale += row * m_row + head * m_head
     zero += row * m_row + head * m_head
 
     if CHANNEL:
         counts = mask
-        if REAL:
-            seen = tl.load(
-                nonpadding + row * real_row + head * real_head + token, mask=there, other=0
-            )
+        if HAS_PADDING:
+            nonpadding += row * nonpadding_row + head * nonpadding_head
+            seen = tl.load(nonpadding + token, mask=token_mask, other=0)
             counts = mask & (seen != 0)[:, :, None]
-        low = tl.min(tl.min(tl.where(counts, number, float("inf")), axis=1), axis=0)
-        high = tl.max(tl.max(tl.where(counts, number, float("-inf")), axis=1), axis=0)
-        none = low > high
-        step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
+        low = tl.min(tl.min(tl.where(counts, values, float("inf")), axis=1), axis=0)
+        high = tl.max(tl.max(tl.where(counts, values, float("-inf")), axis=1), axis=0)
+        empty = low > high
+        step, least = metadata(tl.where(empty, 0.0, low), tl.where(empty, 0.0, high), TOP, META)
         where = (begin // (A * PACK_BLOCK) + tl.program_id(0)).to(tl.int64) * m_line + channel
         tl.store(scale + where, as_stored(step, META), mask=inside)
         tl.store(zero + where, as_stored(least, META), mask=inside)
         step, least = step[None, None, :], least[None, None, :]
     else:
-        low = tl.where(mask, number, float("inf")).reshape(A * P, DB // G, G)
-        high = tl.where(mask, number, float("-inf")).reshape(A * P, DB // G, G)
+        low = tl.where(mask, values, float("inf")).reshape(A * P, DB // G, G)
+        high = tl.where(mask, values, float("-inf")).reshape(A * P, DB // G, G)
         low, high = tl.min(low, axis=2), tl.max(high, axis=2)
-        none = low > high
-        step, least = metadata(tl.where(none, 0.0, low), tl.where(none, 0.0, high), TOP, META)
+        empty = low > high
+        step, least = metadata(tl.where(empty, 0.0, low), tl.where(empty, 0.0, high), TOP, META)
         group = tl.arange(0, DB // G)
         where = (begin + token).to(tl.int64).reshape(A * P)[:, None] * m_line + group[None, :]
-        written = there.reshape(A * P)[:, None] & (group < groups)[None, :]
+        written = token_mask.reshape(A * P)[:, None] & (group < groups)[None, :]
         tl.store(scale + where, as_stored(step, META), mask=written)
         tl.store(zero + where, as_stored(least, META), mask=written)
         step = tl.broadcast_to(step[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
         least = tl.broadcast_to(least[:, :, None], (A * P, DB // G, G)).reshape(A, P, DB)
 
     if CODES:
-        code = tl.where(mask, encode(number, step, least, TOP), 0)
+        code = tl.where(mask, encode(values, step, least, TOP), 0)
         join(
             code, codes + row * c_row + head * c_head, block, (begin + n - 1) // PACK_BLOCK, c_byte,
-            channel, inside, BITS2, P, BEGUN,
+            channel, inside, BITS_X2, P, BEGUN,
         )  # fmt: skip
 
 
@@ -214,7 +213,7 @@ def pack(
 def pack_given(
     x, codes, scale, zero, columns, divisor, begin, n, heads,
     x_row, x_head, x_token, x_channel, c_row, c_head, c_byte, m_row, m_head, m_line, D,
-    BITS2: tl.constexpr, TOP: tl.constexpr, PER: tl.constexpr,
+    BITS_X2: tl.constexpr, TOP: tl.constexpr, PER: tl.constexpr,
     PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
     BEGUN: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
@@ -223,24 +222,24 @@ def pack_given(
     columns: int32 [Hk, D], the column of the metadata that is a channel's; PER tokens share a line.
     divisor: fp32 [Hk, D], what channels are divided by before.
     """
-    row, head, block, channel, inside, token, there = tile_of(
+    row, head, block, channel, inside, token, token_mask = tile_of(
         begin, n, heads, D, PACK_BLOCK, A, P, DB
     )
-    mask = there[:, :, None] & inside[None, None, :]
-    at = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
-    number = tl.load(x + row * x_row + head * x_head + at, mask=mask, other=0.0).to(tl.float32)
+    mask = token_mask[:, :, None] & inside[None, None, :]
+    offset = token.to(tl.int64)[:, :, None] * x_token + channel[None, None, :] * x_channel
+    values = tl.load(x + row * x_row + head * x_head + offset, mask=mask, other=0.0).to(tl.float32)
     if DIVISOR:
-        by = tl.load(divisor + head * D + channel, mask=inside, other=1.0)
-        number = tl.div_rn(number, tl.broadcast_to(by[None, None, :], number.shape))
+        divisors = tl.load(divisor + head * D + channel, mask=inside, other=1.0)
+        values = tl.div_rn(values, tl.broadcast_to(divisors[None, None, :], values.shape))
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
     where += ((begin + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0))
     least = as_float(tl.load(zero + where, mask=mask, other=0))
-    code = tl.where(mask, encode(number, step, least, TOP), 0)
+    code = tl.where(mask, encode(values, step, least, TOP), 0)
     join(
         code, codes + row * c_row + head * c_head, block, (begin + n - 1) // PACK_BLOCK, c_byte,
-        channel, inside, BITS2, P, BEGUN,
+        channel, inside, BITS_X2, P, BEGUN,
     )  # fmt: skip
 
 
@@ -261,16 +260,16 @@ def ranges(
     low = tl.full([TB], float("inf"), tl.float32)
     high = tl.full([TB], float("-inf"), tl.float32)
     for head in range(heads):
-        mine = tl.load(columns + head * D + channel, mask=channel < D, other=-1) == group
-        mask = (token < n)[:, None] & mine[None, :]
-        at = row * x_row + head * x_head
-        at += token.to(tl.int64)[:, None] * x_token + channel[None, :] * x_channel
-        number = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        group_mask = tl.load(columns + head * D + channel, mask=channel < D, other=-1) == group
+        mask = (token < n)[:, None] & group_mask[None, :]
+        offset = row * x_row + head * x_head
+        offset += token.to(tl.int64)[:, None] * x_token + channel[None, :] * x_channel
+        values = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
         if DIVISOR:
-            by = tl.load(divisor + head * D + channel, mask=mine, other=1.0)
-            number = tl.div_rn(number, tl.broadcast_to(by[None, :], number.shape))
-        low = tl.minimum(low, tl.min(tl.where(mask, number, float("inf")), axis=1))
-        high = tl.maximum(high, tl.max(tl.where(mask, number, float("-inf")), axis=1))
+            divisors = tl.load(divisor + head * D + channel, mask=group_mask, other=1.0)
+            values = tl.div_rn(values, tl.broadcast_to(divisors[None, :], values.shape))
+        low = tl.minimum(low, tl.min(tl.where(mask, values, float("inf")), axis=1))
+        high = tl.maximum(high, tl.max(tl.where(mask, values, float("-inf")), axis=1))
     low, high = tl.where(token < n, low, 0.0), tl.where(token < n, high, 0.0)
     alpha = tl.load(clip + group)
     step, least = metadata(low * alpha, high * alpha, TOP, META)
@@ -283,40 +282,40 @@ def ranges(
 def unpack(
     codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
     m_row, m_head, m_line, D,
-    BITS2: tl.constexpr, PER: tl.constexpr, PACK_BLOCK: tl.constexpr,
+    BITS_X2: tl.constexpr, PER: tl.constexpr, PACK_BLOCK: tl.constexpr,
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
     """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's block on."""
-    row, head, block, channel, inside, token, there = tile_of(
+    row, head, block, channel, inside, token, token_mask = tile_of(
         lo, hi - lo, heads, D, PACK_BLOCK, A, P, DB
     )
-    mask = there[:, :, None] & inside[None, None, :]
+    mask = token_mask[:, :, None] & inside[None, None, :]
     codes += row * c_row + head * c_head
     byte_mask = (block * PACK_BLOCK < hi)[:, None] & inside[None, :]
     t = tl.arange(0, P)[None, :, None]
-    if BITS2 == 6:
-        at = codes + (block * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
-        first = tl.load(at, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
-        second = tl.load(at + c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
-        third = tl.load(at + 2 * c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+    if BITS_X2 == 6:
+        ptr = codes + (block * 3).to(tl.int64)[:, None] * c_byte + channel[None, :]
+        first = tl.load(ptr, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+        second = tl.load(ptr + c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+        third = tl.load(ptr + 2 * c_byte, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
         code = (tl.where(t < 4, first, second) >> (2 * (t & 3))) & 3
         code |= ((third >> t) & 1) << 2
     else:
-        at = codes + block.to(tl.int64)[:, None] * c_byte + channel[None, :]
-        byte = tl.load(at, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
-        if BITS2 == 3:
+        ptr = codes + block.to(tl.int64)[:, None] * c_byte + channel[None, :]
+        byte = tl.load(ptr, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
+        if BITS_X2 == 3:
             third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
             code = byte // tl.where(t > 3, 81, third) % 3
         else:
-            code = (byte >> (t * (BITS2 // 2))) & ((1 << (BITS2 // 2)) - 1)
+            code = (byte >> (t * (BITS_X2 // 2))) & ((1 << (BITS_X2 // 2)) - 1)
     column = tl.load(columns + head * D + channel, mask=inside, other=0)
     where = row * m_row + head * m_head
     where += ((lo + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0))
     least = as_float(tl.load(zero + where, mask=mask, other=0))
-    number = tl.fma(code.to(tl.float32), step, least)
+    values = tl.fma(code.to(tl.float32), step, least)
     if DIVISOR:
-        number *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
+        values *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
     first = tl.program_id(1).to(tl.int64) * (hi - lo)
     place = (first + token.to(tl.int64))[:, :, None] * D + channel[None, None, :]
-    tl.store(out + place, number.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=mask)

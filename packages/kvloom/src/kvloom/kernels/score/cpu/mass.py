@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import NUMBERS, address, padded, strides
+from ...arguments import DTYPE_CODES, address, padded, strides
 from ...limits import DTYPES, Coverage
 from ..noise import Noise
 from ..reference import MassOptions, later_problem
@@ -62,7 +62,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     kernels = compiled(_has_pairs(q) and _has_pairs(k))
     if kernels.pairs:
         q, k, d = q.view(torch.float32), k.view(torch.float32), d // 2
-    number, queries, keys = NUMBERS[q.dtype], strides(q, 4), strides(k, 4)
+    dtype_code, queries, keys = DTYPE_CODES[q.dtype], strides(q, 4), strides(k, 4)
     tiles, rows = -(-n // kernels.tile), kernels.rows
     blocks = max(1, min(4, -(-t // rows), _LOGITS // (rows * n)))
     threads = min(torch.get_num_threads(), 1 + b * hq * t * n * d // _PRODUCTS_PER_THREAD)
@@ -73,27 +73,27 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     panels = q.new_empty(b * heads * tiles * tile_numbers, dtype=torch.float32)
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
-    numbers, tensors = _options(b, hq, hk, t, n, settings)
-    assert settings.rest is None or settings.window is None, "a window is causal"
-    rest = None if settings.rest is None else settings.rest.float().contiguous()
+    packed_options, tensors = _options(b, hq, hk, t, n, settings)
+    assert settings.other_lse is None or settings.window is None, "a window is causal"
+    other_lse = None if settings.other_lse is None else settings.other_lse.float().contiguous()
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
-        layout = PANELS.pack(
-            batch=b, tokens=n, head_dim=d, first_head=h0, end_head=h1, number=number, keys=keys,
-            panels=panels.data_ptr(),
+        packed = PANELS.pack(
+            batch=b, tokens=n, head_dim=d, first_head=h0, end_head=h1,
+            dtype_code=dtype_code, keys=keys, panels=panels.data_ptr(),
         )  # fmt: skip
-        kernels.panels.run(layout, 0, threads)
-        job = MASS.pack(
+        kernels.panels.run(packed, 0, threads)
+        packed = MASS.pack(
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
-            query_heads=hq, splits=splits, blocks=blocks, number=number, q=queries,
+            query_heads=hq, splits=splits, blocks=blocks, dtype_code=dtype_code, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=settings.window or 0, rest=address(rest),
-            largest=settings.largest, scale=scale, softcap=settings.softcap or 0.0,
-            inverse_tau=1 / settings.tau, options=numbers,
+            scratch_bytes=4 * size, window=settings.window or 0, other_lse=address(other_lse),
+            reduce_max=settings.reduce_max, scale=scale, softcap=settings.softcap or 0.0,
+            inverse_tau=1 / settings.tau, options=packed_options,
         )  # fmt: skip
-        kernels.mass.run(job, 1, threads)
+        kernels.mass.run(packed, 1, threads)
     del tensors
-    return (mass.amax(dim=0) if settings.largest else mass.sum(dim=0))[..., :n]
+    return (mass.amax(dim=0) if settings.reduce_max else mass.sum(dim=0))[..., :n]
 
 
 def _has_pairs(x: Tensor) -> bool:
@@ -107,7 +107,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Sum as `reference.step_mass` does; products are padded to whole vectors of 16 keys."""
     settings = MassOptions(**options)
     assert settings.window is None, "a step sees all keys"
-    assert not settings.largest, "a step sums weights"
+    assert not settings.reduce_max, "a step sums weights"
     b, hq, t, width = products.shape
     if not (b and hq and t and n):
         return products.new_zeros(b, hq, n)
@@ -118,33 +118,34 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     cost = 64 if settings.noise is None else 256  # of a logit, in multiplications
     threads = min(torch.get_num_threads(), 1 + cost * b * hq * t * n // _PRODUCTS_PER_THREAD)
     scratch = products.new_empty(threads, width_used) if t > 1 else mass
-    numbers, tensors = _options(b, hq, hk, t, n, settings)
-    job = STEP_MASS.pack(
+    packed_options, tensors = _options(b, hq, hk, t, n, settings)
+    packed = STEP_MASS.pack(
         batch=b, group=hq // hk, queries=t, tokens=n, query_heads=hq,
         products=products.data_ptr(), product_row=4 * width, mass=mass.data_ptr(),
         scratch=scratch.data_ptr(), scratch_bytes=4 * width_used, softcap=settings.softcap or 0.0,
-        inverse_tau=1 / settings.tau, options=numbers,
+        inverse_tau=1 / settings.tau, options=packed_options,
     )  # fmt: skip
-    step_kernel().run(job, 1, threads)
+    step_kernel().run(packed, 1, threads)
     del tensors
     return mass[..., :n]
 
 
-def lowest(scores: Tensor, index: Tensor, before: int, see: Tensor | None = None) -> Tensor:
+def lowest(scores: Tensor, index: Tensor, before: int, visible: Tensor | None = None) -> Tensor:
     """Find the slot that `reference.lowest` finds; N above 0."""
     b, h, n = scores.shape
     if n < 16:  # pad to one vector; infinite scores are not the lowest
         padding = (0, 16 - n)
-        see = None if see is None else F.pad(see, padding, value=True)
-        return lowest(F.pad(scores, padding, value=torch.inf), F.pad(index, padding), before, see)
+        visible = None if visible is None else F.pad(visible, padding, value=True)
+        scores, index = F.pad(scores, padding, value=torch.inf), F.pad(index, padding)
+        return lowest(scores, index, before, visible)
     scores, index = scores.contiguous(), index.contiguous()
-    see = None if see is None else see.contiguous()
+    visible = None if visible is None else visible.contiguous()
     slots = torch.empty(b, h, 1, dtype=torch.int64, device="cpu")
-    numbers = LOWEST.pack(
+    packed = LOWEST.pack(
         heads=b * h, tokens=n, before=before, scores=scores.data_ptr(), index=index.data_ptr(),
-        visible=address(see), slots=slots.data_ptr(),
+        visible=address(visible), slots=slots.data_ptr(),
     )  # fmt: skip
-    lowest_kernel().run(numbers, 0, 1)
+    lowest_kernel().run(packed, 0, 1)
     return slots
 
 

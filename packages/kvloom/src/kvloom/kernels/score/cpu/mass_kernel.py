@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, at, count, kernel_step, store_int
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments, store_int
 from ...simd import (
     BF16,
     FP16,
@@ -38,39 +37,41 @@ from ...simd import (
 )
 from ..noise import A, B
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
-from .microkernel import before, behind, gaussian, gumbel, is_in, mixed, products
+from .microkernel import find_lane, gaussian, gumbel, hash_u32, mask_first, mask_not_below, products
 
 TILE = 256  # keys
 
 
 @kernel_step
-def _widen(to, gap, numbers, source, step, kind):  # type: ignore[no-untyped-def]
+def _widen(out, out_step, numbers, source, step, dtype_code):  # type: ignore[no-untyped-def]
     """Write numbers of a format as fp32, zeros if source is 0."""
     if source == 0:
         for i in range(numbers):
-            store_one(to + i * gap, np.float32(0.0))
-    elif kind == FP32:
+            store_one(out + i * out_step, np.float32(0.0))
+    elif dtype_code == FP32:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, FP32))
-    elif kind == FP16:
+            store_one(out + i * out_step, load_one(source + i * step, FP32))
+    elif dtype_code == FP16:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, FP16))
+            store_one(out + i * out_step, load_one(source + i * step, FP16))
     else:
         for i in range(numbers):
-            store_one(to + i * gap, load_one(source + i * step, BF16))
+            store_one(out + i * out_step, load_one(source + i * step, BF16))
 
 
 @kernel_step
 def _state(options, head, row):  # type: ignore[no-untyped-def]
     """The hash of what noise depends on beside the key."""
-    state = mixed((options.seed + head * A) & 0xFFFFFFFF)
+    state = hash_u32((options.seed + head * A) & 0xFFFFFFFF)
     if options.fixed_noise != 0:
         return state
-    return mixed((state + (options.first_query + row) * B) & 0xFFFFFFFF)
+    return hash_u32((state + (options.first_query + row) * B) & 0xFFFFFFFF)
 
 
 @kernel_step
-def _soften(s, to, lo, begin, end, scale, softcap, inverse_tau, bias, visible, keys, kind, state):  # type: ignore[no-untyped-def]
+def _exp_logits(  # type: ignore[no-untyped-def]
+    s, out, lo, begin, end, scale, softcap, inverse_tau, bias, visible, keys, noise_kind, state
+):  # fmt: skip
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
     s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin. scale:
@@ -86,61 +87,61 @@ def _soften(s, to, lo, begin, end, scale, softcap, inverse_tau, bias, visible, k
             x = splat(cap) + splat(np.float32(-2.0) * cap) / (e + splat(np.float32(1.0)))
         if bias != 0:
             x = x + load(bias + 4 * j)
-        if kind == GUMBEL:
+        if noise_kind == GUMBEL:
             x = x + gumbel(state, keys + 4 * j)
-        elif kind == GAUSSIAN:
+        elif noise_kind == GAUSSIAN:
             x = x + gaussian(state, keys + 4 * j)
         x = x * splat(inverse_tau)
         if visible != 0:
             x = masked_lanes(x, visible + j)
         if j < begin:
-            x = behind(x, begin - j)
+            x = mask_first(x, begin - j)
         if j + 16 > end:
             x = first_lanes(x, end - j)
-        store(to + 4 * (j - lo), x)
+        store(out + 4 * (j - lo), x)
         best = maximum(best, x)
     top = max_lanes(best)
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc = splat(np.float32(0.0))
     for j in range(0, end - lo, 16):
-        p = exp(load(to + 4 * j) + sub)
-        store(to + 4 * j, p)
+        p = exp(load(out + 4 * j) + sub)
+        store(out + 4 * j, p)
         acc = acc + p
     return top, sum_lanes(acc)
 
 
 @kernel_step
-def _add_up(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
+def _add_up(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
     """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `to`."""
     for c in range(0, keys, 64):
-        a0, a1 = load(to + 4 * c), load(to + 4 * c + 64)
-        a2, a3 = load(to + 4 * c + 128), load(to + 4 * c + 192)
+        a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
+        a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
         for i in range(rows):
             f = splat(load_one(factors + 4 * i, FP32))
             row = s + i * stride + 4 * c
             a0, a1 = fma(load(row), f, a0), fma(load(row + 64), f, a1)
             a2, a3 = fma(load(row + 128), f, a2), fma(load(row + 192), f, a3)
-        store(to + 4 * c, a0)
-        store(to + 4 * c + 64, a1)
-        store(to + 4 * c + 128, a2)
-        store(to + 4 * c + 192, a3)
+        store(out + 4 * c, a0)
+        store(out + 4 * c + 64, a1)
+        store(out + 4 * c + 128, a2)
+        store(out + 4 * c + 192, a3)
 
 
 @kernel_step
-def _take_largest(s, stride, rows, factors, to, keys):  # type: ignore[no-untyped-def]
+def _take_largest(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
     """Write the largest of `to` and of the rows as `_add_up` reads them."""
     for c in range(0, keys, 64):
-        a0, a1 = load(to + 4 * c), load(to + 4 * c + 64)
-        a2, a3 = load(to + 4 * c + 128), load(to + 4 * c + 192)
+        a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
+        a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
         for i in range(rows):
             f = splat(load_one(factors + 4 * i, FP32))
             row = s + i * stride + 4 * c
             a0, a1 = maximum(load(row) * f, a0), maximum(load(row + 64) * f, a1)
             a2, a3 = maximum(load(row + 128) * f, a2), maximum(load(row + 192) * f, a3)
-        store(to + 4 * c, a0)
-        store(to + 4 * c + 64, a1)
-        store(to + 4 * c + 128, a2)
-        store(to + 4 * c + 192, a3)
+        store(out + 4 * c, a0)
+        store(out + 4 * c + 64, a1)
+        store(out + 4 * c + 128, a2)
+        store(out + 4 * c + 192, a3)
 
 
 @kernel_step
@@ -153,13 +154,13 @@ def _options(options, b, h, head):  # type: ignore[no-untyped-def]
     """Addresses of a head's bias, its keys' flags and indices, and its rows' weights; or 0."""
     bias, visible, keys, weights = 0, 0, 0, 0
     if options.bias.address != 0:
-        bias = at(options.bias, b, head)
+        bias = head_address(options.bias, b, head)
     if options.visible.address != 0:
-        visible = at(options.visible, b, h)
+        visible = head_address(options.visible, b, h)
     if options.row_weights.address != 0:
         weights = options.row_weights.address + b * options.row_weights.batch
     if options.key_index.address != 0:
-        keys = at(options.key_index, b, h)
+        keys = head_address(options.key_index, b, h)
     return bias, visible, keys, weights
 
 
@@ -173,21 +174,21 @@ def panels(vectors: int) -> Any:
     panel = 16 * vectors
     layout = PANELS.dtype
 
-    def panels(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def panels(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         n, d, heads = a.tokens, a.head_dim, a.end_head - a.first_head
         tiles = -(-n // TILE)
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * heads * tiles:
                 break
             head, tile = task // tiles, task % tiles
             b, h = head // heads, a.first_head + head % heads
-            base, to = at(a.keys, b, h), a.panels + 4 * task * TILE * d
+            base, to = head_address(a.keys, b, h), a.panels + 4 * task * TILE * d
             for j in range(TILE):
                 key = base + (tile * TILE + j) * a.keys.row if tile * TILE + j < n else 0
-                there = to + 4 * (j // panel * panel * d + j % panel)
-                _widen(there, 4 * panel, d, key, a.keys.channel, a.number)
+                target = to + 4 * (j // panel * panel * d + j % panel)
+                _widen(target, 4 * panel, d, key, a.keys.channel, a.dtype_code)
 
     return Kernel(panels, f"panels of keys {vectors}")
 
@@ -203,21 +204,21 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
     layout = MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
-    def mass(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def mass(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         options, r, t, n, d = a.options, a.group, a.queries, a.tokens, a.head_dim
         heads, splits, window = a.end_head - a.first_head, a.splits, a.window
         scale, softcap = np.float32(a.scale), np.float32(a.softcap)
         inverse_tau, noisy = np.float32(a.inverse_tau), options.noise
         tiles, room = -(-n // TILE), once * a.blocks  # rows of a block
         srow, zero16 = 4 * TILE, splat(np.float32(0.0))
-        s = a.scratch + count(job + scratch_counter) * a.scratch_bytes  # [tiles, room, TILE]
+        s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # [tiles, room, TILE]
         qs = s + tiles * room * srow  # queries [blocks, D, once]
         tops = qs + 4 * room * d  # [tiles, room], a row's largest logit in a tile; its factor then
         best = tops + 4 * tiles * room  # [room], largest so far, and sum
         sums = best + 4 * room
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * heads * r * splits:
                 break
             split, head = task % splits, task // splits
@@ -226,29 +227,29 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
             head = h * r + member
             keys = a.panels + 4 * group * tiles * TILE * d
             to = a.mass + 4 * ((split * a.batch + b) * a.query_heads + head) * tiles * TILE
-            base = at(a.q, b, head)
+            base = head_address(a.q, b, head)
             bias, visible, index, weights = _options(options, b, h, head)
             for row0 in range(split * room, t, splits * room):
                 rows = min(room, t - row0)
                 used = -(-rows // once)
                 for i in range(used * once):
-                    there = qs + 4 * (i // once * once * d + i % once)
+                    target = qs + 4 * (i // once * once * d + i % once)
                     query = base + (row0 + i) * a.q.row if i < rows else 0
-                    _widen(there, 4 * once, d, query, a.q.channel, a.number)
+                    _widen(target, 4 * once, d, query, a.q.channel, a.dtype_code)
                 for i in range(rows):
                     other, begin_sum = np.float32(-np.inf), np.float32(0.0)
-                    if a.rest != 0:
+                    if a.other_lse != 0:
                         other = load_one(
-                            a.rest + 4 * ((b * a.query_heads + head) * t + row0 + i), FP32
+                            a.other_lse + 4 * ((b * a.query_heads + head) * t + row0 + i), FP32
                         )
                         begin_sum = np.float32(1.0 if other > np.float32(-np.inf) else 0.0)
                     store_one(best + 4 * i, other)
                     store_one(sums + 4 * i, begin_sum)
-                own, next_key = n - t + row0, 1  # the first row's last key; how far the next sees
-                if a.rest != 0:
-                    own, next_key = n - 1, 0
-                reach = own + (rows - 1) * next_key + 1
-                tile0 = max(0, own - window + 1) // TILE if window > 0 else 0
+                last_key, next_key = n - t + row0, 1  # of the first row; how far the next sees
+                if a.other_lse != 0:
+                    last_key, next_key = n - 1, 0
+                reach = last_key + (rows - 1) * next_key + 1
+                tile0 = max(0, last_key - window + 1) // TILE if window > 0 else 0
                 tile1 = -(-reach // TILE)
                 for tile in range(tile0, tile1):
                     lo = tile * TILE
@@ -261,11 +262,11 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                                 pairs,
                             )  # fmt: skip
                     for i in range(rows):
-                        end = min(lo + TILE, own + i * next_key + 1)
-                        begin = max(lo, own + i - window + 1) if window > 0 else lo
+                        end = min(lo + TILE, last_key + i * next_key + 1)
+                        begin = max(lo, last_key + i - window + 1) if window > 0 else lo
                         top, weight_sum, done = np.float32(-np.inf), np.float32(0.0), 0
                         if end > begin:
-                            top, weight_sum = _soften(
+                            top, weight_sum = _exp_logits(
                                 tile_logits + i * srow, tile_logits + i * srow, lo, begin, end,
                                 scale, softcap, inverse_tau, bias, visible, index, noisy,
                                 _state(options, head, row0 + i),
@@ -295,11 +296,11 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                             if weights != 0:
                                 factor *= load_one(weights + 4 * (row0 + i), FP32)
                         store_one(factors + 4 * i, factor)
-                    weights_of_tile, there = s + tile * room * srow, to + tile * srow
-                    if a.largest != 0:
-                        _take_largest(weights_of_tile, srow, rows, factors, there, TILE)
+                    weights_of_tile, target = s + tile * room * srow, to + tile * srow
+                    if a.reduce_max != 0:
+                        _take_largest(weights_of_tile, srow, rows, factors, target, TILE)
                     else:
-                        _add_up(weights_of_tile, srow, rows, factors, there, TILE)
+                        _add_up(weights_of_tile, srow, rows, factors, target, TILE)
 
     return Kernel(mass, f"column mass {once}, {vectors}{', pairs' if pairs else ''}")
 
@@ -313,14 +314,14 @@ def step() -> Any:
     layout = STEP_MASS.dtype
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
-    def step(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def step(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         options, t, n, hq = a.options, a.queries, a.tokens, a.query_heads
         softcap, inverse_tau = np.float32(a.softcap), np.float32(a.inverse_tau)
         padded, zero16 = -(-n // 16) * 16, splat(np.float32(0.0))
-        scratch = a.scratch + count(job + scratch_counter) * a.scratch_bytes
+        scratch = a.scratch + count(args + scratch_counter) * a.scratch_bytes
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.batch * hq:
                 break
             b, head = task // hq, task % hq
@@ -330,7 +331,7 @@ def step() -> Any:
                 s = a.products + (task * t + i) * a.product_row
                 end = n - t + i + 1
                 row = to if i == 0 else scratch
-                top, weight_sum = _soften(
+                top, weight_sum = _exp_logits(
                     s, row, 0, 0, end, np.float32(1.0), softcap, inverse_tau, bias, visible, index,
                     options.noise, _state(options, head, i),
                 )  # fmt: skip
@@ -355,8 +356,8 @@ def lowest() -> Any:
     """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
     layout = LOWEST.dtype
 
-    def lowest(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def lowest(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         n, end, minus = a.tokens, a.before, splat(np.float32(-1.0))
         for head in range(a.heads):
             scores, index = a.scores + 4 * head * n, a.index + 4 * head * n
@@ -366,10 +367,10 @@ def lowest() -> Any:
                 x = load(scores + 4 * k)
                 if a.visible != 0:
                     x = masked_lanes(x, a.visible + head * n + k)
-                x = before(x, index + 4 * k, end)
+                x = mask_not_below(x, index + 4 * k, end)
                 low = -max_lanes(x * minus)
                 if low < best:
-                    best, slot = low, k + is_in(x, low)
+                    best, slot = low, k + find_lane(x, low)
             store_int(a.slots + 8 * head, slot)
 
     return Kernel(lowest, "lowest score")

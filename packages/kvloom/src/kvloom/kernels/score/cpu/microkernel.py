@@ -21,7 +21,7 @@ from ...simd import (
     VI,
     WIDTH,
     Lanes,
-    at,
+    add_bytes,
     broadcast,
     call,
     constant,
@@ -70,12 +70,12 @@ def products(
 
     def emit(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
-            here = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
-            keys = [read(b, at(b, here, 64 * v), VF) for v in range(n_vectors)]
-            here = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
+            source = b.add(k, b.mul(i, ir.Constant(I64, 64 * n_vectors)))
+            keys = [read(b, add_bytes(b, source, 64 * v), VF) for v in range(n_vectors)]
+            source = b.add(q, b.mul(i, ir.Constant(I64, 4 * n_rows)))
             totals = []
             for row in range(n_rows):  # one broadcast at a time: sums take most registers
-                x = broadcast(b, read(b, at(b, here, 4 * row), F32))
+                x = broadcast(b, read(b, add_bytes(b, source, 4 * row), F32))
                 row_sums = sums[row * n_vectors : (row + 1) * n_vectors]
                 totals += [add_product(b, x, key, y) for key, y in zip(keys, row_sums, strict=True)]
             return totals
@@ -83,15 +83,15 @@ def products(
         sums = loop(b, d, [constant(0.0)] * (n_rows * n_vectors), add)
         for i, total in enumerate(sums):
             row, v = divmod(i, n_vectors)
-            to = b.add(out, b.mul(stride, ir.Constant(I64, row)))
-            write(b, at(b, to, 64 * v), total)
+            target = b.add(out, b.mul(stride, ir.Constant(I64, row)))
+            write(b, add_bytes(b, target, 64 * v), total)
 
     return lowered(types.void(*[types.int64] * 5, rows, vectors, pairs), emit)
 
 
 @intrinsic
-def behind(ctx: Any, x: Any, count: Any) -> Any:
-    """x without its first `count` lanes, -inf in these."""
+def mask_first(ctx: Any, x: Any, count: Any) -> Any:
+    """x, with -inf in its first `count` lanes."""
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
@@ -102,24 +102,24 @@ def behind(ctx: Any, x: Any, count: Any) -> Any:
 
 
 @intrinsic
-def before(ctx: Any, x: Any, address: Any, end: Any) -> Any:
+def mask_not_below(ctx: Any, x: Any, address: Any, end: Any) -> Any:
     """x where the sixteen int32 at address are below `end`, else inf."""
 
     def emit(b: Any, x: Any, address: Any, end: Any) -> Any:
-        there = b.icmp_signed("<", read(b, address, VI), broadcast(b, b.trunc(end, I32)))
-        return b.select(there, x, constant(float("inf")))
+        below = b.icmp_signed("<", read(b, address, VI), broadcast(b, b.trunc(end, I32)))
+        return b.select(below, x, constant(float("inf")))
 
     return lowered(Lanes(Lanes, types.int64, types.int64), emit)
 
 
 @intrinsic
-def is_in(ctx: Any, x: Any, wanted: Any) -> Any:
+def find_lane(ctx: Any, x: Any, wanted: Any) -> Any:
     """The number of the first lane of x that holds `wanted`, 16 if none does."""
 
     def emit(b: Any, x: Any, wanted: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
-        number = b.select(b.fcmp_ordered("==", x, broadcast(b, wanted)), lane, constant(WIDTH, VI))
-        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, number), I64)
+        match = b.select(b.fcmp_ordered("==", x, broadcast(b, wanted)), lane, constant(WIDTH, VI))
+        return b.sext(call(b, "llvm.vector.reduce.smin.v16i32", I32, match), I64)
 
     return lowered(types.int64(Lanes, types.float32), emit)
 
@@ -185,7 +185,7 @@ def _gumbel(b: Any, u: Any) -> Any:
 
 
 def _gaussian(b: Any, u: Any) -> Any:
-    """As in `noise`: sqrt(2) * erfinv(2 u - 1), moved and stretched; the move leaves no trace."""
+    """sqrt(2) * erfinv(2 u - 1), scaled; without `noise`'s mean: softmax ignores a constant."""
     w = b.fsub(constant(-0.0), _log(b, b.fmul(b.fmul(u, constant(4.0)), b.fsub(constant(1.0), u))))
     root = call(b, "llvm.sqrt.v16f32", VF, w)
     near = _horner(b, b.fsub(w, constant(2.5)), _NEAR)
@@ -199,7 +199,7 @@ gumbel, gaussian = _noise(_gumbel), _noise(_gaussian)
 
 
 @kernel_step
-def mixed(x):  # type: ignore[no-untyped-def]
+def hash_u32(x):  # type: ignore[no-untyped-def]
     """`noise`'s hash of an int64 in 0 .. 2^32 - 1; so is the result."""
     x = ((x ^ (x >> 16)) * M1) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * M2) & 0xFFFFFFFF

@@ -33,8 +33,8 @@ def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
     return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
 
 
-def _other_keys(*_: Any, rest: Tensor | None = None, **__: Any) -> str | None:
-    return None if rest is None else "`rest` stands for other keys"
+def _other_keys(*_: Any, other_lse: Tensor | None = None, **__: Any) -> str | None:
+    return None if other_lse is None else "`other_lse` stands for other keys"
 
 
 COVERAGE = Coverage(
@@ -49,17 +49,17 @@ COVERAGE = Coverage(
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_STEP` queries in one pass."""
     given_options = MassOptions(**options)
-    visible, visible_queries, softcap, bias, window, noise, tau, largest, *_ = given_options
+    visible, visible_queries, softcap, bias, window, noise, tau, reduce_max, *_ = given_options
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
         return mass.zero_()
     q, k = contiguous_rows(q), contiguous_rows(k)
     masks, steps = _options(q, visible, bias, noise)
-    real_queries, real_row = q, 0
+    nonpadding, nonpadding_row = q, 0
     if visible_queries is not None:
-        real_queries = visible_queries.contiguous().view(torch.uint8)
-        real_row = t if visible_queries.shape[0] > 1 else 0
+        nonpadding = visible_queries.contiguous().view(torch.uint8)
+        nonpadding_row = t if visible_queries.shape[0] > 1 else 0
     capped, seed, first = float(softcap or 1.0), 0, 0
     if noise is not None:
         seed = (noise.first_seed(hq // hk) + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -72,21 +72,21 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
         "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VISIBLE": visible is not None,
         "WINDOW": window is not None,
     }  # fmt: skip
-    by = kernels()
-    has: dict[str, Any] = {"REAL": visible_queries is not None, "LARGEST": largest}
+    module = kernels()
+    has: dict[str, Any] = {"HAS_PADDING": visible_queries is not None, "REDUCE_MAX": reduce_max}
     exact = q.dtype == torch.float32
     if t <= MAX_STEP:
         rows, keys = hq // hk * t, 32 if exact else 64
         logits = mass.new_empty(b, hq, t, n)
         parts = mass.new_empty(b, hq, t, -(-n // keys))
         cuda.launch(
-            by.step_logits, (parts.shape[3], b * hk), q,
+            module.step_logits, (parts.shape[3], b * hk), q,
             q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
             ROWS=cuda.padded_size(rows), KEYS=keys, **form,
         )  # fmt: skip
         cuda.launch(
-            by.step_mass, (-(-n // 512), b * hq), q,
-            logits, parts.logsumexp(dim=-1), real_queries, mass, hq, t, n, real_row, KEYS=512,
+            module.step_mass, (-(-n // 512), b * hq), q,
+            logits, parts.logsumexp(dim=-1), nonpadding, mass, hq, t, n, nonpadding_row, KEYS=512,
             **has,
         )  # fmt: skip
         return mass
@@ -95,13 +95,13 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     shape: dict[str, Any] = {"warps": 4, "stages": 2 if exact or d > 128 else 3}
     lse = mass.new_empty(b, hq, t)
     cuda.launch(
-        by.row_lse, (-(-t // form["ROWS"]), b * hq), q,
+        module.row_lse, (-(-t // form["ROWS"]), b * hq), q,
         q, k, *masks, lse, *numbers, hq, hq // hk, t, n, d, *strides, **shape, **form,
     )  # fmt: skip
     cuda.launch(
-        by.column_mass, (-(-n // form["KEYS"]), b * hq), q,
-        q, k, *masks, lse, real_queries, mass, *numbers, hq, hq // hk, t, n, d, *strides,
-        real_row, **shape, **form, **has,
+        module.column_mass, (-(-n // form["KEYS"]), b * hq), q,
+        q, k, *masks, lse, nonpadding, mass, *numbers, hq, hq // hk, t, n, d, *strides,
+        nonpadding_row, **shape, **form, **has,
     )  # fmt: skip
     return mass
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 # Do not compile again for what changes from step to step.
 _VARY = [
-    "seed", "first", "window", "t", "n", "real_row",
+    "seed", "first", "window", "t", "n", "nonpadding_row",
     "visible_row", "visible_head", "bias_row", "bias_head", "number_row", "number_head",
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ def gumbel(seed, head, query, key, FIXED: tl.constexpr):
 
 @triton.jit
 def shaped(
-    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
+    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
     window, back,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr,
     VISIBLE: tl.constexpr, WINDOW: tl.constexpr,
@@ -64,8 +64,8 @@ def shaped(
     if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         s = softcap - 2.0 * softcap / (tl.exp(s * (2.0 / softcap)) + 1.0)
     if BIAS:
-        at = bias + head.to(tl.int64)[:, None] * bias_head + token[None, :]
-        s += tl.load(at, mask=(inside & (token >= 0))[None, :] & (head >= 0)[:, None], other=0.0)
+        ptrs = bias + head.to(tl.int64)[:, None] * bias_head + token[None, :]
+        s += tl.load(ptrs, mask=(inside & (token >= 0))[None, :] & (head >= 0)[:, None], other=0.0)
     if NOISE == 1:
         key = tl.load(numbers + token, mask=inside, other=0).to(tl.uint32)
         s += gumbel(
@@ -74,19 +74,19 @@ def shaped(
         )  # fmt: skip
     if NOISE == 2:
         s += 0.5772156649015329
-    s *= over_tau
+    s *= inverse_tau
     after = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
-    see = inside[None, :] & (after <= 0)
+    mask = inside[None, :] & (after <= 0)
     if WINDOW:
-        see = see & (after > -window)
+        mask = mask & (after > -window)
     if VISIBLE:
-        see = see & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
-    return tl.where(see, s, float("-inf"))
+        mask = mask & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
+    return tl.where(mask, s, float("-inf"))
 
 
 @triton.jit(do_not_specialize=_VARY)
 def row_lse(
-    q, k, visible, bias, numbers, lse, scale, softcap, over_tau, seed, first, window,
+    q, k, visible, bias, numbers, lse, scale, softcap, inverse_tau, seed, first, window,
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
@@ -100,9 +100,9 @@ def row_lse(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, DB)
     inside = channel < D
-    at = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+    offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
     queries = tl.load(
-        q + row * q_row + head * q_head + at, mask=(i < t)[:, None] & inside[None, :], other=0.0
+        q + row * q_row + head * q_head + offset, mask=(i < t)[:, None] & inside[None, :], other=0.0
     )
     k += row * k_row + head // r * k_head
     bias += row * bias_row
@@ -116,11 +116,11 @@ def row_lse(
         begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
     for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
         j = lo + tl.arange(0, KEYS)
-        place = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-        keys = tl.load(k + place, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+        offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+        keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
             window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
         )  # fmt: skip
         new = tl.maximum(top, tl.max(s, axis=1))
@@ -133,14 +133,14 @@ def row_lse(
 
 @triton.jit(do_not_specialize=_VARY)
 def column_mass(
-    q, k, visible, bias, numbers, lse, visible_queries, mass, scale, softcap, over_tau, seed, first,
-    window,
+    q, k, visible, bias, numbers, lse, visible_queries, mass, scale, softcap, inverse_tau, seed,
+    first, window,
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
-    number_row, number_head, real_row,
+    number_row, number_head, nonpadding_row,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
-    WINDOW: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head)."""
     line = tl.program_id(1).to(tl.int64)
@@ -149,8 +149,8 @@ def column_mass(
     channel = tl.arange(0, DB)
     inside = channel < D
     k += row * k_row + head // r * k_head
-    at = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-    keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+    keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
     q += row * q_row + head * q_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
@@ -162,22 +162,22 @@ def column_mass(
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
     for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
         i = lo + tl.arange(0, ROWS)
-        place = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-        queries = tl.load(q + place, mask=(i < t)[:, None] & inside[None, :], other=0.0)
+        offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+        queries = tl.load(q + offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, over_tau, visible, n,
+            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
             window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
         )  # fmt: skip
         counts = i < t
-        if REAL:
+        if HAS_PADDING:
             counts = counts & (
-                tl.load(visible_queries + row * real_row + i, mask=i < t, other=0) != 0
+                tl.load(visible_queries + row * nonpadding_row + i, mask=i < t, other=0) != 0
             )
         base = tl.load(lse + line * t + i, mask=counts, other=float("inf"))
         base = tl.where(base == float("-inf"), float("inf"), base)  # a row that sees nothing
         weights = tl.exp(s - base[:, None])
-        if LARGEST:
+        if REDUCE_MAX:
             masses = tl.maximum(masses, tl.max(weights, axis=0))
         else:
             masses += tl.sum(weights, axis=0)
@@ -186,7 +186,7 @@ def column_mass(
 
 @triton.jit(do_not_specialize=_VARY)
 def step_logits(
-    q, k, visible, bias, numbers, logits, parts, scale, softcap, over_tau, seed, first, window,
+    q, k, visible, bias, numbers, logits, parts, scale, softcap, inverse_tau, seed, first, window,
     hk, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
@@ -201,40 +201,40 @@ def step_logits(
     line = tl.program_id(1).to(tl.int64)
     row, head = line // hk, line % hk
     rows = r * t
-    number = tl.arange(0, ROWS)
-    group, i = number // t, number % t
+    row_in_group = tl.arange(0, ROWS)
+    group, i = row_in_group // t, row_in_group % t
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     channel = tl.arange(0, DB)
     inside = channel < D
     heads = (head * r).to(tl.int32) + group
-    at = (
+    offset = (
         row * q_row + heads.to(tl.int64)[:, None] * q_head + i[:, None] * q_token + channel[None, :]
     )
-    queries = tl.load(q + at, mask=(number < rows)[:, None] & inside[None, :], other=0.0)
-    at = row * k_row + head * k_head + j.to(tl.int64)[None, :] * k_token + channel[:, None]
-    keys = tl.load(k + at, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    queries = tl.load(q + offset, mask=(row_in_group < rows)[:, None] & inside[None, :], other=0.0)
+    offset = row * k_row + head * k_head + j.to(tl.int64)[None, :] * k_token + channel[:, None]
+    keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
     s = tl.dot(queries, keys, input_precision="ieee") * scale
-    heads = tl.where(number < rows, heads, -1)
+    heads = tl.where(row_in_group < rows, heads, -1)
     s = shaped(
         s, heads, i, j, bias + row * bias_row, bias_head,
-        numbers + row * number_row + head * number_head, first, seed, softcap, over_tau,
+        numbers + row * number_row + head * number_head, first, seed, softcap, inverse_tau,
         visible + row * visible_row + head * visible_head, n, window, n - t,
         SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
     )  # fmt: skip
-    at = (line * rows + number)[:, None] * n + j[None, :]
-    tl.store(logits + at, s, mask=(number < rows)[:, None] & (j < n)[None, :])
+    offset = (line * rows + row_in_group)[:, None] * n + j[None, :]
+    tl.store(logits + offset, s, mask=(row_in_group < rows)[:, None] & (j < n)[None, :])
     top = tl.max(s, axis=1)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp(s - base[:, None]), axis=1)
     part = tl.where(total > 0, base + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    at = (line * rows + number) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(parts + at, part, mask=number < rows)
+    offset = (line * rows + row_in_group) * tl.num_programs(0) + tl.program_id(0)
+    tl.store(parts + offset, part, mask=row_in_group < rows)
 
 
 @triton.jit(do_not_specialize=_VARY)
 def step_mass(
-    logits, lse, visible_queries, mass, hq, t, n, real_row,
-    KEYS: tl.constexpr, REAL: tl.constexpr, LARGEST: tl.constexpr,
+    logits, lse, visible_queries, mass, hq, t, n, nonpadding_row,
+    KEYS: tl.constexpr, HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
     """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
 
@@ -246,10 +246,10 @@ def step_mass(
     for i in range(t):
         base = tl.load(lse + line * t + i)
         base = tl.where(base == float("-inf"), float("inf"), base)
-        if REAL:
-            counts = tl.load(visible_queries + line // hq * real_row + i) != 0
+        if HAS_PADDING:
+            counts = tl.load(visible_queries + line // hq * nonpadding_row + i) != 0
             base = tl.where(counts, base, float("inf"))
         s = tl.load(logits + (line * t + i) * n + j, mask=j < n, other=float("-inf"))
         weights = tl.exp(s - base)
-        masses = tl.maximum(masses, weights) if LARGEST else masses + weights
+        masses = tl.maximum(masses, weights) if REDUCE_MAX else masses + weights
     tl.store(mass + line * n + j, masses, mask=j < n)

@@ -1,11 +1,11 @@
-"""The arguments of the kernels that rate, choose and cluster.
+"""The arguments of the kernels that score, choose and cluster.
 
 Heads count batch rows times heads; strides are in bytes. Importing this does not import Numba.
 """
 
 from ...arguments import MATRIX, TOKENS, VECTOR, Arguments
 
-RATE = Arguments(
+SCORE = Arguments(
     heads=int,
     kv_heads=int,
     rows=int,  # query rows per key/value head
@@ -18,7 +18,7 @@ RATE = Arguments(
     alive=MATRIX,  # bool [B, Hk, count], of clusters
 )
 
-CHOOSE = Arguments(
+SELECT = Arguments(
     heads=int,
     heads_per_kv=int,
     turns=int,  # query heads that take turns, 1: a head chooses alone

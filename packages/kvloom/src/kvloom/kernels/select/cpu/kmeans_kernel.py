@@ -17,9 +17,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_runtime import Kernel, count, load_int, store_int
-from ...cpu_runtime import arguments as read_arguments
-from ...cpu_runtime import at as head_address
+from ...cpu_runtime import Kernel, count, head_address, load_int, read_arguments, store_int
 from ...simd import (
     BF16,
     F32,
@@ -30,7 +28,7 @@ from ...simd import (
     VF,
     VI,
     WIDTH,
-    at,
+    add_bytes,
     broadcast,
     constant,
     has_pairs,
@@ -56,62 +54,64 @@ ROWS = 12 if _HAS.get("avx512f") else 3
 TOKENS = 96
 
 
-def takes_pairs(d: int, number: int) -> bool:
+def takes_pairs(d: int, dtype_code: int) -> bool:
     """Whether keys of d numbers of a format are multiplied in pairs."""
-    return number == BF16 and d % 32 == 0 and has_pairs()
+    return dtype_code == BF16 and d % 32 == 0 and has_pairs()
 
 
 @intrinsic(prefer_literal=True)
-def _meet(
+def _update_nearest(
     ctx: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, d: Any, pairs: Any
 ) -> Any:
-    """Let `ROWS` keys fp32 [ROWS, d] meet a panel fp32 [d, 32] and offsets fp32 [32].
+    """Compare `ROWS` keys fp32 [ROWS, d] with a panel fp32 [d, 32] and offsets fp32 [32].
 
     base: the number of the panel's first centroid. best: of each key the best values [16] so far
     and their centroids int32 [16], lane by lane. pairs: d counts pairs of bf16 numbers.
     """
     n_d, step = d.literal_value, 4
-    meet = muladd_pairs if pairs.literal_value else muladd
+    add_product = muladd_pairs if pairs.literal_value else muladd
 
     def emit(b: Any, x: Any, panel: Any, offset: Any, base: Any, best: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
-            here = b.mul(i, ir.Constant(I64, 4 * step))
-            key, row = b.add(x, here), b.add(panel, b.mul(here, ir.Constant(I64, PANEL)))
+            step_offset = b.mul(i, ir.Constant(I64, 4 * step))
+            key = b.add(x, step_offset)
+            row = b.add(panel, b.mul(step_offset, ir.Constant(I64, PANEL)))
             for u in range(step):
-                ws = [read(b, at(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
+                ws = [read(b, add_bytes(b, row, 4 * PANEL * u + 64 * v), VF) for v in range(2)]
                 for m in range(ROWS):  # one broadcast at a time: sums take most registers
-                    one = broadcast(b, read(b, at(b, key, 4 * (m * n_d + u)), F32))
+                    channel = broadcast(b, read(b, add_bytes(b, key, 4 * (m * n_d + u)), F32))
                     for v in range(2):
-                        sums[2 * m + v] = meet(b, ws[v], one, sums[2 * m + v])
+                        sums[2 * m + v] = add_product(b, ws[v], channel, sums[2 * m + v])
             return sums
 
-        start = [read(b, at(b, offset, 64 * v), VF) for v in range(2)]
+        start = [read(b, add_bytes(b, offset, 64 * v), VF) for v in range(2)]
         sums = loop(b, ir.Constant(I64, n_d // step), start * ROWS, add)
         first = broadcast(b, b.trunc(base, I32))
         lane = b.add(first, ir.Constant(VI, list(range(WIDTH))))
         for m in range(ROWS):
-            top, who = read(b, at(b, best, 128 * m), VF), read(b, at(b, best, 128 * m + 64), VI)
+            top = read(b, add_bytes(b, best, 128 * m), VF)
+            centroid = read(b, add_bytes(b, best, 128 * m + 64), VI)
             for v, new in enumerate(sums[2 * m : 2 * m + 2]):
                 better = b.fcmp_ordered(">", new, top)
                 top = b.select(better, new, top)
-                who = b.select(better, b.add(lane, constant(v * WIDTH, VI)), who)
-            write(b, at(b, best, 128 * m), top)
-            write(b, at(b, best, 128 * m + 64), who)
+                centroid = b.select(better, b.add(lane, constant(v * WIDTH, VI)), centroid)
+            write(b, add_bytes(b, best, 128 * m), top)
+            write(b, add_bytes(b, best, 128 * m + 64), centroid)
 
     return lowered(types.void(*[types.int64] * 5, d, pairs), emit)
 
 
 @cache
-def nearest(d: int, number: int, pairs: bool) -> Any:
-    """Compile the assignment of keys of a number format; see `select.nearest` for the call."""
-    size = SIZE[number]
+def nearest(d: int, dtype_code: int, pairs: bool) -> Any:
+    """Compile the assignment of keys of a dtype; see `select.nearest` for the call."""
+    size = SIZE[dtype_code]
     words_ = d // 2 if pairs else d  # of a key, four bytes each
-    kind = FP32 if pairs else number  # what a word is read as
+    word_code = FP32 if pairs else dtype_code  # what a word is read as
     across = 4 if pairs else size
     layout = NEAREST.dtype
 
-    def assign(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def assign(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         hk, n, panels, weights, offsets = a.kv_heads, a.tokens, a.panels, a.weights, a.offsets
         row = a.x.row
         parts = -(-n // TOKENS)
@@ -120,7 +120,7 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
         best = keys + 4 * TOKENS * words_
         zero16, minus = splat(np.float32(0.0)), splat(np.float32(-np.inf))
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
@@ -133,47 +133,48 @@ def nearest(d: int, number: int, pairs: bool) -> Any:
                 store(best + 128 * j + 64, zero16)
                 if j < many:
                     for v in range(0, words_, 16):
-                        store(keys + 4 * (j * words_ + v), load_any(x + j * row + v * across, kind))
+                        words = load_any(x + j * row + v * across, word_code)
+                        store(keys + 4 * (j * words_ + v), words)
             for p in range(panels):
-                at_head = head * panels + p
+                panel = head * panels + p
                 for j in range(0, many, ROWS):
-                    _meet(
-                        keys + 4 * j * words_, weights + 4 * at_head * words_ * PANEL,
-                        offsets + 4 * at_head * PANEL, p * PANEL, best + 128 * j, words_, pairs,
+                    _update_nearest(
+                        keys + 4 * j * words_, weights + 4 * panel * words_ * PANEL,
+                        offsets + 4 * panel * PANEL, p * PANEL, best + 128 * j, words_, pairs,
                     )  # fmt: skip
             for j in range(many):
-                top, who = np.float32(-np.inf), 0
+                top, centroid = np.float32(-np.inf), 0
                 for i in range(WIDTH):
                     value = load_one(best + 128 * j + 4 * i, 0)
-                    it = load_i32(best + 128 * j + 64 + 4 * i)
-                    if value > top or (value == top and it < who):
-                        top, who = value, it
-                store_int(a.labels + 8 * (head * n + lo + j), who)
+                    candidate = load_i32(best + 128 * j + 64 + 4 * i)
+                    if value > top or (value == top and candidate < centroid):
+                        top, centroid = value, candidate
+                store_int(a.labels + 8 * (head * n + lo + j), centroid)
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
-    return Kernel(assign, f"nearest {d}, {number}, {pairs}")
+    return Kernel(assign, f"nearest {d}, {dtype_code}, {pairs}")
 
 
 @cache
-def sums(d: int, number: int) -> Any:
+def sums(d: int, dtype_code: int) -> Any:
     """Compile the sums of clusters; see `select.means` for the call."""
-    size = SIZE[number]
+    size = SIZE[dtype_code]
     layout = SUM.dtype
 
-    def sum_up(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def sum_up(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         hk, n, clusters, row = a.kv_heads, a.tokens, a.clusters, a.x.row
         while True:
-            head = count(job)
+            head = count(args)
             if head >= a.heads:
                 break
             x = head_address(a.x, head // hk, head % hk)
             for j in range(n):
                 label = load_int(a.labels, head * n + j)
                 if label < clusters:
-                    to = a.sums + 4 * d * (head * clusters + label)
+                    target = a.sums + 4 * d * (head * clusters + label)
                     for v in range(0, d, 16):
-                        y = load_any(x + j * row + v * size, number)
-                        store(to + 4 * v, load(to + 4 * v) + y)
+                        y = load_any(x + j * row + v * size, dtype_code)
+                        store(target + 4 * v, load(target + 4 * v) + y)
 
-    return Kernel(sum_up, f"sums {d}, {number}")
+    return Kernel(sum_up, f"sums {d}, {dtype_code}")

@@ -1,6 +1,6 @@
 """Clusters and pages on CPU tensors: which cases the compiled kernels cover, and their calls.
 
-`select_kernel` rates and chooses, `kmeans_kernel` clusters. Importing this does not import Numba;
+`select_kernel` scores and chooses, `kmeans_kernel` clusters. Importing this does not import Numba;
 the first call does.
 """
 
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import dispatch
-from ...arguments import NUMBERS, address, contiguous_rows, strides
+from ...arguments import DTYPE_CODES, address, contiguous_rows, strides
 from ...limits import Coverage, dtype_problem, head_dim_problem
 from .. import reference as ref
-from .arguments import BOUND, CHOOSE, NEAREST, RATE, SUM
+from .arguments import BOUND, NEAREST, SCORE, SELECT, SUM
 
 _NUMBERS_PER_THREAD = 1 << 18
 COVERAGE = Coverage(
@@ -48,11 +48,11 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
     else:
         weights = weights.transpose(-1, -2).contiguous()
     labels = torch.empty(b, h, n, dtype=torch.long, device="cpu")
-    numbers = NEAREST.pack(
+    packed = NEAREST.pack(
         heads=b * h, kv_heads=h, tokens=n, panels=panels, weights=weights.data_ptr(),
         offsets=offset.data_ptr(), labels=labels.data_ptr(), x=strides(x, 3),
     )  # fmt: skip
-    kernel.run(numbers, 0, _threads(x.numel()))
+    kernel.run(packed, 0, _threads(x.numel()))
     return labels
 
 
@@ -61,11 +61,11 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
     b, h, n, d = x.shape
     c = centroids.shape[2]
     total, labels = centroids.new_zeros(b, h, c, d), labels.contiguous()
-    numbers = SUM.pack(
+    packed = SUM.pack(
         heads=b * h, kv_heads=h, tokens=n, clusters=c, sums=total.data_ptr(),
         labels=labels.data_ptr(), x=strides(x, 3),
     )  # fmt: skip
-    compiled_kmeans(d, x.dtype)[1].run(numbers, 0, _threads(x.numel()))
+    compiled_kmeans(d, x.dtype)[1].run(packed, 0, _threads(x.numel()))
     count = ref.sizes(labels, c).unsqueeze(-1)
     return torch.where(count > 0, total / count.clamp_min(1), centroids)
 
@@ -74,7 +74,7 @@ def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, query_heads: str
     """As `reference.cluster_scores`."""
     rows = _by_group(q, centroids.shape[1])
     rows = rows.mean(dim=2, keepdim=True) if query_heads == "mean" else rows
-    return _grouped(_rate(rows, None, centroids, None, alive), query_heads)
+    return _grouped(_score(rows, None, centroids, None, alive), query_heads)
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tensor:
@@ -83,7 +83,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tenso
     above, below = rows.clamp_min(0), rows.clamp_max(0)
     if query_heads == "mean":
         above, below = (x.mean(dim=2, keepdim=True) for x in (above, below))
-    return _grouped(_rate(above, below, high, low, None), query_heads)
+    return _grouped(_score(above, below, high, low, None), query_heads)
 
 
 def _by_group(q: Tensor, hk: int) -> Tensor:
@@ -98,7 +98,7 @@ def _grouped(scores: Tensor, query_heads: str) -> Tensor:
     return scores.amax(dim=2) if query_heads == "max" else scores.flatten(1, 2)
 
 
-def _rate(
+def _score(
     rows: Tensor, below: Tensor | None, high: Tensor, low: Tensor | None, alive: Tensor | None
 ) -> Tensor:
     """Products of rows [B, Hk, rows, D] and high, plus those of `below` and low: [.., rows, C]."""
@@ -106,31 +106,31 @@ def _rate(
     n = high.shape[2]
     out = rows.new_empty(b, hk, r, n)
     w = next(w for w in (4, 2, 1) if r % w == 0)
-    kernel = _rating(d, w, high.dtype, low is not None)
+    kernel = _scoring(d, w, high.dtype, low is not None)
     rows, below = rows.contiguous(), None if below is None else below.contiguous()
     high, low, alive = _flat(high), _flat(low), _flat(alive)
-    numbers = RATE.pack(
+    packed = SCORE.pack(
         heads=b * hk, kv_heads=hk, rows=r, count=n, q=rows.data_ptr(), q_low=address(below),
         scores=out.data_ptr(), high=strides(high, 3), low=strides(low, 3),
         alive=strides(alive, 2),
     )  # fmt: skip
-    kernel.run(numbers, 0, _threads(b * hk * n * d * (1 if low is None else 2)))
+    kernel.run(packed, 0, _threads(b * hk * n * d * (1 if low is None else 2)))
     return out
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
     """As `reference.select_clusters`; size, start, order: int32."""
     size, start, order = (x.int().contiguous() for x in (size, start, order))
-    return _choose(scores, size.shape[1], m, 0, size, start, order)
+    return _select(scores, size.shape[1], m, 0, size, start, order)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
     """As `reference.select_pages`."""
     pages = min(pages, scores.shape[-1])
-    return _choose(scores, scores.shape[1], pages * page, page, None, None, None)
+    return _select(scores, scores.shape[1], pages * page, page, None, None, None)
 
 
-def _choose(
+def _select(
     scores: Tensor,
     hk: int,
     budget: int,
@@ -143,12 +143,12 @@ def _choose(
     b, h, n = scores.shape[0], scores.shape[1], scores.shape[-1]
     slots = torch.empty(b, h, budget, dtype=torch.long, device="cpu")
     scores = scores.contiguous()
-    numbers = CHOOSE.pack(
+    packed = SELECT.pack(
         heads=b * h, heads_per_kv=h // hk, turns=turns, count=n, budget=budget, page=page,
         scores=scores.data_ptr(), slots=slots.data_ptr(), size=address(size),
         start=address(start), order=address(order), tokens=0 if order is None else order.shape[2],
     )  # fmt: skip
-    _choosing().run(numbers, 0, _threads(64 * b * h * turns * n))
+    _selecting().run(packed, 0, _threads(64 * b * h * turns * n))
     return slots
 
 
@@ -159,12 +159,12 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
     x = _flat(x)
     if nonpadding is not None:
         nonpadding = None if bool(nonpadding.all()) else nonpadding[:, 0].contiguous()
-    numbers = BOUND.pack(
+    packed = BOUND.pack(
         heads=b * h, kv_heads=h, pages=n // page, page=page, largest=torch.finfo(x.dtype).max,
         low=low.data_ptr(), high=high.data_ptr(), x=strides(x, 3),
         nonpadding=strides(nonpadding, 1),
     )  # fmt: skip
-    _bounding(d, x.dtype).run(numbers, 0, _threads(x.numel()))
+    _bounding(d, x.dtype).run(packed, 0, _threads(x.numel()))
     return low.to(x.dtype), high.to(x.dtype)  # exact: each is a number of x
 
 
@@ -189,30 +189,30 @@ def kmeans_kernels() -> Any:
 @cache
 def compiled_kmeans(d: int, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     """Compile the kernels of `nearest` and `means`; True: keys are multiplied in pairs."""
-    kernels, number = kmeans_kernels(), NUMBERS[dtype]
-    pairs = kernels.takes_pairs(d, number)
-    return kernels.nearest(d, number, pairs), kernels.sums(d, number), pairs
+    kernels, dtype_code = kmeans_kernels(), DTYPE_CODES[dtype]
+    pairs = kernels.takes_pairs(d, dtype_code)
+    return kernels.nearest(d, dtype_code, pairs), kernels.sums(d, dtype_code), pairs
 
 
 @cache
 def select_kernels() -> Any:
-    """Import the kernels that rate and choose."""
+    """Import the kernels that score and choose."""
     with dispatch.loading():
         from . import select_kernel
     return select_kernel
 
 
 @cache
-def _rating(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
+def _scoring(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
     kernels = select_kernels()
-    return kernels.rating(kernels.SelectVariant(d, w, NUMBERS[dtype], bounds))
+    return kernels.scoring(kernels.SelectVariant(d, w, DTYPE_CODES[dtype], bounds))
 
 
 @cache
-def _choosing() -> Any:
-    return select_kernels().choosing()
+def _selecting() -> Any:
+    return select_kernels().selecting()
 
 
 @cache
 def _bounding(d: int, dtype: torch.dtype) -> Any:
-    return select_kernels().bounding(d, NUMBERS[dtype])
+    return select_kernels().bounding(d, DTYPE_CODES[dtype])

@@ -1,10 +1,10 @@
-"""The kernels that rate clusters and pages, choose among them, and bound pages.
+"""The kernels that score clusters and pages, choose among them, and bound pages.
 
-Decides the order of steps. Ratings are products of a head's queries with every centroid, or with
+Decides the order of steps. Scores are products of a head's queries with every centroid, or with
 both bounds of every page, whose sum bounds q . k; a task is a (batch row, key/value head, range of
-clusters or pages). The best of a head's ratings are taken one after the other from blocks whose
-largest rating is known, so nothing is sorted. Reference: `reference`; ratings differ by rounding,
-choices are equal for equal ratings.
+clusters or pages). The best of a head's scores are taken one after the other from blocks whose
+largest score is known, so nothing is sorted. Reference: `reference`; scores differ by rounding,
+choices are equal for equal scores.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 
 from ...attend.cpu.microkernel import scores
 from ...attend.cpu.variant import SideConstants
-from ...cpu_runtime import Kernel, at, count, store_int
-from ...cpu_runtime import arguments as read_arguments
+from ...cpu_runtime import Kernel, count, head_address, read_arguments, store_int
 from ...simd import (
     SIZE,
     load,
@@ -33,30 +32,31 @@ from ...simd import (
     store,
     store_one,
 )
-from .arguments import BOUND, CHOOSE, RATE
+from .arguments import BOUND, SCORE, SELECT
 
 RANGE = 64  # clusters or pages of a task
-BLOCK = 128  # ratings of which the largest is kept
+BLOCK = 128  # scores of which the largest is kept
 
 
 class SelectVariant(NamedTuple):
-    """What a rating kernel is compiled for."""
+    """What a scoring kernel is compiled for."""
 
     d: int
     w: int  # query rows at once
-    number: int  # format of centroids or bounds
+    dtype_code: int  # of centroids or bounds
     bounds: bool  # two bounds, not one centroid
 
 
 @cache
-def rating(variant: SelectVariant) -> Any:
-    """Compile the rating kernel of a variant."""
-    d, w, number, bounds = variant
-    at_once, size, literal = 16 // w, SIZE[number], SideConstants(exact=number).literal
-    layout = RATE.dtype
+def scoring(variant: SelectVariant) -> Any:
+    """Compile the scoring kernel of a variant."""
+    d, w, dtype_code, bounds = variant
+    at_once, size = 16 // w, SIZE[dtype_code]
+    literal = SideConstants(exact_dtype=dtype_code).literal
+    layout = SCORE.dtype
 
-    def rate(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def score(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         hk, rows, n, q, q_low, out = a.kv_heads, a.rows, a.count, a.q, a.q_low, a.scores
         parts = -(-n // RANGE)
         minus = np.float32(-np.inf)
@@ -65,18 +65,19 @@ def rating(variant: SelectVariant) -> Any:
         low_scores = begin + 64 * w
         orow = 4 * n
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
-            high, low, alive = at(a.high, b, h), at(a.low, b, h), at(a.alive, b, h)
+            high, low = head_address(a.high, b, h), head_address(a.low, b, h)
+            alive = head_address(a.alive, b, h)
             hrow, lrow = a.high.row, a.low.row
             lo = part * RANGE
             hi = min(n, lo + RANGE)
             even = lo + (hi - lo) // at_once * at_once
             for m0 in range(0, rows, w):
-                mine = 4 * (head * rows + m0) * d
+                row_offset = 4 * (head * rows + m0) * d
                 to = out + (head * rows + m0) * orow
                 for j in range(lo, even, at_once):
                     if m0 == 0 and j + 2 * at_once <= n:  # rows apart look like no stream
@@ -85,13 +86,13 @@ def rating(variant: SelectVariant) -> Any:
                             if bounds:
                                 prefetch(low + (j + at_once) * lrow + t)
                     scores(
-                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
-                        d, w, at_once, literal,
+                        q + row_offset, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
+                        0, 0, d, w, at_once, literal,
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
-                            d, w, at_once, literal,
+                            q_low + row_offset, begin, low + j * lrow, lrow, low_scores, 64, 0, 0,
+                            0, 0, d, w, at_once, literal,
                         )  # fmt: skip
                         if w == 1:
                             store(to + 4 * j, load(to + 4 * j) + load(low_scores))
@@ -103,20 +104,21 @@ def rating(variant: SelectVariant) -> Any:
                                     store_one(cell, y)
                 for j in range(even, hi):
                     scores(
-                        q + mine, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0, 0, 0,
-                        d, w, 1, literal,
+                        q + row_offset, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
+                        0, 0, d, w, 1, literal,
                     )  # fmt: skip
                     if bounds:
                         scores(
-                            q_low + mine, begin, low + j * lrow, lrow, low_scores, 64, 0, 0, 0, 0,
-                            d, w, 1, literal,
+                            q_low + row_offset, begin, low + j * lrow, lrow, low_scores, 64, 0, 0,
+                            0, 0, d, w, 1, literal,
                         )  # fmt: skip
                         for i in range(w):
                             cell = to + i * orow + 4 * j
                             store_one(cell, load_one(cell, 0) + load_one(low_scores + 64 * i, 0))
             for j in range(lo, hi):
                 if bounds:
-                    dead = load_one(low + j * lrow, number) > load_one(high + j * hrow, number)
+                    least = load_one(low + j * lrow, dtype_code)
+                    dead = least > load_one(high + j * hrow, dtype_code)
                 else:
                     dead = load_byte(alive + j) == 0
                 if dead:
@@ -124,48 +126,49 @@ def rating(variant: SelectVariant) -> Any:
                         store_one(out + (head * rows + m) * orow + 4 * j, minus)
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
-    return Kernel(rate, f"rating {variant}")
+    return Kernel(score, f"scoring {variant}")
 
 
 @cache
-def choosing() -> Any:
+def selecting() -> Any:
     """Compile the choice of the best clusters or pages."""
-    layout = CHOOSE.dtype
+    layout = SELECT.dtype
 
-    def choose(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def select(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         n, m, page, out, tokens = a.count, a.budget, a.page, a.slots, a.tokens
         turns = a.turns
         size, start, order = a.size, a.start, a.order
-        minus = splat(np.float32(-np.inf))
-        blocks = -(-n // BLOCK)
+        lowest = np.float32(-np.inf)
+        minus, blocks = splat(lowest), -(-n // BLOCK)
         scratch = np.empty(turns * (blocks * BLOCK + blocks) + 16, np.float32)
-        copies = (scratch.ctypes.data + 63) // 64 * 64  # of each head's ratings: -inf once taken
+        copies = (scratch.ctypes.data + 63) // 64 * 64  # of each head's scores: -inf once taken
         all_tops = copies + 4 * turns * blocks * BLOCK
         taken = np.zeros(n, np.int64)  # 1 + the last head for which a cluster or page was taken
         while True:
-            head = count(job)
+            head = count(args)
             if head >= a.heads:
                 break
-            mine = a.scores + 4 * head * turns * n
+            head_scores = a.scores + 4 * head * turns * n
             group = head // a.heads_per_kv
             for row in range(turns):
-                row_scores, ratings = mine + 4 * row * n, copies + 4 * row * blocks * BLOCK
+                row_scores = head_scores + 4 * row * n
+                open_scores = copies + 4 * row * blocks * BLOCK
                 for j in range(n // 16 * 16, blocks * BLOCK, 16):
-                    store(ratings + 4 * j, minus)
+                    store(open_scores + 4 * j, minus)
                 for j in range(0, n // 16 * 16, 16):
-                    store(ratings + 4 * j, load(row_scores + 4 * j))
+                    store(open_scores + 4 * j, load(row_scores + 4 * j))
                 for j in range(n // 16 * 16, n):
-                    store_one(ratings + 4 * j, load_one(row_scores + 4 * j, 0))
+                    store_one(open_scores + 4 * j, load_one(row_scores + 4 * j, 0))
                 for i in range(blocks):
                     top = minus
                     for j in range(i * BLOCK, (i + 1) * BLOCK, 16):
-                        top = maximum(load(ratings + 4 * j), top)
+                        top = maximum(load(open_scores + 4 * j), top)
                     store_one(all_tops + 4 * (row * blocks + i), max_lanes(top))
             filled, turn = 0, 0
-            rest = 0  # ratings of minus infinity come last, in order
+            minus_unit = 0  # units with a score of minus infinity come last, in order
             while filled < m:
-                ratings = copies + 4 * turn * blocks * BLOCK
+                open_scores = copies + 4 * turn * blocks * BLOCK
                 tops = all_tops + 4 * turn * blocks
                 turn = turn + 1 if turn + 1 < turns else 0
                 best, block = np.float32(-np.inf), -1
@@ -175,70 +178,70 @@ def choosing() -> Any:
                         best, block = x, i
                 if block >= 0:
                     unit = block * BLOCK
-                    while load_one(ratings + 4 * unit, 0) != best:
+                    while load_one(open_scores + 4 * unit, 0) != best:
                         unit += 1
-                    store_one(ratings + 4 * unit, np.float32(-np.inf))
+                    store_one(open_scores + 4 * unit, np.float32(-np.inf))
                     top = minus
                     for j in range(block * BLOCK, (block + 1) * BLOCK, 16):
-                        top = maximum(load(ratings + 4 * j), top)
+                        top = maximum(load(open_scores + 4 * j), top)
                     store_one(tops + 4 * block, max_lanes(top))
                     if turns > 1:
                         if taken[unit] == head + 1:
                             continue
                         taken[unit] = head + 1
                 else:
-                    while rest < n and load_one(mine + 4 * rest, 0) > np.float32(-np.inf):
-                        rest += 1
-                    if rest >= n:
+                    while minus_unit < n and load_one(head_scores + 4 * minus_unit, 0) > lowest:
+                        minus_unit += 1
+                    if minus_unit >= n:
                         break
-                    unit = rest
-                    rest += 1
-                to = out + 8 * (head * m + filled)
+                    unit = minus_unit
+                    minus_unit += 1
+                target = out + 8 * (head * m + filled)
                 if page:
                     many = min(page, m - filled)
                     for i in range(many):
-                        store_int(to + 8 * i, unit * page + i)
+                        store_int(target + 8 * i, unit * page + i)
                 else:
-                    here = 4 * (group * n + unit)
-                    many = min(load_i32(size + here), m - filled)
-                    members = order + 4 * (group * tokens + load_i32(start + here))
+                    unit_offset = 4 * (group * n + unit)
+                    many = min(load_i32(size + unit_offset), m - filled)
+                    members = order + 4 * (group * tokens + load_i32(start + unit_offset))
                     for i in range(many):
-                        store_int(to + 8 * i, load_i32(members + 4 * i))
+                        store_int(target + 8 * i, load_i32(members + 4 * i))
                 filled += many
         scratch[0] = 0.0  # Numba frees an array once its last use is behind
 
-    return Kernel(choose, "choosing")
+    return Kernel(select, "selecting")
 
 
 @cache
-def bounding(d: int, number: int) -> Any:
-    """Compile the bounds of pages for keys of a number format."""
-    size = SIZE[number]
+def bounding(d: int, dtype_code: int) -> Any:
+    """Compile the bounds of pages for keys of a dtype."""
+    size = SIZE[dtype_code]
     layout = BOUND.dtype
 
-    def bound(job):  # type: ignore[no-untyped-def]
-        a = read_arguments(job, layout)
+    def bound(args):  # type: ignore[no-untyped-def]
+        a = read_arguments(args, layout)
         hk, pages, page = a.kv_heads, a.pages, a.page
-        most, low, high = np.float32(a.largest), a.low, a.high
+        limit, low, high = np.float32(a.largest), a.low, a.high
         nonpadding, row = a.nonpadding.address, a.x.row
         parts = -(-pages // RANGE)
         while True:
-            task = count(job)
+            task = count(args)
             if task >= a.heads * parts:
                 break
             head, part = task // parts, task % parts
             b, h = head // hk, head % hk
-            x, real_row = at(a.x, b, h), nonpadding + b * a.nonpadding.batch
+            x, real_row = head_address(a.x, b, h), nonpadding + b * a.nonpadding.batch
             for p in range(part * RANGE, min(pages, (part + 1) * RANGE)):
-                to = 4 * d * (head * pages + p)
+                offset = 4 * d * (head * pages + p)
                 for v in range(0, d, 16):
-                    least, largest_ = splat(most), splat(-most)
+                    least, largest = splat(limit), splat(-limit)
                     for j in range(p * page, (p + 1) * page):
                         if nonpadding != 0 and load_byte(real_row + j) == 0:
                             continue
-                        y = load_any(x + j * row + v * size, number)
-                        least, largest_ = minimum(y, least), maximum(y, largest_)
-                    store(low + to + 4 * v, least)
-                    store(high + to + 4 * v, largest_)
+                        y = load_any(x + j * row + v * size, dtype_code)
+                        least, largest = minimum(y, least), maximum(y, largest)
+                    store(low + offset + 4 * v, least)
+                    store(high + offset + 4 * v, largest)
 
-    return Kernel(bound, f"bounding {d}, {number}")
+    return Kernel(bound, f"bounding {d}, {dtype_code}")

@@ -111,7 +111,7 @@ def _attend_case(
 
 
 def _region_case(region: Region) -> Hashable:
-    keys, values, where, visible, bias, own = region
+    keys, values, where, visible, bias, step_tokens = region
     packed, exact_keys, exact_values = keys.packed, keys.exact, values.exact
     rotation = kind = None
     if packed is not None and packed.rope is not None:
@@ -123,7 +123,7 @@ def _region_case(region: Region) -> Hashable:
     return (
         exact_keys.shape[1], exact_values.shape[3], exact_keys.dtype, exact_values.dtype,
         keys.encoding, values.encoding, packed is None, values.packed is None, rotation, kind,
-        visible is None, bias is None, own > 0,
+        visible is None, bias is None, step_tokens > 0,
     )  # fmt: skip
 
 

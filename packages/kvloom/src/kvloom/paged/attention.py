@@ -53,9 +53,9 @@ class PagedAttention:
             for row, span in zip(step.many, spans, strict=True)
         ]
         if (rows := step.single_rows) is not None:
-            at = rows.tokens
-            attended = self.decode(rows, rows.table(tails), q[at], k[at], v[at])
-            out[at] = attended if isinstance(at, slice) else attended.to(out.dtype)  # a slice casts
+            index = rows.tokens
+            attended = self.decode(rows, rows.table(tails), q[index], k[index], v[index])
+            out[index] = attended if isinstance(index, slice) else attended.to(out.dtype)
         for row, span, (seen_k, seen_v) in zip(step.many, spans, exact, strict=True):
             out[span] = self.attend(row, q[span], seen_k, seen_v)
             self.keep(row, tails[row.table_row], seen_k, seen_v)

@@ -161,19 +161,18 @@ class PackedPages:
             largest = float(x.abs().amax())
             if not largest <= fmt.max_abs:  # NaN too
                 raise NotFinite(
-                    f"a key or value of magnitude {largest:g} is above {fmt.largest:g}, the most "
+                    f"a key or value of magnitude {largest:g} is above {fmt.max_abs:g}, the most "
                     f"that scales in {fmt.meta} hold; use a recipe with meta=bf16 or meta=fp32"
                 )
-            real = None
+            nonpadding = None
             if count and fmt.axis == "channel":  # sinks stay out of the range of their group
-                real = torch.ones(len(blocks), 1, layout.tokens, dtype=torch.bool)
-                real[numbers == 0, :, :count] = False
+                nonpadding = torch.ones(len(blocks), 1, layout.tokens, dtype=torch.bool)
+                nonpadding[numbers == 0, :, :count] = False
             packed = PackedTensors(*(t.new_empty(len(blocks), *t.shape[1:]) for t in tensors))
-            ops.pack(
-                x, layer_encoding, packed, 0, real, self._back(numbers) if fmt.pre_rope else None
-            )
-            for to, new in zip(tensors, packed, strict=True):
-                to[blocks] = new
+            angles = self._back(numbers) if fmt.pre_rope else None
+            ops.pack(x, layer_encoding, packed, 0, nonpadding, angles)
+            for stored, new in zip(tensors, packed, strict=True):
+                stored[blocks] = new
         if count:
             self.sinks[blocks] = torch.stack([k[:, :, :count], v[:, :, :count]], dim=1)
 
@@ -207,5 +206,5 @@ class PackedPages:
         """Return the angles by which keys of pages rotate back to position 0."""
         rope = self.layout.plan.rope
         assert rope is not None
-        at = numbers[:, None, None] * self.layout.tokens + torch.arange(self.layout.tokens)
-        return RopeAngles(*rope.angles(-at), rope.interleaved)
+        positions = numbers[:, None, None] * self.layout.tokens + torch.arange(self.layout.tokens)
+        return RopeAngles(*rope.angles(-positions), rope.interleaved)

@@ -68,7 +68,7 @@ def check_pages_hold(recipe: Recipe, engine: str) -> None:
 
 def _parts(recipe: Recipe, name: str) -> list[Any]:
     """Return a part of the recipe, and that of each override that has one."""
-    parts = [getattr(recipe, name), *(one.parts.get(name) for one in recipe.layers)]
+    parts = [getattr(recipe, name), *(override.parts.get(name) for override in recipe.layers)]
     return [part for part in parts if part is not None]
 
 

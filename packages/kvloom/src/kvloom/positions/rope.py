@@ -1,9 +1,9 @@
 """Rotary position embedding of keys that are already rotated: rotate them to other positions.
 
 A key at position p is its raw key rotated by p; rotations compose, so a stored key moves from p to
-p + by in one rotation, and by = -p gives the raw key. `renumber` gives kept tokens positions as if
-the evicted ones had never existed. Decides nothing about models: `hf.rotary` finds how a model
-rotates.
+p + shift in one rotation, and shift = -p gives the raw key. `renumber` gives kept tokens positions
+as if the evicted ones had never existed. Decides nothing about models: `hf.rotary` finds how a
+model rotates.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Rope(NamedTuple):
     inv_freq: Tensor
     interleaved: bool = False
 
-    def angles(self, by: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine of each pair's angle at `by`: fp32 [*by.shape, dims / 2] each."""
-        if by.is_cpu and by.numel() == 1:  # every layer of a decode step needs the same one
-            return _angles_at(self.inv_freq, int(by), by.shape)
-        return _angles(self.inv_freq, by)
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosine and sine of each pair's angle: fp32 [*positions.shape, dims / 2] each."""
+        if positions.is_cpu and positions.numel() == 1:  # all layers of a step need the same one
+            return _angles_at(self.inv_freq, int(positions), positions.shape)
+        return _angles(self.inv_freq, positions)
 
-    def rotate(self, x: Tensor, by: Tensor) -> Tensor:
-        """Rotate x [B, Hk, N, D] by whole positions `by` [B or 1, Hk or 1, N], in x's dtype.
+    def rotate(self, x: Tensor, shift: Tensor) -> Tensor:
+        """Rotate x [B, Hk, N, D] by whole positions `shift` [B or 1, Hk or 1, N], in x's dtype.
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
-        return self._apply(x, *self.angles(by.to(x.device)))
+        return self._apply(x, *self.angles(shift.to(x.device)))
 
-    def rotate_mean(self, x: Tensor, by: Tensor) -> Tensor:
-        """Return the mean of x [..., D] rotated by each of the positions `by` [P], in x's dtype."""
-        return self._apply(x, *(x.mean(dim=0) for x in self.angles(by.to(x.device))))
+    def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the mean of x [..., D] rotated by each of the positions [P], in x's dtype."""
+        return self._apply(x, *(x.mean(dim=0) for x in self.angles(positions.to(x.device))))
 
     def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [..., D] with pairs rotated by cos and sin, fp32 [..., dims / 2]."""
@@ -73,12 +73,12 @@ def renumber_once(rope: Rope, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
     return rope.rotate(k, torch.arange(tokens - m, tokens, device=k.device) - slots)
 
 
-def _angles(inv_freq: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
-    angle = by.double().unsqueeze(-1) * inv_freq.to(by.device, torch.float64)
+def _angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    angle = positions.double().unsqueeze(-1) * inv_freq.to(positions.device, torch.float64)
     return angle.cos().float(), angle.sin().float()
 
 
 @lru_cache(maxsize=16)
-def _angles_at(inv_freq: Tensor, by: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _angles_at(inv_freq: Tensor, position: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Return the angles at one position, in a shape; tensors are cache keys by identity."""
-    return _angles(inv_freq, torch.full(shape, by))
+    return _angles(inv_freq, torch.full(shape, position))

@@ -57,14 +57,14 @@ def attend_regions(
 
 
 def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> AttentionState:
-    keys, values, where, visible, bias, own = region
+    keys, values, where, visible, bias, step_tokens = region
     if isinstance(where, Slots):
         return _slots(q, region, where, scale, softcap)
     if isinstance(where, Spans):
         return _spans(q, region, where, scale, softcap)
     if isinstance(where, Paged):
         return _pages(q, keys, values, where, scale)
-    return _stretch(q, keys, values, 0, scale, softcap, visible, bias, own)
+    return _stretch(q, keys, values, 0, scale, softcap, visible, bias, step_tokens)
 
 
 def _stretch(
@@ -76,20 +76,20 @@ def _stretch(
     softcap: float | None,
     visible: Tensor | None,
     bias: Tensor | None,
-    own: int,
+    step_tokens: int,
 ) -> AttentionState:
     """Attend to all tokens from `begin` on, unpacking `UNPACK` at a time."""
     n = keys.tokens
     ends = {*range(begin + UNPACK, max(keys.prefix, values.prefix), UNPACK), n}
     ends |= {view.prefix for view in (keys, values) if begin < view.prefix < n}
-    cuts = [begin, *sorted(end for end in ends if end <= n - own or end == n)]
+    cuts = [begin, *sorted(end for end in ends if end <= n - step_tokens or end == n)]
     states = []
     for lo, hi in pairwise(cuts):
         columns = slice(lo - begin, hi - begin)
         states.append(
             attend_exact(
                 q, keys.tensor(lo, hi), values.tensor(lo, hi), scale,
-                causal=own > 0 and hi == n,
+                causal=step_tokens > 0 and hi == n,
                 visible=None if visible is None else visible[..., columns],
                 softcap=softcap,
                 bias=None if bias is None else bias[..., columns],

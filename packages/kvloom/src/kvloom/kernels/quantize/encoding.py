@@ -248,7 +248,7 @@ class LayerEncoding:
     """Tables that backends made of it, with memory addresses; a copy starts empty."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**{one.name: self.__dict__[one.name] for one in fields(self)}, "prepared": {}}
+        return {**{x.name: self.__dict__[x.name] for x in fields(self)}, "prepared": {}}
 
     def to(self, device: torch.device) -> LayerEncoding:
         """Return it with its tensors on a device."""
@@ -364,13 +364,13 @@ def unknown_fields(encoding: Any, known: Collection[str]) -> list[str]:
     field is refused by the name of its type.
     """
     every = fields(encoding) if isinstance(encoding, Encoding) else ()
-    if not {one.name for one in every}.issuperset(known):
+    if not {field.name for field in every}.issuperset(known):
         return [f"{type(encoding).__name__} is not supported"]
     return [
-        f"{one.name}={getattr(encoding, one.name)} is not supported"
-        for one in every
-        if one.name not in known
-        and (one.default is MISSING or getattr(encoding, one.name) != one.default)
+        f"{field.name}={getattr(encoding, field.name)} is not supported"
+        for field in every
+        if field.name not in known
+        and (field.default is MISSING or getattr(encoding, field.name) != field.default)
     ]
 
 

@@ -52,8 +52,8 @@ def pack(
         codes = torch.cat([old, codes], dim=2)
     packed = pack_codes(codes, encoding.bits)
     out.codes[:, :, row : row + packed.shape[2]] = packed
-    for to, new in ((out.scale, scale), (out.zero, zero)):
-        to[:, :, line : line + new.shape[2]] = new.view(to.dtype)  # fp8 may be stored as bytes
+    for old, new in ((out.scale, scale), (out.zero, zero)):
+        old[:, :, line : line + new.shape[2]] = new.view(old.dtype)  # fp8 may be stored as bytes
 
 
 def unpack(
@@ -104,8 +104,8 @@ def to_codes(
     if layer_encoding.divisor is not None:
         x = x / layer_encoding.divisor[:, None, :]
     if layer_encoding.static is not None:
-        none = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=meta)
-        return encode(x, *layer_encoding.static, encoding.bits), none, none
+        empty = x.new_empty(x.shape[0], 1, x.shape[2], 0, dtype=meta)
+        return encode(x, *layer_encoding.static, encoding.bits), empty, empty
     if layer_encoding.group_of is not None:
         groups, alpha = layer_encoding.group_of, layer_encoding.alpha
         return quantize_mapped(x, encoding.bits, groups, meta, alpha)
@@ -210,8 +210,8 @@ def _range(grouped: Tensor, dim: int, nonpadding: Tensor | None) -> tuple[Tensor
     pad = ~nonpadding.reshape(b, nonpadding.shape[1], blocks, group, 1)
     low = grouped.masked_fill(pad, torch.inf).amin(dim=dim, keepdim=True)
     high = grouped.masked_fill(pad, -torch.inf).amax(dim=dim, keepdim=True)
-    none = pad.all(dim=dim, keepdim=True)
-    return low.masked_fill(none, 0.0), high.masked_fill(none, 0.0)
+    empty = pad.all(dim=dim, keepdim=True)
+    return low.masked_fill(empty, 0.0), high.masked_fill(empty, 0.0)
 
 
 def _grouped(x: Tensor, axis: str, group: int) -> tuple[Tensor, int]:

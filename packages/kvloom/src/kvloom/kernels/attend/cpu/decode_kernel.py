@@ -237,8 +237,8 @@ def _tile(variant: Variant) -> Any:
                     for j in range(sinks):
                         store_one(mem.logits + i * s_row + 4 * j, np.float32(0.0))
             if v_bits:
-                to = sums + 4 * (sets - 1) * padded * d
-                sum_values(values, lo, values_packed, to, mem)
+                packed_sums = sums + 4 * (sets - 1) * padded * d
+                sum_values(values, lo, values_packed, packed_sums, mem)
             tail = values.tail + (lo - values.packed) * values.tail_row
             sum_tail(tail, values.tail_row, values_packed, n, sums, mem)
 
@@ -327,8 +327,8 @@ def _page(variant: Variant, side: int) -> Any:
 
 
 @kernel_step
-def keep_token(x, to, b, h, size):  # type: ignore[no-untyped-def]
+def keep_token(x, out, b, h, size):  # type: ignore[no-untyped-def]
     """Copy the `size` bytes of one token of a head, packed as `MATRIX`; a multiple of 8."""
-    here = head_address(x, b, h)
+    source = head_address(x, b, h)
     for i in range(0, size, 8):
-        store_int(to + i, load_int(here + i, 0))
+        store_int(out + i, load_int(source + i, 0))

@@ -42,11 +42,11 @@ def _codes(b: Any, rows: list[Any], constants: SideConstants) -> list[Any]:
     bits = constants.bits
     numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
 
-    def part(row: int, low: int, count: int, to: int) -> Any:
-        """`count` bits of a byte row from bit `low`, moved to bit `to`."""
+    def part(row: int, low: int, count: int, bit: int) -> Any:
+        """`count` bits of a byte row from bit `low`, moved to `bit`."""
         x = numbers[row]
-        x = b.shl(x, constant(to - low, VI)) if to >= low else b.lshr(x, constant(low - to, VI))
-        return b.and_(x, constant(((1 << count) - 1) << to, VI))
+        x = b.shl(x, constant(bit - low, VI)) if bit >= low else b.lshr(x, constant(low - bit, VI))
+        return b.and_(x, constant(((1 << count) - 1) << bit, VI))
 
     if bits == 1.5:
         return _digits(b, numbers[0], constants)

@@ -149,11 +149,11 @@ def _sum(variant: Variant) -> Any:
         j = 0
         while j < n:
             many, packed = unpack_values(a, sources, lo + j, n - j, mem)
-            to = mem.sums + 4 * padded * d if own_sums and packed else mem.sums
+            out = mem.sums + 4 * padded * d if own_sums and packed else mem.sums
             for m0 in range(0, padded, w):
                 values(
                     mem.logits + m0 * S_ROW + 4 * j, S_ROW, mem.block, 4 * d, many,
-                    to + 4 * m0 * d, 0, 0, 0, d, w, literal,
+                    out + 4 * m0 * d, 0, 0, 0, d, w, literal,
                 )  # fmt: skip
             j += many
 
@@ -186,7 +186,7 @@ def _unpack(variant: Variant, side: int) -> Any:
             is_packed = bits > 0 and x >= a.lead_tokens and j < view.packed
             if own_space and many > 0 and is_packed != packed:
                 break
-            packed, to = is_packed, mem.block + 4 * d * many
+            packed, out = is_packed, mem.block + 4 * d * many
             many += 1
             if packed:
                 near, far = a.near, a.far
@@ -199,7 +199,7 @@ def _unpack(variant: Variant, side: int) -> Any:
                     far += (turns + BEFORE) * rope_row
                 t, row = j % per_block, j // per_row * view.meta_row
                 unpack(
-                    to, view.codes + j // per_block * height * view.row, view.row, t,
+                    out, view.codes + j // per_block * height * view.row, view.row, t,
                     out_of_block(t, bits), view.scale + row, view.zero + row, view.table,
                     mem.scales, near, far, d, literal, meta,
                 )  # fmt: skip
@@ -208,7 +208,7 @@ def _unpack(variant: Variant, side: int) -> Any:
             if x < a.lead_tokens:
                 source = first + x * (a.lead_keys.row if is_key else a.lead_values.row)
             for c in range(0, d, 16):
-                store(to + 4 * c, load_any(source + c * size, exact))
+                store(out + 4 * c, load_any(source + c * size, exact))
         return many, packed
 
     return write

@@ -211,8 +211,8 @@ def scores(
                         acc[row][t] = muladd(b, x[v], y, acc[row][t])
                 if constants.by in (MAP, TABLE) or constants.rope_dims:
                     load_barrier(b)
-        to = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
-        _write_sums(b, [x for row in acc for x in row], to)
+        rows = [b.add(s, b.mul(s_stride, ir.Constant(I64, row))) for row in range(n_w)]
+        _write_sums(b, [x for row in acc for x in row], rows)
 
     return lowered(types.void(*[types.int64] * 10, d, w, blocks, literal), emit)
 

@@ -96,9 +96,9 @@ def _add_values(
         sums = loop(b, pairs, [constant(0.0)] * (2 * ROWS), add)
         for row in range(ROWS):
             factor = broadcast(b, read(b, add_bytes(b, factors, 4 * row), F32))
-            to = b.add(out, b.mul(step, ir.Constant(I64, row)))
+            out_row = b.add(out, b.mul(step, ir.Constant(I64, row)))
             for v in range(2):
-                target = add_bytes(b, to, 64 * v)
+                target = add_bytes(b, out_row, 64 * v)
                 write(b, target, muladd(b, read(b, target, VF), factor, sums[2 * row + v]))
 
     return lowered(types.void(*[types.int64] * 6), emit)

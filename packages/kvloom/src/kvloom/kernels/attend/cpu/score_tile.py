@@ -116,8 +116,8 @@ def _score_group(variant: Variant) -> Any:
         """Score `tokens` tokens of the tile at lo, from its number g on."""
         skip = (lo + g) % per_block  # tokens of the first pack block before the group
         base = keys.codes + (lo + g) // per_block * height * keys.row
-        to = mem.logits + 4 * (g - skip)
-        copy_rows(to, s_row, mem.rest, 64, w, skip)
+        out = mem.logits + 4 * (g - skip)
+        copy_rows(out, s_row, mem.rest, 64, w, skip)
         blocks = -(-(skip + tokens) // per_block)
         for first in range(0, blocks, run_blocks):
             last = min(first + run_blocks, blocks)
@@ -125,8 +125,8 @@ def _score_group(variant: Variant) -> Any:
                 row = a.near + (near_steps + g - skip + first * per_block) * rope_row
                 rotate_queries(mem.far, mem.rotated, row, d, w, literal)
                 q = mem.rotated
-            score_blocks(a, keys, q, base, to, first, last, mem)
-        copy_rows(mem.rest, 64, to, s_row, w, skip)
+            score_blocks(a, keys, q, base, out, first, last, mem)
+        copy_rows(mem.rest, 64, out, s_row, w, skip)
 
     return score
 
@@ -140,7 +140,7 @@ def _score_blocks(variant: Variant) -> Any:
     by_table, table_size = constants.by == TABLE, lookup.SIZE
 
     @kernel_step
-    def score(a, keys, q, base, to, first, last, mem):  # type: ignore[no-untyped-def]
+    def score(a, keys, q, base, out, first, last, mem):  # type: ignore[no-untyped-def]
         """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
         meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across
         if by_table:
@@ -149,13 +149,13 @@ def _score_blocks(variant: Variant) -> Any:
         even = first + (last - first) // at_once * at_once
         for i in range(first, even, at_once):
             scores(
-                q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
+                q, mem.begin, base + i * height * keys.row, keys.row, out + 4 * i * per_block,
                 s_row, meta + (i - first) * step, z_offset, keys.table,
                 a.near + (i - first) * per_block * rope_row, d, w, at_once, literal,
             )  # fmt: skip
         for i in range(even, last):
             scores(
-                q, mem.begin, base + i * height * keys.row, keys.row, to + 4 * i * per_block,
+                q, mem.begin, base + i * height * keys.row, keys.row, out + 4 * i * per_block,
                 s_row, meta + (i - first) * step, z_offset, keys.table,
                 a.near + (i - first) * per_block * rope_row, d, w, 1, literal,
             )  # fmt: skip

@@ -23,10 +23,10 @@ def sum_exact(variant: Variant) -> Any:
     literal = SideConstants(exact_dtype=variant.exact_dtype).literal
 
     @kernel_step
-    def add(base, row, first, last, to, mem):  # type: ignore[no-untyped-def]
+    def add(base, row, first, last, out, mem):  # type: ignore[no-untyped-def]
         """Add the tile's tokens first to last; the tile's number 0 would be at `base`."""
-        weights, begin = mem.logits + 4 * first, base + first * row
-        values(weights, s_row, begin, row, last - first, to, mem.scales, z_offset, 0, d, w, literal)
+        weights, begin, count = mem.logits + 4 * first, base + first * row, last - first
+        values(weights, s_row, begin, row, count, out, mem.scales, z_offset, 0, d, w, literal)
 
     return add
 
@@ -41,7 +41,7 @@ def sum_packed(variant: Variant) -> Any:
     write_scales, add_group = scales_of_tile(variant, 1), _add_group(variant)
 
     @kernel_step
-    def add(view, lo, n, to, mem):  # type: ignore[no-untyped-def]
+    def add(view, lo, n, out, mem):  # type: ignore[no-untyped-def]
         """Add the tile's first n tokens, packed, from number lo on."""
         write_scales(view, lo, n, mem.scales)
         if per_token:
@@ -51,7 +51,7 @@ def sum_packed(variant: Variant) -> Any:
             if by_channel:
                 scale, zero = view.scale + row, view.zero + row
                 affine(scale, zero, d, factor, offset, meta, size, mem.scales, z_offset)
-            add_group(view, lo, g, min(span, n - g), to, mem)
+            add_group(view, lo, g, min(span, n - g), out, mem)
 
     return add
 
@@ -63,7 +63,7 @@ def _add_group(variant: Variant) -> Any:
     per_block, height = constants.per_block
 
     @kernel_step
-    def add(view, lo, g, tokens, to, mem):  # type: ignore[no-untyped-def]
+    def add(view, lo, g, tokens, out, mem):  # type: ignore[no-untyped-def]
         """Add `tokens` tokens of the tile at lo, from its number g on."""
         skip = (lo + g) % per_block  # tokens of the first pack block before the group
         end = skip + tokens
@@ -72,7 +72,7 @@ def _add_group(variant: Variant) -> Any:
         front, full = (1 if skip > 0 else 0), end // per_block
         values(
             weights + 4 * front * per_block, s_row, base + front * block, view.row, full - front,
-            to, scales + 4 * front * per_block * across, z_offset, view.table, d, w, literal,
+            out, scales + 4 * front * per_block * across, z_offset, view.table, d, w, literal,
         )  # fmt: skip
         # pack blocks that also hold tokens of another group, or exact ones
         for edge in range(2):
@@ -81,7 +81,7 @@ def _add_group(variant: Variant) -> Any:
             past = edge * full * per_block
             copy_between(weights + 4 * past, s_row, mem.rest, w, per_block, skip - past, end - past)
             values(
-                mem.rest, 64, base + edge * full * block, view.row, 1, to,
+                mem.rest, 64, base + edge * full * block, view.row, 1, out,
                 scales + 4 * past * across, z_offset, view.table, d, w, literal,
             )  # fmt: skip
 
@@ -89,11 +89,11 @@ def _add_group(variant: Variant) -> Any:
 
 
 @kernel_step
-def copy_between(weights, s_row, to, rows, n, first, last):  # type: ignore[no-untyped-def]
+def copy_between(weights, s_row, out, rows, n, first, last):  # type: ignore[no-untyped-def]
     """Copy the first n numbers of some rows; 0 before number `first`, and from `last` on."""
     for i in range(rows):
         for j in range(n):
             x = np.float32(0.0)
             if first <= j < last:
                 x = load_one(weights + i * s_row + 4 * j, 0)
-            store_one(to + 64 * i + 4 * j, x)
+            store_one(out + 64 * i + 4 * j, x)

@@ -180,14 +180,14 @@ def _storage(
 
 
 def _tile(
-    x: Tensor, bits: float, at: int, group: int = 0, whole: bool = False
+    x: Tensor, bits: float, begin: int, group: int = 0, whole: bool = False
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """Return the shape of a tile of tokens like x after `at`, and the grid."""
     n, d, per_block = x.shape[2], x.shape[3], PACK_BLOCK[bits][0]
     p, db, blocks = (
         cuda.padded_size(per_block, 1),
         cuda.padded_size(d),
-        (at + n - 1) // per_block - at // per_block + 1,
+        (begin + n - 1) // per_block - begin // per_block + 1,
     )
     if not whole:
         db = min(db, max(32, _TILE // group) if group else 128)

@@ -184,10 +184,10 @@ def panels(vectors: int) -> Any:
                 break
             head, tile = task // tiles, task % tiles
             b, h = head // heads, a.first_head + head % heads
-            base, to = head_address(a.keys, b, h), a.panels + 4 * task * TILE * d
+            base, out = head_address(a.keys, b, h), a.panels + 4 * task * TILE * d
             for j in range(TILE):
                 key = base + (tile * TILE + j) * a.keys.row if tile * TILE + j < n else 0
-                target = to + 4 * (j // panel * panel * d + j % panel)
+                target = out + 4 * (j // panel * panel * d + j % panel)
                 _widen(target, 4 * panel, d, key, a.keys.channel, a.dtype_code)
 
     return Kernel(panels, f"panels of keys {vectors}")
@@ -226,7 +226,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
             b, h = group // heads, a.first_head + group % heads
             head = h * r + member
             keys = a.panels + 4 * group * tiles * TILE * d
-            to = a.mass + 4 * ((split * a.batch + b) * a.query_heads + head) * tiles * TILE
+            out = a.mass + 4 * ((split * a.batch + b) * a.query_heads + head) * tiles * TILE
             base = head_address(a.q, b, head)
             bias, visible, index, weights = _options(options, b, h, head)
             for row0 in range(split * room, t, splits * room):
@@ -296,7 +296,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                             if weights != 0:
                                 factor *= load_one(weights + 4 * (row0 + i), FP32)
                         store_one(factors + 4 * i, factor)
-                    weights_of_tile, target = s + tile * room * srow, to + tile * srow
+                    weights_of_tile, target = s + tile * room * srow, out + tile * srow
                     if a.reduce_max != 0:
                         _take_largest(weights_of_tile, srow, rows, factors, target, TILE)
                     else:
@@ -326,11 +326,11 @@ def step() -> Any:
                 break
             b, head = task // hq, task % hq
             bias, visible, index, weights = _options(options, b, head // a.group, head)
-            to = a.mass + 4 * task * padded
+            out = a.mass + 4 * task * padded
             for i in range(t):
                 s = a.products + (task * t + i) * a.product_row
                 end = n - t + i + 1
-                row = to if i == 0 else scratch
+                row = out if i == 0 else scratch
                 top, weight_sum = _exp_logits(
                     s, row, 0, 0, end, np.float32(1.0), softcap, inverse_tau, bias, visible, index,
                     options.noise, _state(options, head, i),
@@ -343,10 +343,10 @@ def step() -> Any:
                 f = splat(factor)
                 for j in range(0, end, 16):
                     x = load(row + 4 * j) * f
-                    store(to + 4 * j, x if i == 0 else x + load(to + 4 * j))
+                    store(out + 4 * j, x if i == 0 else x + load(out + 4 * j))
                 if i == 0:
                     for j in range((end + 15) // 16 * 16, padded, 16):
-                        store(to + 4 * j, zero16)
+                        store(out + 4 * j, zero16)
 
     return Kernel(step, "step mass")
 

@@ -78,7 +78,7 @@ def scoring(variant: SelectVariant) -> Any:
             even = lo + (hi - lo) // at_once * at_once
             for m0 in range(0, rows, w):
                 row_offset = 4 * (head * rows + m0) * d
-                to = out + (head * rows + m0) * orow
+                row = out + (head * rows + m0) * orow
                 for j in range(lo, even, at_once):
                     if m0 == 0 and j + 2 * at_once <= n:  # rows apart look like no stream
                         for t in range(0, at_once * d * size, 64):
@@ -86,7 +86,7 @@ def scoring(variant: SelectVariant) -> Any:
                             if bounds:
                                 prefetch(low + (j + at_once) * lrow + t)
                     scores(
-                        q + row_offset, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
+                        q + row_offset, begin, high + j * hrow, hrow, row + 4 * j, orow, 0, 0,
                         0, 0, d, w, at_once, literal,
                     )  # fmt: skip
                     if bounds:
@@ -95,16 +95,16 @@ def scoring(variant: SelectVariant) -> Any:
                             0, 0, d, w, at_once, literal,
                         )  # fmt: skip
                         if w == 1:
-                            store(to + 4 * j, load(to + 4 * j) + load(low_scores))
+                            store(row + 4 * j, load(row + 4 * j) + load(low_scores))
                         else:
                             for i in range(w):
                                 for t in range(at_once):
-                                    cell = to + i * orow + 4 * (j + t)
+                                    cell = row + i * orow + 4 * (j + t)
                                     y = load_one(cell, 0) + load_one(low_scores + 64 * i + 4 * t, 0)
                                     store_one(cell, y)
                 for j in range(even, hi):
                     scores(
-                        q + row_offset, begin, high + j * hrow, hrow, to + 4 * j, orow, 0, 0,
+                        q + row_offset, begin, high + j * hrow, hrow, row + 4 * j, orow, 0, 0,
                         0, 0, d, w, 1, literal,
                     )  # fmt: skip
                     if bounds:
@@ -113,7 +113,7 @@ def scoring(variant: SelectVariant) -> Any:
                             0, 0, d, w, 1, literal,
                         )  # fmt: skip
                         for i in range(w):
-                            cell = to + i * orow + 4 * j
+                            cell = row + i * orow + 4 * j
                             store_one(cell, load_one(cell, 0) + load_one(low_scores + 64 * i, 0))
             for j in range(lo, hi):
                 if bounds:

@@ -513,7 +513,7 @@ DEFECTS = [
     ),
     _defect(
         "paged", "paged/page.py",
-        "real[numbers == 0, :, :count] = False",
+        "nonpadding[numbers == 0, :, :count] = False",
         "real[:, :, :count] = False",
         "the first tokens of every page stay out of the range of their group",
         "packages/kvloom/tests/unit/paged",

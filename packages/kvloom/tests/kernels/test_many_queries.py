@@ -10,6 +10,7 @@ from kvloom.kernels.attend import reference
 from kvloom.kernels.attend.cpu import many_queries
 from kvloom.kernels.attend.regions import KVView, Region, Spans
 from kvloom.kernels.dispatch import Backend
+from kvloom.kernels.limits import Coverage
 from kvloom.recipe import resolve
 from kvloom.store.kv_side import KVSide
 
@@ -91,7 +92,7 @@ def test_a_kernel_of_prompts_that_fails_to_load_leaves_the_parts_to_torch(monkey
     def fails(*args, **options):
         raise OSError("no compiler")
 
-    covers = Backend(None, lambda *_, **__: [], fails)
+    covers = Backend(fails, Coverage())
     monkeypatch.setattr(ops.attend_prompt, "backends", {"cpu": covers})
     monkeypatch.setattr(ops.attend_prompt, "bindings", {})
     views = stored("near-lossless", 300, 32, torch.float32)

@@ -32,11 +32,12 @@ def one(keys, values, own=0):
 
 
 def bindings(monkeypatch):
-    """Count how often plans are bound."""
+    """Count how often plans of attention are bound."""
     made, bind = [], OpPlan._bound
 
     def counted(self, *args, **options):
-        made.append(args)
+        if self.op is ops.attend:
+            made.append(args)
         return bind(self, *args, **options)
 
     monkeypatch.setattr(OpPlan, "_bound", counted)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
@@ -71,7 +72,8 @@ class Backend(NamedTuple):
         return self.bind(*args, **options)(*args, **options)
 
 
-class Binding(NamedTuple):
+@dataclass(frozen=True)
+class Binding:
     """`Backend.bind` of a function that keeps nothing; load: compiles or imports what it calls."""
 
     run: Callable[..., Any]

@@ -182,7 +182,7 @@ def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
         tables |= {"scale": scale, "zero": zero, "step": step}
         encode = (step.data_ptr(), zero.data_ptr())
         decode = (scale.data_ptr(), zero.data_ptr())
-    rotation: tuple[int, ...] = (0,) * ROTATION.spec
+    rotation: tuple[int, ...] = (0,) * ROTATION.numbers
     if layer_encoding.rotation_size:
         size = layer_encoding.rotation_size
         signs, mix = hadamard.parts(size)

@@ -514,7 +514,7 @@ DEFECTS = [
     _defect(
         "paged", "paged/page.py",
         "nonpadding[numbers == 0, :, :count] = False",
-        "real[:, :, :count] = False",
+        "nonpadding[:, :, :count] = False",
         "the first tokens of every page stay out of the range of their group",
         "packages/kvloom/tests/unit/paged",
     ),

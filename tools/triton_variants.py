@@ -17,6 +17,7 @@ from torch import Tensor
 from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.regions import KVView, PageTable
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
+from kvloom.kernels.limits import DTYPES
 from kvloom.kernels.quantize.byte_layout import PACK_BLOCK, rows_for
 from kvloom.kernels.quantize.encoding import Encoding, LayerEncoding, PackedTensors
 from kvloom.kernels.quantize.triton import pack as quantize_pack
@@ -243,10 +244,10 @@ def score() -> Iterator[Variant]:
     everything: dict[str, Any] = {
         "visible": _meta(1, 1, 256, dtype=torch.bool),
         "softcap": 30.0, "bias": _meta(1, 8, 256), "window": 64, "tau": 2.0,
-        "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0), "largest": True,
+        "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0), "reduce_max": True,
     }  # fmt: skip
     for d in (64, 80, 128, 256):
-        for dtype in triton_runtime.DTYPES:
+        for dtype in DTYPES:
             for t in (1, 256):
                 q, k = (_meta(1, h, x, d, dtype=dtype) for h, x in ((8, t), (2, 256)))
                 real = _meta(1, 1, t, dtype=torch.bool)

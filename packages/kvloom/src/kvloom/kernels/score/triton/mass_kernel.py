@@ -100,10 +100,9 @@ def row_lse(
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, DB)
     inside = channel < D
-    offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-    queries = tl.load(
-        q + row * q_row + head * q_head + offset, mask=(i < t)[:, None] & inside[None, :], other=0.0
-    )
+    query_offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+    q += row * q_row + head * q_head
+    queries = tl.load(q + query_offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
     k += row * k_row + head // r * k_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
@@ -116,8 +115,8 @@ def row_lse(
         begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
     for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
         j = lo + tl.arange(0, KEYS)
-        offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-        keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+        key_offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+        keys = tl.load(k + key_offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
             s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
@@ -149,8 +148,8 @@ def column_mass(
     channel = tl.arange(0, DB)
     inside = channel < D
     k += row * k_row + head // r * k_head
-    offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-    keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    key_offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
+    keys = tl.load(k + key_offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
     q += row * q_row + head * q_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
@@ -162,8 +161,8 @@ def column_mass(
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
     for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
         i = lo + tl.arange(0, ROWS)
-        offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-        queries = tl.load(q + offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
+        query_offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
+        queries = tl.load(q + query_offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
         s = tl.dot(queries, keys, input_precision="ieee") * scale
         s = shaped(
             s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,

@@ -96,9 +96,8 @@ class BoundOp(NamedTuple):
     until: float | None = None  # by `time.monotonic`, if a kernel is being compiled
 
     def expired(self) -> bool:
-        """Whether to choose again."""
-        if self.until is None:
-            return False
+        """Whether to choose again, if `until` is set."""
+        assert self.until is not None
         return time.monotonic() > self.until or not companion.running()
 
     def run(self, *args: Any, **options: Any) -> Any:
@@ -127,7 +126,9 @@ class Op(Generic[P, R]):
 
     def __call__(self, *args: P.args, **options: P.kwargs) -> R:
         """Run the kernel that covers the case, else the reference."""
-        result: R = self.choose(*args, **options).run(*args, **options)
+        bound = self.choose(*args, **options)
+        ran[bound.counted] += 1  # `bound.run` without its call
+        result: R = (bound.kernel or bound.reference)(*args, **options)
         return result
 
     def choose(self, *args: Any, **options: Any) -> BoundOp:
@@ -135,17 +136,17 @@ class Op(Generic[P, R]):
 
         Counts nothing: `BoundOp.run` does.
         """
-        key = self.key(*args, **options)
+        like, case = self.case(*args, **options)
+        key = self.key(like, case)
         bound = self.bindings.get(key)
-        if bound is None or bound.expired():
-            bound = self.bindings[key] = self._choose(*args, **options)
+        if bound is None or (bound.until and bound.expired()):
+            bound = self.bindings[key] = self._choose(like, *args, **options)
         return bound
 
-    def key(self, *args: Any, **options: Any) -> tuple[str, int, torch.device, Hashable]:
-        """Return what decides the choice: the case, its device, the setting, and the backends."""
-        like, rest = self.case(*args, **options)
+    def key(self, like: Tensor, case: Hashable) -> tuple[str, int, torch.device, Hashable]:
+        """Return what decides the choice for a case: with it the setting, backends and device."""
         setting = forced.get() or environment()  # `setting()` without its call
-        return setting, len(self.backends), like.device, rest
+        return setting, len(self.backends), like.device, case
 
     def register(self, name: str, backend: Backend, device: str = "cpu") -> None:
         """Add a backend from another distribution, for tensors on a type of device.
@@ -179,9 +180,8 @@ class Op(Generic[P, R]):
         """Return the operation bound to a kernel, or to the reference; arguments: of `BoundOp`."""
         return BoundOp(kernel, backend, why, (self.name, backend, why), self.reference, until)
 
-    def _choose(self, *args: Any, **options: Any) -> BoundOp:
+    def _choose(self, like: Tensor, *args: Any, **options: Any) -> BoundOp:
         load_plugins()  # which may register backends
-        like, _ = self.case(*args, **options)
         selected, why = candidate(like)
         others = [
             name

@@ -43,7 +43,7 @@ class OpPlan(Generic[P, R]):
 
         If a kernel raises while it is bound, warns once and returns the reference and the reason.
         """
-        key, bound = self.op.key(*args, **options), self.bound
+        key, bound = self.op.key(*self.op.case(*args, **options)), self.bound
         if bound is None or key != self._key or (bound.until and bound.expired()):
             bound = self.bound = self._bound(*args, **options)
             self._key = key

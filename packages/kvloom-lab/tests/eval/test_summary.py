@@ -12,6 +12,8 @@ from kvloom_lab.eval.summary import (
     bootstrap,
     higher_is_better,
     main_score,
+    mcnemar,
+    paired_difference,
     pareto,
     summarize,
 )
@@ -83,6 +85,28 @@ def test_differences_are_of_the_same_samples():
     h2o = summarize(lines)[1]
     assert (h2o.over_full["correct"].low, h2o.over_full["correct"].high) == (-1, -1)
     assert h2o.scores["correct"].mean == 24
+
+
+@pytest.mark.parametrize(
+    ("won", "lost", "p"), [(0, 0, 1.0), (3, 3, 1.0), (1, 6, 0.125), (0, 6, 1 / 32)]
+)
+def test_mcnemar_is_the_binomial_test_of_the_samples_that_differ(won, lost, p):
+    assert mcnemar(won, lost) == pytest.approx(p)
+
+
+def test_a_difference_within_chance_is_equal():
+    one_side, both_sides = [-1.0] * 6 + [0.0] * 46, [-1.0] * 6 + [1.0] + [0.0] * 45
+    assert paired_difference(one_side, higher=True).verdict == "worse"
+    assert paired_difference(one_side, higher=False).verdict == "better"
+    assert paired_difference(both_sides, higher=True).verdict == "equal"
+    assert paired_difference([0.0] * 9, higher=True).verdict == "equal"
+
+
+def test_scores_that_are_no_pass_or_fail_are_judged_by_the_interval():
+    losses = paired_difference([0.01, 0.03, 0.02, 0.04], higher=False)
+    assert (losses.won, losses.lost, losses.verdict) == (0, 4, "worse")
+    assert paired_difference([0.4, -0.1, 0.2, -0.3], higher=False).verdict == "equal"
+    assert paired_difference([0.5], higher=True).verdict == "equal"  # one sample has no interval
 
 
 def test_a_later_line_of_a_sample_replaces_the_earlier():

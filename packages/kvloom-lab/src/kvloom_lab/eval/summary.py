@@ -35,13 +35,27 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class PairedDifference(Interval):
+    """The difference of a recipe from `full` on the samples that both have.
+
+    won, lost: samples with a better or a worse value. verdict: "better" or "worse" if chance alone
+    explains the difference in less than 5% of cases, else "equal". Scores that a sample passes or
+    fails are tested by McNemar's exact test, others by the interval.
+    """
+
+    won: int
+    lost: int
+    verdict: str
+
+
+@dataclass(frozen=True)
 class Figures:
     """The figures of one recipe on one task.
 
     samples: with scores. problems: samples without; problem: the reason of the first. kv_bytes,
     exact_bytes: means over samples. share: kv_bytes / exact_bytes. scores: name → interval;
-    `perplexity`, exp of the mean `nll`, is added. over_full: name → interval of the difference from
-    `full` on the same samples; without `perplexity`. prefill_s: seconds of a prompt.
+    `perplexity`, exp of the mean `nll`, is added. over_full: name → difference from `full`; without
+    `perplexity`. prefill_s: seconds of a prompt.
     decode_tokens_s: tokens per second in decoding. bits_per_value, tokens_read: means over samples.
     A figure that no sample has is None.
     """
@@ -55,7 +69,7 @@ class Figures:
     kv_bytes: float | None = None
     exact_bytes: float | None = None
     scores: dict[str, Interval] = field(default_factory=dict)
-    over_full: dict[str, Interval] = field(default_factory=dict)
+    over_full: dict[str, PairedDifference] = field(default_factory=dict)
     prefill_s: float | None = None
     decode_tokens_s: float | None = None
     bits_per_value: float | None = None
@@ -96,6 +110,33 @@ def bootstrap(values: Sequence[float]) -> Interval:
         return Interval(mean, None, None, 1)
     low, high = np.quantile(_weights(len(finite)) @ finite, [0.025, 0.975])
     return Interval(mean, float(low), float(high), len(finite))
+
+
+def paired_difference(differences: Sequence[float], higher: bool) -> PairedDifference:
+    """Return the mean difference of paired samples, and whether it is larger than chance.
+
+    higher: a larger value is better.
+    """
+    interval = bootstrap(differences)
+    positive = sum(x > 0 for x in differences)
+    negative = sum(x < 0 for x in differences)
+    won, lost = (positive, negative) if higher else (negative, positive)
+    if set(differences) <= {-1.0, 0.0, 1.0}:
+        differs = mcnemar(won, lost) < 0.05
+    else:
+        low, high = interval.low, interval.high
+        differs = low is not None and high is not None and (low > 0 or high < 0)
+    verdict = "equal"
+    if differs:
+        verdict = "better" if (interval.mean > 0) == higher else "worse"
+    return PairedDifference(**vars(interval), won=won, lost=lost, verdict=verdict)
+
+
+def mcnemar(won: int, lost: int) -> float:
+    """Return the two-sided p of McNemar's exact test on samples whose outcomes differ."""
+    trials = won + lost
+    tail = sum(math.comb(trials, k) for k in range(min(won, lost) + 1)) / 2**trials
+    return min(1.0, 2 * tail)
 
 
 @cache
@@ -139,7 +180,7 @@ def _figures(
         other = _values(exact, score)
         pairs = [value - other[name] for name, value in values.items() if name in other]
         if pairs and recipe != EXACT:
-            over_full[score] = bootstrap(pairs)
+            over_full[score] = paired_difference(pairs, higher_is_better(task, score))
     if "nll" in scores:
         scores = {"perplexity": _exp(scores["nll"]), **scores}
     seconds = [line.get("seconds") or {} for line in done.values()]

@@ -156,7 +156,10 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
 
 
 def _row(row: Figures) -> dict[str, Any]:
-    """Return figures as plain data; an interval is [mean, low, high, samples]."""
+    """Return figures as plain data.
+
+    An interval is [mean, low, high, samples]; a difference has [won, lost, verdict] after these.
+    """
 
     def plain(interval: Interval) -> list[float | int | None]:
         ends = (interval.mean, interval.low, interval.high)
@@ -173,7 +176,9 @@ def _row(row: Figures) -> dict[str, Any]:
         "bits_per_value": _short(row.bits_per_value),
         "tokens_read": _short(row.tokens_read),
         "scores": {name: plain(interval) for name, interval in row.scores.items()},
-        "over_full": {name: plain(interval) for name, interval in row.over_full.items()},
+        "over_full": {
+            name: [*plain(x), x.won, x.lost, x.verdict] for name, x in row.over_full.items()
+        },
         "prefill_s": _short(row.prefill_s),
         "decode_tokens_s": _short(row.decode_tokens_s),
     }

@@ -101,36 +101,41 @@ def results_table(
 
     lines: of `TASK.jsonl`. prompts: of `prompts.jsonl`, for a table of each length of contexts.
     """
-    from ..eval.summary import summarize
+    from ..eval.summary import PER_SAMPLE, main_score, summarize
 
     lengths = {(x["task"], x["sample"]): x["length"] for x in prompts if "length" in x}
-
-    def placed(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
         length = lengths.get((line["task"], line["sample"]))
-        return line if length is None else {**line, "task": f"{line['task']}, context {length:,}"}
-
-    by_task: dict[str, list[Figures]] = {}
-    for figures in summarize(map(placed, lines)):
-        by_task.setdefault(figures.task, []).append(figures)
+        title = line["task"] if length is None else f"{line['task']}, context {length:,}"
+        groups.setdefault(title, []).append(line)
     parts: list[Any] = []
-    for task, rows in by_task.items():
+    for title, group in groups.items():
+        rows = summarize(group)
         names = list(dict.fromkeys(name for row in rows for name in row.scores))
         headings = (name.replace("_", "\n") for name in names)
-        columns = ["share of\nbytes", "KV\nMiB", *headings, "samples"]
-        table = FigureTable(task, "recipe", columns)
+        columns = ["share of\nbytes", "KV\nMiB", *headings, "samples", "against\nfull"]
+        table = FigureTable(title, "recipe", columns)
         for row in rows:
             if row.scores:
                 means = {name: f"{interval.mean:.4g}" for name, interval in row.scores.items()}
                 cells = [means.get(name, "–") for name in names]
                 size = f"{(row.kv_bytes or 0) / 2**20:,.2f}"
-                table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples))
+                score = main_score(row.task, names)
+                main = row.over_full.get(PER_SAMPLE.get(score, score))
+                verdict = "–" if main is None else f"{main.verdict} +{main.won} −{main.lost}"
+                table.add(row.recipe, f"{row.share:.1%}", size, *cells, str(row.samples), verdict)
         parts += [table, *_tokens_read(rows)]
         parts += [
             Text(f"{row.recipe}: {row.problem} ({row.problems} samples)", "yellow")
             for row in rows
             if row.problem
         ]
-    parts.append(Text("Means; the 95% intervals are on the page of kvloom report.", "dim"))
+    caption = (
+        "Means; the 95% intervals are on the page of kvloom report. Against full: whether the "
+        "first score differs by more than chance, and the samples that are +better and −worse."
+    )
+    parts.append(Text(caption, "dim"))
     return Group(*parts)
 
 

@@ -70,6 +70,7 @@ function figures() {
       } else if (c.score || c.over) {
         const s = c.score || c.over, i = (c.score ? r.row.scores : r.row.over_full)[s];
         td.append(i ? `${c.over && i[0] > 0 ? "+" : ""}${number(s, i[0])}` : "–", make("div", range(s, i), "ci"));
+        if (c.over && i) td.append(make("div", `${i[6]} +${i[4]} −${i[5]}`, "ci"));
       } else td.append(c.show(r));
       tr.append(td);
     }

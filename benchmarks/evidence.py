@@ -53,9 +53,12 @@ RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
     "micro": (None,),
     "small-kvzip.toml": (None, 1 / 5),  # KVzip's score, and values as they are
     "tiny-kvzip.toml": (None,),
+    "small-random.toml": (None,),  # controls: random tokens in place of the score
+    "tiny-random.toml": (None,),
 }
 OTHERS = (
     "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
+    "small-random.toml", "tiny-random.toml",
     "kivi-4", "kivi:bits=3", "kivi", "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml",
     "kivi-sinks4.toml", "turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4",
     "rtn:bits=4", "rtn", "kitty", "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true",
@@ -63,6 +66,7 @@ OTHERS = (
 )  # fmt: skip
 FEW = (
     "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
+    "small-random.toml", "tiny-random.toml",
     "kivi-4", "kivi:bits=3", "kivi", "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv",
     "clusterkv-2bit", "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap",
     "snapkv+kivi-4.toml",

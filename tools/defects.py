@@ -244,14 +244,14 @@ DEFECTS = [
         "return torch.cat(parts, dim=-1) * scale",
         "return torch.cat(parts, dim=-1)",
         "where recall chooses latents, their positional logits are not scaled",
-        "packages/kvloom/tests/unit/cache/test_latents.py",
+        "packages/kvloom/tests/models/test_latents.py",
     ),
     _defect(
         "cache", "cache/latents.py",
         "cuts = [0, *range(UNPACK, n - own, UNPACK), n]",
         "cuts = [0, *range(UNPACK, n, UNPACK), n]",
         "some tokens of a long chunk over latents are cut from those that they see causally",
-        "packages/kvloom/tests/unit/cache/test_latents.py",
+        "packages/kvloom/tests/models/test_latents.py",
     ),
     _defect(
         "cache", "cache/step.py",
@@ -326,7 +326,7 @@ DEFECTS = [
         "cache", "cache/scoring.py",
         "torch.where(old >= self.fixed_from", "torch.where(old == torch.inf",
         "tokens that stay by their ids are evicted at later steps",
-        "packages/kvloom/tests/models/test_protected_ids.py",
+        "packages/kvloom/tests/models/test_protected_tokens.py",
     ),
     _defect(
         "kernels", "kernels/score/reference.py",

@@ -14,3 +14,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.why)
 def test_the_text_that_a_defect_replaces_is_there_once(defect):
     assert (ROOT / defect.file).read_text().count(defect.old) == 1
+
+
+@pytest.mark.parametrize(
+    "path", sorted({path for defect in DEFECTS for path in defect.tests if "/" in path})
+)
+def test_the_tests_that_should_catch_a_defect_exist(path):
+    assert (ROOT / path).exists()

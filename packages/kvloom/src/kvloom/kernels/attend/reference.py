@@ -103,28 +103,17 @@ def _slots(
 ) -> AttentionState:
     """Attend q [B, Hq, 1, D] to tokens at slots, and to all from `begin` on."""
     count, states = where.slots.shape[2], []
-    hk = region.keys.exact.shape[1]
     parts = [None if x is None else x.split([count, x.shape[-1] - count], dim=-1)
              for x in (region.visible, region.bias)]  # fmt: skip
     (seen, seen_rest), (bias, bias_rest) = (part or (None, None) for part in parts)
     if count:
         k, v = (_gathered(view, where) for view in (region.keys, region.values))
         states.append(attend_exact(q, k, v, scale, visible=seen, softcap=softcap, bias=bias))
-    if seen_rest is not None and seen_rest.shape[1] not in (1, hk):
-        r = seen_rest.shape[1] // hk
-        k, v = (
-            view.tensor(where.begin).repeat_interleave(r, dim=1)
-            for view in (region.keys, region.values)
+    states.append(
+        _stretch(
+            q, region.keys, region.values, where.begin, scale, softcap, seen_rest, bias_rest, 0
         )
-        states.append(
-            attend_exact(q, k, v, scale, visible=seen_rest, softcap=softcap, bias=bias_rest)
-        )
-    else:
-        states.append(
-            _stretch(
-                q, region.keys, region.values, where.begin, scale, softcap, seen_rest, bias_rest, 0
-            )
-        )
+    )
     return merge(states)
 
 
@@ -212,9 +201,10 @@ def attend_exact(
     """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D].
 
     causal: the T queries are the last T of the N tokens, and see no later one. visible: bool
-    [B, 1 or Hk, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias: fp32
-    [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi). later_seen:
-    int64 [B, T], the queries attend only to so many tokens after their own, the last T of the N.
+    [B, 1 or Hk or Hq, N], False hides a token. softcap c: logits become c * tanh(logits / c). bias:
+    fp32 [B or 1, Hq, N], added to the logits after that, the same for all T queries (ALiBi).
+    later_seen: int64 [B, T], the queries attend only to so many tokens after their own, the last T
+    of the N.
     """
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -241,7 +231,8 @@ def attend_exact(
             seen = (after > 0) & (after <= later_seen[:, lo:hi, None])
             logits.masked_fill_(~seen[:, None, None], -torch.inf)
         if visible is not None:
-            logits.masked_fill_(~visible[:, :, None, None, :], -torch.inf)
+            heads = min(visible.shape[1], hk)
+            logits.masked_fill_(~visible.reshape(b, heads, -1, 1, n), -torch.inf)
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
     return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))

@@ -119,17 +119,6 @@ class RaggedTokens(Stateful):
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
         return RaggedChoice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
 
-    def fill(
-        self, k: Tensor, v: Tensor, choice: RaggedChoice, visible: Tensor | None, index: bool
-    ) -> None:
-        """Store the contested tokens of a prompt k, v [B, Hk, N, D], packed if the recipe packs.
-
-        choice: which tokens these are, as `choose` returned it. visible: bool [B, 1, seen], False
-        for padding. index: whether to remember their logical indices.
-        """
-        if choice.contested is not None:
-            self.add(k, v, choice.contested, choice.counts, 0, visible, index)
-
     def add(
         self,
         k: Tensor,
@@ -140,10 +129,11 @@ class RaggedTokens(Stateful):
         visible: Tensor | None,
         index: bool,
     ) -> None:
-        """Store chosen tokens of k, v [B, Hk, N, D] after those that each head has.
+        """Store chosen tokens of k, v [B, Hk, N, D] after those of each head, packed if it packs.
 
         chosen: bool [B, Hk, N], of each head `counts` int64 [B, Hk], whole units. first: the
-        logical index of the first of the N tokens. visible, index: as for `fill`.
+        logical index of the first of the N tokens. visible: bool [B, 1, seen], False for padding.
+        index: whether to remember the logical indices of the chosen tokens.
         """
         rows, _, slots = places = chosen.nonzero(as_tuple=True)
         logical = slots + first

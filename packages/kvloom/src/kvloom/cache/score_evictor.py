@@ -225,15 +225,8 @@ class ScoreEvictor(Evictor):
         index = torch.arange(t, device=k.device).expand(1, 1, -1)
         bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
         scores = self.scorer.score(self.scorer.step(queries, k, v, queries.visible, index, t, bias))
-        self.scores.add(self.marked(scores), self._new_sinks(segment, scores, queries.visible))
-        self._note(segment, trace)
-        slots, choice = self.choose(t, queries.visible)
-        if slots is None:
-            return k, v
-        v = self._fitted(segment, k, v, slots, choice, self.needed(queries))
-        self._fill_ragged(k, v, choice, queries, trace)
-        segment.note_kept(slots, t, self._needs_index(queries, trace))
-        return self._kept_keys(gather(k, slots), slots, t), gather(v, slots)
+        decision = Decision(self.marked(scores))
+        return self._evict(segment, k, v, decision, self.needed(queries), trace) or (k, v)
 
     def evict_from_segment(
         self, segment: Segment, decision: Decision, queries: Queries, trace: Trace | None
@@ -241,20 +234,39 @@ class ScoreEvictor(Evictor):
         """Add a step's scores and evict from a segment down to the budget."""
         if decision.heavy is not None:
             self.heavy = decision.heavy
-        visible, n = segment.mask(queries.visible), len(segment)
-        sinks = self._new_sinks(segment, decision.scores, queries.visible)
-        self.scores.add(decision.scores, sinks)
-        self._note(segment, trace)
+        k, v = segment.exact_keys(), segment.exact_values()
+        kept = self._evict(segment, k, v, decision, queries, trace)
+        if kept is not None:
+            segment.replace(*kept)
+
+    def _evict(
+        self,
+        segment: Segment,
+        k: Tensor,
+        v: Tensor,
+        decision: Decision,
+        queries: Queries,
+        trace: Trace | None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return those of the exact tokens k, v [B, Hk, N, D] that stay; None: all of them.
+
+        segment: has these tokens, or will have those that stay. queries: as `needed` returned them.
+        """
+        n, visible = k.shape[2], segment.mask(queries.visible, hi=k.shape[2])
+        self.scores.add(decision.scores, self._new_sinks(segment, decision.scores, queries.visible))
+        if trace is not None:
+            scores = self.scores.scores.clone()
+            index = segment.logical(0, scores.shape[-1], scores.device)
+            trace.scored = index.expand_as(scores), scores
         slots, choice = self.choose(n, visible, decision.counts)
-        if slots is not None:
-            k, v = segment.exact_keys(), segment.exact_values()
-            v = self._fitted(segment, k, v, slots, choice, queries)
-            self._fill_ragged(k, v, choice, queries, trace)
-            if self.keep.fit is not None:
-                segment.values.tail.replace(v)
-            segment.keep(slots, self._needs_index(queries, trace))
-            tail = segment.keys.tail
-            tail.replace(self._kept_keys(tail.view(), slots, n))
+        if slots is None:
+            return None
+        v = self._fitted(segment, k, v, slots, choice, queries)
+        index = self._needs_index(queries, trace)
+        if self.ragged is not None and choice is not None and choice.contested is not None:
+            self.ragged.add(k, v, choice.contested, choice.counts, 0, queries.visible, index)
+        segment.note_kept(slots, n, index)
+        return self._kept_keys(gather(k, slots), slots, n), gather(v, slots)
 
     def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return where tokens are stored after an eviction.
@@ -341,18 +353,6 @@ class ScoreEvictor(Evictor):
         step = self.scorer.step(queries, k, v, queries.visible, index, n, None)
         return fit(step, stays, keys)
 
-    def _fill_ragged(
-        self,
-        k: Tensor,
-        v: Tensor,
-        choice: RaggedChoice | None,
-        queries: Queries,
-        trace: Trace | None,
-    ) -> None:
-        """Store the tokens that heads divided among them, of exact k, v [B, Hk, N, D]."""
-        if self.ragged is not None and choice is not None:
-            self.ragged.fill(k, v, choice, queries.visible, self._needs_index(queries, trace))
-
     def _new_sinks(self, segment: Segment, scores: Tensor, visible: Tensor | None) -> Tensor | None:
         """Return which tokens with scores [B, Hk, N] are sinks, bool [B or 1, Hk or 1, N].
 
@@ -367,13 +367,6 @@ class ScoreEvictor(Evictor):
         first = first_tokens(visible.shape[-1], self.sinks, visible, visible.device)
         shape = torch.broadcast_shapes(index.shape[:2], first.shape[:2])
         return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
-
-    def _note(self, segment: Segment, trace: Trace | None) -> None:
-        """Note the logical indices and scores [B, Hk, N] of the candidates in a trace."""
-        if trace is not None:
-            scores = self.scores.scores.clone()
-            index = segment.logical(0, scores.shape[-1], scores.device)
-            trace.scored = index.expand_as(scores), scores
 
 
 class PromptEvictor(ScoreEvictor):

@@ -111,7 +111,7 @@ class RunningScores(Buffer):
 
     def keep(self, slots: Tensor) -> None:
         """Keep only the scores of the tokens at slots int64 [B, Hk, M]."""
-        self.replace(gather(self.view(), slots))
+        self.take(gather(self.view(), slots))
 
     def put(self, scores: Tensor) -> None:
         """Replace all scores by a copy of `scores` [B, Hk, N]."""

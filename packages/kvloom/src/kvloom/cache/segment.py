@@ -15,7 +15,6 @@ from ..kernels import ops
 from ..kernels.append.reference import within
 from ..kernels.attend.regions import KVView, Region, Slots
 from ..kernels.plan import OpPlan
-from ..kernels.select.reference import gather
 from ..positions.alibi import Alibi
 from ..state import Stateful
 from ..store import KVSide
@@ -131,11 +130,13 @@ class Segment(Stateful):
         self.values.extend(v, drop, nonpadding, prompt=prompt)
         self.first += drop
 
-    def keep(self, slots: Tensor, index: bool) -> None:
-        """Keep only the tokens at slots [B, Hk, M], all exact; index: remember their indices."""
-        self.note_kept(slots, len(self), index)
-        for side in (self.keys, self.values):
-            side.tail.replace(gather(side.tail.view(), slots))
+    def replace(self, k: Tensor, v: Tensor) -> None:
+        """Replace all tokens, which are exact, by those that `note_kept` was told stay.
+
+        k, v: [B, Hk, M, D], contiguous; the segment owns them from now on.
+        """
+        self.keys.tail.take(k)
+        self.values.tail.take(v)
 
     def note_kept(self, slots: Tensor, tokens: int, index: bool) -> None:
         """Note that the tokens at slots [B, Hk, M] of `tokens` tokens stay; moves no tensor."""

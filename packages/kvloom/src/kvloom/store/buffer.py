@@ -82,8 +82,11 @@ class Buffer(Stateful):
 
     def replace(self, x: Tensor) -> None:
         """Replace all tokens by a copy of x [B, Hk, N, D], without spare room."""
-        self.allocation = Allocation(x.detach().clone(memory_format=torch.contiguous_format))
-        self.count = x.shape[2]
+        self.take(x.detach().clone(memory_format=torch.contiguous_format))
+
+    def take(self, x: Tensor) -> None:
+        """Replace all tokens by x [B, Hk, N, D] itself, contiguous, which nothing else writes."""
+        self.allocation, self.count = Allocation(x), x.shape[2]
 
     def drop_front(self, n: int) -> None:
         """Drop the n oldest tokens; release memory once most of it is unused."""

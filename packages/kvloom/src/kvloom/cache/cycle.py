@@ -8,6 +8,7 @@ and a chunk differ in T alone. Decides the order of this; the parts of a layer d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -62,17 +63,12 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
         return step.attended, OpenStep(step, stored, [])
     assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
-    queries, evictor, to_later = step.queries, state.evictor, attention_to_later(state, step)
+    queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
-    products_score = scores_step and state.seen > 0 and to_later is None
+    products_score = scores_step and state.seen > 0 and queries.later_seen is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
-    if state.facts.latent:
-        out, products, lse = _attend_to_latents(step, regions, state.plan, to_later), None, None
-    else:
-        out, products, lse = attend_to(
-            queries.q, regions, queries.scale, queries.softcap, products_score, state.plan,
-            queries.sink_logits, to_later,
-        )  # fmt: skip
+    to_later = attention_to_later(state, step)
+    out, products, lse = _attend(state, step, regions, to_later, state.plan, products_score)
     if products is not None or lse is not None or queries.q.requires_grad:
         q = queries.q.detach() if queries.q.requires_grad else queries.q
         queries = queries._replace(q=q, products=products, lse=lse)
@@ -88,12 +84,8 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     step = checked_step(state, inputs)
     if step.attended is not None:
         return step.attended
-    queries = step.queries
-    out, *_ = attend_to(
-        queries.q, step_regions(state, step, stored), queries.scale, queries.softcap,
-        sink_logits=queries.sink_logits, to_later=attention_to_later(state, step),
-    )  # fmt: skip
-    return out
+    regions = step_regions(state, step, stored)
+    return _attend(state, step, regions, attention_to_later(state, step))[0]
 
 
 def finish(state: LayerState, open_step: OpenStep) -> None:
@@ -128,32 +120,36 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     if step.attended is not None:
         return step.attended
     regions = step_regions(state, step, stored=False)
-    queries = step.queries
-    if state.facts.latent:
-        out = _attend_to_latents(step, regions)
-    else:
-        out, *_ = attend_to(
-            queries.q, one_region(regions), queries.scale, queries.softcap,
-            sink_logits=queries.sink_logits,
-        )  # fmt: skip
+    if not state.facts.latent:
+        regions = one_region(regions)
+    out, *_ = _attend(state, step, regions)
     if state.scores_repetition and repeated is not None:
         state.prompt_evictor.note_repetition(state.segment, step, repeated)
     return out
 
 
-def _attend_to_latents(
+def _attend(
+    state: LayerState,
     step: StepInputs,
-    regions: list[Region],
-    plan: OpPlan[..., AttentionState] | None = None,
+    regions: Sequence[Region],
     to_later: AttentionState | None = None,
-) -> Tensor:
-    """Attend absorbed queries to latents; plan: of one query; to_later: as for `attend_to`."""
-    scale = step.queries.scale
-    q, regions = latents.absorbed(step.queries.q, regions, scale)
-    out, *_ = attend_to(
-        q, regions, scale, None, plan=plan if q.shape[2] == 1 else None, to_later=to_later
-    )
-    return out if step.expand is None else step.expand(out)
+    plan: OpPlan[..., AttentionState] | None = None,
+    products: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attend a step's queries to regions; the arguments and the result are those of `attend_to`.
+
+    The queries of a latent layer are absorbed ones; their output is expanded to that of the heads.
+    """
+    queries = step.queries
+    if not state.facts.latent:
+        return attend_to(
+            queries.q, regions, queries.scale, queries.softcap, products, plan,
+            queries.sink_logits, to_later,
+        )  # fmt: skip
+    q, regions = latents.absorbed(queries.q, regions, queries.scale)
+    plan = plan if q.shape[2] == 1 else None
+    out, *_ = attend_to(q, regions, queries.scale, None, plan=plan, to_later=to_later)
+    return out if step.expand is None else step.expand(out), None, None
 
 
 def _append(state: LayerState, step: StepInputs) -> bool:

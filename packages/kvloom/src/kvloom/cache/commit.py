@@ -81,7 +81,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     if isinstance(evictor, BlockEvictor):
         _commit_block(state, evictor, segment, queries, new)
         return
-    by_score = evictor is not None and evictor.scoring and (queries.tokens or evictor.repeats)
+    by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
     all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
     if by_score and all_exact:
         if prompt:
@@ -98,10 +98,10 @@ def end_repetition(state: LayerState) -> None:
 
     A prompt that was not repeated is within the budget: its tokens have equal scores and all stay.
     """
-    if not state.scores_repetition:
+    if state.repetition is None:
         return
-    evictor = state.prompt_evictor
-    evictor.end_repetition(state.segment)
+    state.repetition.end(state.segment)
+    evictor = state.score_evictor
     if evictor.phase is Phase.REPEATING:
         queries = evictor.end_wait()
         _evict_or_wait(state, queries, evictor.score_segment(state.segment, queries, state.seen))
@@ -247,7 +247,7 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
     before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
     needed = (
-        (evictor is not None and evictor.scoring and not evictor.repeats)
+        (evictor is not None and evictor.scoring and evictor.repetition is None)
         or state.needs_ids
         or (state.outliers is not None and not state.outliers.done)
         or (state.retriever is not None and state.retriever.learns)

@@ -123,8 +123,8 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     if not state.facts.latent:
         regions = one_region(regions)
     out, *_ = _attend(state, step, regions)
-    if state.scores_repetition and repeated is not None:
-        state.prompt_evictor.note_repetition(state.segment, step, repeated)
+    if state.repetition is not None and repeated is not None:
+        state.repetition.note(state.segment, step, repeated)
     return out
 
 

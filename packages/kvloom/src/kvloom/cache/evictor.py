@@ -15,6 +15,7 @@ from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from .ragged import RaggedTokens
+from .scoring import RepetitionScores
 from .slot_storage import Storage
 
 
@@ -37,11 +38,12 @@ class Evictor(Stateful):
     """Drops tokens of a layer down to a budget. This base class answers as one without scores.
 
     recipe: of the layer. ragged: the tokens of which heads have different numbers (None: budgets
-    are equal).
+    are equal). repetition: the scores of a repetition of the prompt (None: it is not repeated).
     """
 
     counters: ClassVar[tuple[str, ...]] = ("phase",)
     ragged: RaggedTokens | None = None
+    repetition: RepetitionScores | None = None
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.keep is not None
@@ -57,11 +59,6 @@ class Evictor(Stateful):
     def irreversible(self) -> bool:
         """Whether a step evicts tokens, or changes scores, in a way that no crop takes back."""
         return True
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the model repeats the first prompt to score it."""
-        return self.keep.scorer.repeats
 
     @property
     def scores_steps(self) -> bool:

@@ -109,7 +109,7 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     queries, tokens = Queries(q, k.shape[3] ** -0.5), k.shape[2]
     layer.prefill(StepInputs(queries, k, v))
-    if layer._state.scores_repetition:
+    if layer.repetition is not None:
         first = tokens - q.shape[2]
         layer.repeat(StepInputs(queries, k[:, :, first:], v[:, :, first:]), (0, tokens))
         layer.end_repetition()

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CacheMisuse, TierError
-from ..keep import Keep
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recall import Traffic
@@ -23,6 +22,7 @@ from ..state import Mutable, Undo
 from ..store import LayerFacts
 from . import checks, commit, cycle, reading
 from .layer_state import LayerState
+from .scoring import RepetitionScores
 from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
 
@@ -299,26 +299,9 @@ class LayerCache:
     # --- a repetition of the prompt ---------------------------------------------------------------
 
     @property
-    def scores_repetition(self) -> bool:
-        """Whether the model must repeat the first prompt, which scores its tokens."""
-        return self._state.scores_repetition
-
-    @property
-    def repetition_rule(self) -> tuple[Keep, int] | None:
-        """What, besides the prompt, decides the scores of a repetition; None: nothing is scored.
-
-        Two layers with equal rules get equal scores.
-        """
-        return self._state.score_evictor.repetition_rule if self.scores_repetition else None
-
-    @property
-    def repetition_scores(self) -> Tensor | None:
-        """The scores that `repeat` has collected, fp32 [B, Hk, N]; None before the first ones."""
-        return self._state.score_evictor.repetition_scores
-
-    def take_repetition(self, scores: Tensor | None) -> None:
-        """Take the `repetition_scores` of another layer with the same prompt, not `repeat`'s."""
-        self._state.score_evictor.take_repetition(scores)
+    def repetition(self) -> RepetitionScores | None:
+        """What `repeat` has collected; None: the model need not repeat the first prompt."""
+        return self._state.repetition
 
     def repeat(self, step: StepInputs, repeated: tuple[int, int] | None) -> Tensor:
         """Attend as `run` does, but store nothing: the step ends with a repetition of the prompt.

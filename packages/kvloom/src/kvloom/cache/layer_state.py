@@ -25,6 +25,7 @@ from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
 from .retriever import Retriever
 from .score_evictor import LimitEvictor, PromptEvictor, ScoreEvictor, StepEvictor
+from .scoring import RepetitionScores
 from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
@@ -130,16 +131,10 @@ class LayerState(Stateful):
         return self.evictor
 
     @property
-    def prompt_evictor(self) -> PromptEvictor:
-        """The evictor, where it evicts once, by the scores of the prompt."""
-        assert isinstance(self.evictor, PromptEvictor)
-        return self.evictor
-
-    @property
-    def scores_repetition(self) -> bool:
-        """Whether the model must repeat the first prompt, which scores its tokens."""
+    def repetition(self) -> RepetitionScores | None:
+        """The scores of a repetition of the first prompt, which the model must run; None: none."""
         evictor = self.evictor
-        return evictor is not None and evictor.scoring and evictor.repeats
+        return evictor.repetition if evictor is not None and evictor.scoring else None
 
     @property
     def needs_ids(self) -> bool:

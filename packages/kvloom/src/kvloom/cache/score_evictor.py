@@ -9,13 +9,12 @@ one more.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..keep import PROTECTED, Budget, Keep, budgets, choose, sinks_first
+from ..keep import PROTECTED, budgets, choose, sinks_first
 from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
@@ -27,7 +26,7 @@ from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer
 from .segment import Segment
 from .slot_storage import SlotStorage, Storage
-from .step import Queries, StepInputs, Trace
+from .step import Queries, Trace
 
 
 class Decision(NamedTuple):
@@ -58,7 +57,6 @@ class ScoreEvictor(Evictor):
 
     counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
     children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
-    repetition: RepetitionScores | None = None
     heavy: int | None
 
     def __init__(
@@ -177,22 +175,6 @@ class ScoreEvictor(Evictor):
         self.phase, self.waiting, self.vote = Phase.EVICTING, None, None
         return queries
 
-    @property
-    def repetition_rule(self) -> tuple[Keep, int]:
-        """What, besides the prompt, decides the scores of a repetition; the budget does not."""
-        return replace(self.keep, budget=Budget(tokens=1)), self.sinks
-
-    @property
-    def repetition_scores(self) -> Tensor | None:
-        """The scores of a repetition so far, fp32 [B, Hk, N]."""
-        assert self.repetition is not None
-        return self.repetition.scores
-
-    def take_repetition(self, scores: Tensor | None) -> None:
-        """Take the scores of another evictor, whose cache holds the same prompt."""
-        assert self.repetition is not None
-        self.repetition.scores = None if scores is None else scores.clone()
-
     def ranked(self, vote: Tensor) -> tuple[Tensor, int]:
         """Return the scores for which heads compete, and how many of these tokens they win.
 
@@ -212,7 +194,7 @@ class ScoreEvictor(Evictor):
         """
         fit = self.keep.fit
         if fit is None:
-            waits = self.waits_for_layers or self.repeats
+            waits = self.waits_for_layers or self.repetition is not None
             return queries.without_queries() if waits else queries
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)
@@ -378,30 +360,15 @@ class PromptEvictor(ScoreEvictor):
 
     def __init__(self, recipe: Recipe, *args: Any) -> None:
         super().__init__(recipe, *args)
-        self.repetition = RepetitionScores(self.sinks) if self.keep.scorer.repeats else None
+        if self.keep.scorer.repeats:
+            self.repetition = RepetitionScores(self.keep, self.sinks, self.scorer)
         self.ragged = None if self.keep.budget.head_share is None else RaggedTokens(recipe)
 
     def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
         """Return the scores of a repetition, or those that `queries` give: see the base class."""
         if self.repetition is None:
             return super().score_segment(segment, queries, seen)
-        assert self.repetition.scores is not None
-        scores, self.repetition.scores = self.repetition.scores, None
-        return scores[..., : len(segment)]
-
-    def note_repetition(
-        self, segment: Segment, step: StepInputs, repeated: tuple[int, int]
-    ) -> None:
-        """Score a prompt's tokens repeated[0] to repeated[1] by a step whose end repeats them."""
-        assert self.repetition is not None
-        self.repetition.note(segment, step, repeated, self.scorer)
-
-    def end_repetition(self, segment: Segment) -> None:
-        """Give the tokens of a prompt that was not repeated equal scores."""
-        assert self.repetition is not None
-        if self.repetition.scores is None:
-            keys = segment.exact_keys()
-            self.repetition.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+        return self.repetition.take(len(segment))
 
     def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return the segment, where tokens stay from now on; evict no more."""

@@ -7,11 +7,12 @@ and that sinks keep the highest score of all. The scorer decides the scores.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ..keep import PROTECTED, Scorer, Step, built_in, checked
+from ..keep import PROTECTED, Budget, Keep, Scorer, Step, built_in, checked
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope
 from ..state import Stateful
@@ -121,26 +122,38 @@ class RunningScores(Buffer):
 class RepetitionScores(Stateful):
     """The scores of a prompt's tokens, fp32 [B, Hk, P], collected chunk by chunk.
 
-    sinks: the first tokens of the prompt that every chunk attends to. scores: None before the first
-    chunk and after the eviction.
+    scorer: of the layer. sinks: the first tokens of the prompt that every chunk attends to. scores:
+    None before the first chunk and after the eviction. rule: what, besides the prompt, decides the
+    scores; the budget does not. Layers with equal rules get equal scores.
     """
 
     tensors = ("scores",)
 
-    def __init__(self, sinks: int) -> None:
-        self.sinks = sinks
+    def __init__(self, keep: Keep, sinks: int, scorer: StepScorer) -> None:
+        self.sinks, self.scorer = sinks, scorer
+        self.rule = replace(keep, budget=Budget(tokens=1)), sinks
         self.scores: Tensor | None = None
 
-    def note(
-        self,
-        segment: Segment,
-        step: StepInputs,
-        repeated: tuple[int, int],
-        scorer: StepScorer,
-    ) -> None:
+    def copy_scores(self, scores: Tensor | None) -> None:
+        """Take the scores of another layer with the same prompt and an equal rule."""
+        self.scores = None if scores is None else scores.clone()
+
+    def end(self, segment: Segment) -> None:
+        """Give the tokens of a prompt that was not repeated equal scores."""
+        if self.scores is None:
+            keys = segment.exact_keys()
+            self.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+
+    def take(self, tokens: int) -> Tensor:
+        """Return the scores of the first `tokens` tokens, and forget all scores."""
+        assert self.scores is not None
+        scores, self.scores = self.scores, None
+        return scores[..., :tokens]
+
+    def note(self, segment: Segment, step: StepInputs, repeated: tuple[int, int]) -> None:
         """Score the tokens from repeated[0] to repeated[1] of the P exact tokens of a prompt.
 
-        step: T tokens that end with a repetition of these. scorer: of the layer.
+        step: T tokens that end with a repetition of these.
         """
         queries, (lo, hi) = step.queries, repeated
         b, hk, prompt, _ = segment.exact_keys().shape
@@ -154,7 +167,7 @@ class RepetitionScores(Stateful):
         if mask is not None and queries.visible is not None:
             mask = torch.cat([mask, queries.visible[:, :, prompt:]], dim=2)
         bias = None if queries.alibi is None else queries.alibi.bias(index)
-        scores = scorer.score(scorer.step(queries, k, v, mask, index, prompt + t, bias))
+        scores = self.scorer.score(self.scorer.step(queries, k, v, mask, index, prompt + t, bias))
         if self.scores is None:
             self.scores = scores.new_zeros(b, hk, prompt)
         begin = stored.shape[2] - (hi - lo)

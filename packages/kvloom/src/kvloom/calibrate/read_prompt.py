@@ -131,10 +131,10 @@ class ReadPrompt:
     def _filled(self, number: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
         member = self._stored(number, cache)
-        if member.scores_repetition:
+        if member.repetition is not None:
             if not self.repeated:
                 self._repeat(member.recipe)
-            member.take_repetition(self.repeated[number])
+            member.repetition.copy_scores(self.repeated[number])
             outside_inference_mode(member.end_repetition)()
         member.forget_undo()
         return member
@@ -153,7 +153,9 @@ class ReadPrompt:
         members = {number: self._stored(number, cache) for number in self.numbers}
         with use_kvloom(self.model._kvloom.configs):
             repetition.score()
-        self.repeated |= {number: member.repetition_scores for number, member in members.items()}
+        for number, member in members.items():
+            assert member.repetition is not None
+            self.repeated[number] = member.repetition.scores
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""

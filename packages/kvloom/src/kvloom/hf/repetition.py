@@ -100,7 +100,8 @@ class Repetition:
 
         Two caches with equal rules get equal scores.
         """
-        return tuple(layer.cache.repetition_rule for layer in self.cache.full_layers)
+        scores = (layer.cache.repetition for layer in self.cache.full_layers)
+        return tuple(None if x is None else x.rule for x in scores)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -142,8 +143,9 @@ class Repetition:
         if not self.needed:
             return
         for layer, source in zip(self.cache.full_layers, repetition.cache.full_layers, strict=True):
-            if layer.cache.scores_repetition:
-                layer.cache.take_repetition(source.cache.repetition_scores)
+            scores, given = layer.cache.repetition, source.cache.repetition
+            if scores is not None and given is not None:
+                scores.copy_scores(given.scores)
 
     def evict(self) -> None:
         """Evict in every layer that waits for scores."""
@@ -234,7 +236,7 @@ def of_prompt(
     Raises `CacheMisuse` where the prompt cannot be repeated.
     """
     layers = [layer.cache for layer in cache.full_layers]
-    waiting = [layer for layer in layers if not layer.seen and layer.scores_repetition]
+    waiting = [layer for layer in layers if not layer.seen and layer.repetition is not None]
     keeps = [keep for layer in waiting if (keep := layer.recipe.keep) is not None]
     if not keeps:
         return None

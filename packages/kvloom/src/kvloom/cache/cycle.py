@@ -119,7 +119,7 @@ def repeat(state: LayerState, inputs: StepInputs, repeated: tuple[int, int] | No
     step = checked_step(state, inputs)
     if step.attended is not None:
         return step.attended
-    regions = step_regions(state, step, stored=False)
+    regions: Sequence[Region] = step_regions(state, step, stored=False)
     if not state.facts.latent:
         regions = one_region(regions)
     out, *_ = _attend(state, step, regions)

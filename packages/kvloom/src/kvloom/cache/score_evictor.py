@@ -244,10 +244,10 @@ class ScoreEvictor(Evictor):
         if slots is None:
             return None
         v = self._fitted(segment, k, v, slots, choice, queries)
-        index = self._needs_index(queries, trace)
+        indexed = self._needs_index(queries, trace)
         if self.ragged is not None and choice is not None and choice.contested is not None:
-            self.ragged.add(k, v, choice.contested, choice.counts, 0, queries.visible, index)
-        segment.note_kept(slots, n, index)
+            self.ragged.add(k, v, choice.contested, choice.counts, 0, queries.visible, indexed)
+        segment.note_kept(slots, n, indexed)
         return self._kept_keys(gather(k, slots), slots, n), gather(v, slots)
 
     def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:

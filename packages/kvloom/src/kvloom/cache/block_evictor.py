@@ -8,6 +8,7 @@ format. No token is scored or packed twice. The first block is that of the first
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
+from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
 from .ragged import RaggedTokens
 from .score_evictor import Decision, ScoreEvictor
 from .segment import Segment
 from .sinks import Sinks
-from .step import Queries, Trace
+from .slot_storage import Storage
+from .step import KV, Queries, Trace
 
 
 class DueBlock(NamedTuple):
@@ -48,6 +51,7 @@ class BlockEvictor(ScoreEvictor):
     counters = (*ScoreEvictor.counters, "offered", "granted")
     children = (*ScoreEvictor.children, "queries", "norms")
     ragged: RaggedTokens
+    sinks_store: Sinks
 
     def __init__(self, recipe: Recipe, *args: Any) -> None:
         super().__init__(recipe, *args)
@@ -105,16 +109,26 @@ class BlockEvictor(ScoreEvictor):
 
     # --- its scores -------------------------------------------------------------------------------
 
-    def score_block(self, segment: Segment, queries: Queries, block: DueBlock) -> Tensor:
-        """Return the scores fp32 [B, Hk, tokens] of a block, minus infinity for padding.
+    def score(
+        self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
+    ) -> Decision | None:
+        """Score the tokens of a block that is due; None: none is, and the queries are held.
 
-        queries: as `take_queries` returned them.
+        The scores of padding are minus infinity.
         """
+        assert isinstance(storage, Segment)
+        block = self.due(storage)
+        if block is None:
+            self.hold(queries)
+            return None
+        queries = self.take_queries(queries, len(storage) - block.used)
         self.block = block._replace(queries=queries.tokens)
-        scores = self.scorer.score(self._step(segment, queries))
+        scores = self.scorer.score(self._step(storage, queries))
         scores = scores[..., self.sinks : self.sinks + block.tokens]
-        visible = segment.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
-        return scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+        visible = storage.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
+        if visible is not None:
+            scores = scores.masked_fill(~visible, -torch.inf)
+        return Decision(self.needed(queries), scores)
 
     def take_queries(self, queries: Queries, later: int) -> Queries:
         """Return the held queries and those of a step after them, without the `later` newest.
@@ -174,14 +188,12 @@ class BlockEvictor(ScoreEvictor):
 
     # --- eviction ---------------------------------------------------------------------------------
 
-    def evict_block(
-        self, segment: Segment, decision: Decision, queries: Queries, trace: Trace | None
-    ) -> None:
-        """Store the tokens of the block that stay, and drop the block from the exact tokens.
-
-        queries: as `needed` returned them.
-        """
-        block, scores, ragged = self.block, decision.scores, self.ragged
+    def evict(
+        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+    ) -> Storage:
+        """Store the tokens of the block that stay, and drop the block from the exact tokens."""
+        assert isinstance(storage, Segment)
+        block, ragged, (queries, scores, *_) = self.block, self.ragged, decision
         assert block is not None
         certain, _ = self._shares(scores.shape[1])
         counts = decision.counts
@@ -190,19 +202,20 @@ class BlockEvictor(ScoreEvictor):
         counts = counts + certain
         stays = head_budgets.select(scores, 0, counts)[1]
         if trace is not None:
-            index = segment.logical(0, block.tokens, scores.device)
+            index = storage.logical(0, block.tokens, scores.device)
             trace.scored = index.expand_as(scores), scores
-        k = segment.exact_keys()[:, :, : block.tokens]
-        v = self._block_values(segment, queries, stays, block)
+        k = storage.exact_keys()[:, :, : block.tokens]
+        v = self._block_values(storage, queries, stays, block)
         padded = queries.visible is not None or ragged.logical_index is not None
         if ragged.stored or block.granted:
             ragged.add(
-                k, v, stays, counts, segment.first, queries.visible, padded or trace is not None
+                k, v, stays, counts, storage.first, queries.visible, padded or trace is not None
             )
         self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
-        segment.drop_front(block.tokens)
-        segment.trim()
+        storage.drop_front(block.tokens)
+        storage.trim()
         self.block = None
+        return storage
 
     def _block_values(
         self, segment: Segment, queries: Queries, stays: Tensor, block: DueBlock

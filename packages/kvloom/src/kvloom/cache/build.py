@@ -9,7 +9,6 @@ from ..recipe.spec import Recipe, budget_key
 from ..store import LayerFacts
 from .layer import LayerCache
 from .layer_state import LayerState
-from .score_evictor import ScoreEvictor
 
 
 def build_layers(
@@ -43,7 +42,7 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
     by_budget: dict[Hashable, list[LayerState]] = {}
     for layer in layers:
         state = layer._state
-        if isinstance(state.evictor, ScoreEvictor) and state.evictor.waits_for_layers:
+        if state.evictor is not None and state.evictor.waits_for_layers:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
     for together in by_budget.values():
         for state in together:

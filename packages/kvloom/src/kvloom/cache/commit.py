@@ -8,23 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ..errors import CacheMisuse
 from ..kernels.attend.regions import Region
-from .block_evictor import BlockEvictor
-from .evictor import AgeEvictor, Phase
+from .evictor import Phase
 from .joint import decide
 from .latents import query_keys
 from .layer_state import LayerState
 from .reading import exact_tokens
-from .score_evictor import Decision, StepEvictor
+from .score_evictor import Decision
 from .segment import Segment
-from .slot_storage import SlotStorage
-from .step import Queries, Uncommitted
-
-KV = tuple[Tensor, Tensor]
-"""New keys and values [B, Hk, T, D] that are not stored yet."""
+from .step import KV, Queries, Uncommitted
 
 
 def end_step(
@@ -55,9 +48,8 @@ def end_step(
         state.retriever.visible = queries.visible
     if state.recording or exact:
         _add_uncommitted(state, queries, new)
-    elif isinstance(state.storage, SlotStorage):
-        assert isinstance(evictor, StepEvictor)
-        _evict_or_wait(state, queries, evictor.score_slots(state.storage, queries, regions[0]))
+    elif state.storage.in_slots:
+        _score(state, queries, None, regions)
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)
         commit(state, state.uncommitted.queries, None)
@@ -73,20 +65,18 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     """
     state.uncommitted = None
     prompt, state.prompt_done = not state.prompt_done, True
-    segment, evictor, retriever = state.storage, state.evictor, state.retriever
-    assert isinstance(segment, Segment), "a layer with slots commits elsewhere"
+    segment, evictor, retriever = state.segment, state.evictor, state.retriever
     segment.find_start(queries.visible)
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
-    if isinstance(evictor, BlockEvictor):
-        _commit_block(state, evictor, segment, queries, new)
-        return
     by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
-    all_exact = new is None or state.seen == new[0].shape[2]  # no earlier token is packed
-    if by_score and all_exact:
+    if by_score and not segment.packed:
         if prompt:
             state.score_evictor.note_protected(queries, state.seen)
-        _commit_scored(state, segment, queries, new)
+        if new is not None and state.score_evictor.defers:
+            segment.append(*_without_sinks(state, queries, new))
+            new = None
+        _score(state, queries, new)
         return
     _store(state, segment, queries, new, prompt)
     if retriever is not None:
@@ -103,28 +93,15 @@ def end_repetition(state: LayerState) -> None:
     state.repetition.end(state.segment)
     evictor = state.score_evictor
     if evictor.phase is Phase.REPEATING:
-        queries = evictor.end_wait()
-        _evict_or_wait(state, queries, evictor.score_segment(state.segment, queries, state.seen))
+        scores = state.repetition.take(len(state.segment))
+        _evict_or_wait(state, Decision(evictor.end_wait(), scores))
 
 
-def evict(state: LayerState, queries: Queries, decision: Decision) -> None:
-    """Evict by a decision for the step of these queries; then pack and index."""
-    evictor, storage = state.score_evictor, state.storage
-    if isinstance(storage, SlotStorage):
-        assert isinstance(evictor, StepEvictor)
-        evictor.evict_from_slots(storage, decision.scores, queries.visible, state.trace)
-        return
-    if isinstance(evictor, BlockEvictor):
-        evictor.evict_block(storage, decision, queries, state.trace)
-        return
-    evictor.evict_from_segment(storage, decision, queries, state.trace)
-    state.storage = evictor.next_storage(storage, queries.visible, state.recording)
-    if state.storage is storage:
-        once = evictor.phase is Phase.DONE
-        storage.pack(queries.visible, prompt=once)
-        if once:
-            storage.trim()
-        index_due(state)
+def evict(state: LayerState, decision: Decision) -> None:
+    """Evict by a decision, then pack and index."""
+    evictor, trace = state.score_evictor, state.trace
+    state.storage = evictor.evict(state.storage, decision, trace, state.recording)
+    index_due(state)
 
 
 def index_due(state: LayerState) -> None:
@@ -136,61 +113,32 @@ def index_due(state: LayerState) -> None:
     retriever.grow(state.segment, state.without_sinks(retriever.visible), state.like)
 
 
-def _commit_scored(state: LayerState, segment: Segment, queries: Queries, new: KV | None) -> None:
-    """Score a segment and evict from it.
-
-    new: keys and values of a prompt that is not stored yet (None: all tokens are stored).
-    """
-    evictor = state.score_evictor
-    if new is not None and not evictor.defers:  # store only the tokens that stay
-        kept = evictor.keep_prompt(segment, queries, *new, state.trace)
-        segment.extend(*kept, 0, queries.visible, prompt=True)
-        state.storage = evictor.next_storage(segment, queries.visible, drafting=False)
-        index_due(state)
-        return
-    if new is not None:
-        segment.append(*new)
-    if evictor.repetition is not None and evictor.repetition.scores is None:
-        evictor.wait(Phase.REPEATING, evictor.needed(queries))
-        return
-    scores = evictor.score_segment(segment, queries, state.seen)
-    _evict_or_wait(state, evictor.needed(queries), scores)
-
-
-def _commit_block(
-    state: LayerState, evictor: BlockEvictor, segment: Segment, queries: Queries, new: KV | None
+def _score(
+    state: LayerState, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
 ) -> None:
-    """Store a step's tokens exactly; then score and evict from a block that is due.
+    """Score the tokens of a layer, then evict unless the evictor waits for more.
 
-    new: keys and values that are not stored yet (None: all are stored).
+    new: keys and values of a prompt that is stored when some of it is evicted (None: all tokens are
+    stored). regions: those that the step attended to.
     """
-    if new is not None:
-        segment.append(*_without_sinks(state, queries, new))
-    block = evictor.due(segment)
-    if block is None:
-        evictor.hold(queries)
-        return
-    queries = evictor.take_queries(queries, len(segment) - block.used)
-    scores = evictor.score_block(segment, queries, block)
-    _evict_or_wait(state, evictor.needed(queries), scores)
+    decision = state.score_evictor.score(state.storage, queries, new, regions)
+    if decision is not None:
+        _evict_or_wait(state, decision)
 
 
-def _evict_or_wait(state: LayerState, queries: Queries, scores: Tensor) -> None:
-    """Evict by these scores: at once, or when the layers that decide together have scored.
-
-    queries: what an eviction needs of those that have scored.
-    """
+def _evict_or_wait(state: LayerState, decision: Decision) -> None:
+    """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
-    scores = evictor.marked(scores)
+    decision = decision._replace(scores=evictor.marked(decision.scores))
     if not evictor.waits_for_layers:
-        evict(state, queries, Decision(scores))
+        evict(state, decision)
         return
-    evictor.wait(Phase.DECIDING, queries, scores)
+    evictor.wait(Phase.DECIDING, decision.queries, decision.scores)
     layers = state.together or [state]
     if state is layers[-1]:
         decisions = decide([layer.score_evictor for layer in layers])
-        for layer, decision in zip(layers, decisions, strict=True):
-            evict(layer, layer.score_evictor.end_wait(), decision)
+        for layer, joint in zip(layers, decisions, strict=True):
+            evict(layer, Decision(layer.score_evictor.end_wait(), *joint))
 
 
 def _store(
@@ -236,8 +184,7 @@ def _surplus(state: LayerState, segment: Segment, new: int) -> int:
     """Return how many tokens of a segment are too old to stay once it has `new` more."""
     if state.window is not None:
         return _expired(state, segment, prompt=True)
-    evictor = state.evictor
-    return evictor.surplus(len(segment) + new) if isinstance(evictor, AgeEvictor) else 0
+    return 0 if state.evictor is None else state.evictor.surplus(len(segment) + new)
 
 
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:

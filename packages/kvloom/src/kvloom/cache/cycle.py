@@ -23,8 +23,6 @@ from .checks import check_ids, check_range, checked_step, out_of_range
 from .commit import end_step
 from .layer_state import LayerState
 from .reading import attention_to_later, step_regions
-from .score_evictor import StepEvictor
-from .slot_storage import SlotStorage
 from .step import StepInputs
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
@@ -160,8 +158,7 @@ def _append(state: LayerState, step: StepInputs) -> bool:
     """
     k, v = step.k, step.v
     t, storage = k.shape[2], state.storage
-    if isinstance(storage, SlotStorage) and (t > 1 or state.recording):
-        assert isinstance(state.evictor, StepEvictor)
+    if state.evictor is not None and (t > 1 or state.recording):
         storage = state.storage = state.evictor.in_segment(storage)
     fits = t <= _SHORT or state.exact_until_commit
     if not state.seen or not fits or not (state.sinks is None or state.sinks.full(state.seen)):

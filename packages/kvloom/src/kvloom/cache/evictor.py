@@ -56,6 +56,11 @@ class Evictor(Stateful):
         return False
 
     @property
+    def waits_for_layers(self) -> bool:
+        """Whether the next decision needs the scores of other layers."""
+        return False
+
+    @property
     def irreversible(self) -> bool:
         """Whether a step evicts tokens, or changes scores, in a way that no crop takes back."""
         return True
@@ -81,6 +86,14 @@ class Evictor(Stateful):
     def begin(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         raise NotImplementedError
+
+    def surplus(self, tokens: int) -> int:
+        """Return how many of the segment's `tokens` tokens are dropped for their age."""
+        return 0
+
+    def in_segment(self, storage: Storage) -> Storage:
+        """Return the tokens of a storage as a segment, for a step that slots cannot take."""
+        return storage
 
     def forget(self, tokens: int) -> None:
         """Drop what is held of the newest `tokens` committed tokens, which a crop removes."""

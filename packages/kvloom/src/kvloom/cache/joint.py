@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ..keep import PROTECTED, head_budgets
-from .score_evictor import Decision, ScoreEvictor
+from .score_evictor import ScoreEvictor
+
+Joint = tuple[Tensor, int | None, Tensor | None]
+"""The scores, heavy hitters and counts of a `Decision`."""
 
 
-def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
+def decide(evictors: Sequence[ScoreEvictor]) -> list[Joint]:
     """Return what each layer evicts by, once all layers have voted; changes nothing.
 
     evictors: of the layers that decide together.
@@ -33,7 +36,7 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
     counts: Sequence[Tensor | None] = [None] * len(votes)
     if first.divides_heads(votes[0].shape[-1]):
         counts = _divide_heads(evictors, votes)
-    return [Decision(*parts) for parts in zip(votes, heavy, counts, strict=True)]
+    return list(zip(votes, heavy, counts, strict=True))
 
 
 def _vote(evictor: ScoreEvictor) -> Tensor:

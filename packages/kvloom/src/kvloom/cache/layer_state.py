@@ -24,7 +24,7 @@ from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
 from .retriever import Retriever
-from .score_evictor import LimitEvictor, PromptEvictor, ScoreEvictor, StepEvictor
+from .score_evictor import LimitEvictor, PromptEvictor, RunningEvictor, StepEvictor
 from .scoring import RepetitionScores
 from .segment import Segment
 from .sinks import Sinks
@@ -34,7 +34,7 @@ from .step import Queries, Trace, Uncommitted
 VERSION = 9
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
-STRATEGIES: dict[str, type[ScoreEvictor]] = {
+STRATEGIES: dict[str, type[RunningEvictor] | type[BlockEvictor]] = {
     "prompt": PromptEvictor,
     "step": StepEvictor,
     "limit": LimitEvictor,
@@ -86,26 +86,21 @@ class LayerState(Stateful):
         """Remove all tokens."""
         recipe, facts, place = self.recipe, self.facts, self.place
         keep, recents, sinks = recipe.keep, recipe.protect.exact_recents, recipe.protect.sinks
-        scored = keep is not None and not keep.by_age
-        in_blocks = keep is not None and keep.block is not None
-        in_place = scored and not in_blocks  # sinks stay in the segment: their score is inf
+        self.evictor: Evictor | None = None
+        self.sinks = Sinks(sinks) if sinks else None
+        if keep is not None and keep.by_age:
+            self.evictor = AgeEvictor(recipe)
+        elif keep is not None:
+            ropes = self.rope, facts.rope
+            evictor = STRATEGIES[keep.when](recipe, place, self.budget_place, *ropes, facts.head)
+            self.evictor, self.sinks = evictor, evictor.sinks_store
         self.storage: Storage = Segment()
-        if not in_blocks:  # whose segment has exact tokens alone
+        if keep is None or keep.block is None:  # else the segment holds exact tokens only
             self.storage = Segment(
                 KVSide(recipe.store.keys, recents[0], facts.keys, facts.rope),
                 KVSide(recipe.store.values, recents[1], facts.values),
             )
-        self.segment.first = 0 if in_place else sinks
-        self.sinks = Sinks(sinks) if sinks and not in_place else None
-        self.evictor: Evictor | None = None
-        if keep is not None and scored:
-            ropes = self.rope, facts.rope
-            strategy = STRATEGIES[keep.when]
-            self.evictor = strategy(recipe, place, self.budget_place, *ropes, facts.head)
-            if isinstance(self.evictor, BlockEvictor):
-                self.sinks = self.evictor.sinks_store
-        elif keep is not None:
-            self.evictor = AgeEvictor(recipe)
+        self.segment.first = 0 if self.sinks is None else sinks
         self.retriever = None if recipe.recall is None else Retriever(recipe, facts.latent)
         rule = recipe.protect.outliers
         self.outliers = None if rule is None else OutlierTokens(rule, sinks, place, facts.head)
@@ -125,9 +120,9 @@ class LayerState(Stateful):
         return self.storage
 
     @property
-    def score_evictor(self) -> ScoreEvictor:
+    def score_evictor(self) -> RunningEvictor | BlockEvictor:
         """The evictor, where it evicts by score."""
-        assert isinstance(self.evictor, ScoreEvictor)
+        assert isinstance(self.evictor, RunningEvictor | BlockEvictor)
         return self.evictor
 
     @property
@@ -165,8 +160,8 @@ class LayerState(Stateful):
 
         Everything else follows from the recipe and the model.
         """
-        in_slots = isinstance(self.storage, SlotStorage)
-        return {**super().state(), "in_slots": in_slots, "observed": self.trace is not None}
+        in_slots, observed = self.storage.in_slots, self.trace is not None
+        return {**super().state(), "in_slots": in_slots, "observed": observed}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None = None) -> None:
         """Load a state that `state` returned into an empty layer of the same recipe and model.

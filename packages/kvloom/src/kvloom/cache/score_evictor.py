@@ -9,6 +9,7 @@ one more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -25,24 +26,29 @@ from .evictor import Evictor, Phase
 from .ragged import RaggedChoice, RaggedTokens
 from .scoring import RepetitionScores, RunningScores, StepScorer
 from .segment import Segment
+from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
-from .step import Queries, Trace
+from .step import KV, Queries, Trace
 
 
 class Decision(NamedTuple):
-    """What a layer evicts by: scores fp32 [B, Hk, N].
+    """What a layer evicts by: scores fp32 [B, Hk, N] of exact tokens.
 
-    heavy: heavy hitters that the layer keeps from now on (None: as before). counts: int64 [B, Hk],
-    the tokens that each head wins where heads of all layers compete (None: its own scores decide).
+    queries: those that an eviction needs: see `ScoreEvictor.needed`. heavy: heavy hitters that the
+    layer keeps from now on (None: as before). counts: int64 [B, Hk], the tokens that each head wins
+    where heads of all layers compete (None: its own scores decide). new: the keys and values of the
+    tokens, if they are not stored yet (None: they are).
     """
 
+    queries: Queries
     scores: Tensor
     heavy: int | None = None
     counts: Tensor | None = None
+    new: KV | None = None
 
 
 class ScoreEvictor(Evictor):
-    """Drops the tokens of a layer with the lowest running scores, down to its budget.
+    """Drops the tokens of a layer with the lowest scores, down to its budget.
 
     layer: number of the layer among those of the cache, which seeds noise. budget_place: among the
     layers that divide a budget. rope: rotates keys again where the recipe renumbers positions.
@@ -53,10 +59,13 @@ class ScoreEvictor(Evictor):
     of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
     repetition or for other layers, and the scores that they gave (None: none). protected: bool
     [B, 1, N], the tokens of a first prompt that the recipe marks, until they are scored.
+    sinks_store: the first tokens; None: they are in the segment, and their score is infinity.
     """
 
     counters = (*Evictor.counters, "heavy", "recent", "prompt_tokens")
     children: ClassVar[tuple[str, ...]] = ("scores", "scorer", "repetition", "ragged")
+    scores: RunningScores | None = None
+    sinks_store: Sinks | None = None
     heavy: int | None
 
     def __init__(
@@ -71,12 +80,9 @@ class ScoreEvictor(Evictor):
         super().__init__(recipe)
         keep = self.keep
         self.budget_place, self.rope, self.sinks = budget_place, rope, recipe.protect.sinks
-        self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
-        self.needs_positions = recipe.store.pre_rope
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.query_heads, self.sinks, seed, head, rotation)
-        self.scores = RunningScores(keep.scorer, self.sinks > 0, recipe.protect.marks)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
         self.waiting: Queries | None = None
@@ -136,19 +142,6 @@ class ScoreEvictor(Evictor):
 
     # --- its scores -------------------------------------------------------------------------------
 
-    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
-        """Return the scores fp32 [B, Hk, N] of a segment's exact tokens for a step's queries.
-
-        Those of a repetition are of the prompt alone, as far as its tokens still exist.
-        """
-        keys, values = segment.exact_keys(), segment.exact_values()
-        index = segment.step_index(keys.device)
-        keys = self._step_keys(keys, index, seen - 1)
-        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, keys.shape[2])
-        visible = segment.mask(queries.visible)
-        step = self.scorer.step(queries, keys, values, visible, index, seen, bias)
-        return self.scorer.score(step)
-
     def note_protected(self, queries: Queries, tokens: int) -> None:
         """Note which tokens of a first prompt of `tokens` tokens the recipe marks."""
         protect, visible = self.recipe.protect, queries.visible
@@ -185,8 +178,6 @@ class ScoreEvictor(Evictor):
         assert self.heavy is not None
         return self.ragged.ranked(vote, self.heavy, self.recent, self.waiting.visible)
 
-    # --- eviction ---------------------------------------------------------------------------------
-
     def needed(self, queries: Queries) -> Queries:
         """Return the queries that an eviction still needs, of a step or a block that was scored.
 
@@ -199,56 +190,74 @@ class ScoreEvictor(Evictor):
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)
 
-    def keep_prompt(
-        self, segment: Segment, queries: Queries, k: Tensor, v: Tensor, trace: Trace | None
-    ) -> tuple[Tensor, Tensor]:
-        """Score a prompt k, v [B, Hk, T, D], not stored yet; return the keys and values to keep."""
-        t = k.shape[2]
-        index = torch.arange(t, device=k.device).expand(1, 1, -1)
-        bias = None if queries.alibi is None else segment.bias(queries.alibi, 0, t)
-        scores = self.scorer.score(self.scorer.step(queries, k, v, queries.visible, index, t, bias))
-        decision = Decision(self.marked(scores))
-        return self._evict(segment, k, v, decision, self.needed(queries), trace) or (k, v)
 
-    def evict_from_segment(
-        self, segment: Segment, decision: Decision, queries: Queries, trace: Trace | None
-    ) -> None:
-        """Add a step's scores and evict from a segment down to the budget."""
-        if decision.heavy is not None:
-            self.heavy = decision.heavy
-        k, v = segment.exact_keys(), segment.exact_values()
-        kept = self._evict(segment, k, v, decision, queries, trace)
-        if kept is not None:
-            segment.replace(*kept)
+class RunningEvictor(ScoreEvictor):
+    """An evictor that adds up the scores of all steps: see `RunningScores`."""
 
-    def _evict(
-        self,
-        segment: Segment,
-        k: Tensor,
-        v: Tensor,
-        decision: Decision,
-        queries: Queries,
-        trace: Trace | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return those of the exact tokens k, v [B, Hk, N, D] that stay; None: all of them.
+    scores: RunningScores
 
-        segment: has these tokens, or will have those that stay. queries: as `needed` returned them.
+    def __init__(self, recipe: Recipe, *args: Any) -> None:
+        super().__init__(recipe, *args)
+        self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
+        self.needs_positions = recipe.store.pre_rope
+        self.scores = RunningScores(self.keep.scorer, self.sinks > 0, recipe.protect.marks)
+
+    def score(
+        self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
+    ) -> Decision | None:
+        """Score a segment's tokens, or `new` ones: all that the layer has seen, and all exact.
+
+        new: keys and values of a prompt that the layer does not store before it evicts from it.
+        regions: those that the step attended to. None: the decision waits for a repetition.
         """
-        n, visible = k.shape[2], segment.mask(queries.visible, hi=k.shape[2])
-        self.scores.add(decision.scores, self._new_sinks(segment, decision.scores, queries.visible))
+        assert isinstance(storage, Segment)
+        k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+        n = k.shape[2]
+        index, visible = storage.logical(0, n, k.device), storage.mask(queries.visible, hi=n)
+        bias = None if queries.alibi is None else storage.bias(queries.alibi, 0, n)
+        seen = storage.first + n
+        if new is None:
+            k = self._step_keys(k, index, seen - 1)
+        scores = self.scorer.score(self.scorer.step(queries, k, v, visible, index, seen, bias))
+        return Decision(self.needed(queries), scores, new=new)
+
+    def evict(
+        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+    ) -> Storage:
+        """Add a step's scores, evict down to the budget, and pack what is due.
+
+        drafting: a crop may follow. Returns where tokens are stored from now on.
+        """
+        assert isinstance(storage, Segment)
+        queries, scores, heavy, counts, new = decision
+        self.heavy = self.heavy if heavy is None else heavy
+        k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+        n = k.shape[2]
+        self.scores.add(scores, self._new_sinks(storage, scores, queries.visible))
         if trace is not None:
             scores = self.scores.scores.clone()
-            index = segment.logical(0, scores.shape[-1], scores.device)
+            index = storage.logical(0, scores.shape[-1], scores.device)
             trace.scored = index.expand_as(scores), scores
-        slots, choice = self.choose(n, visible, decision.counts)
-        if slots is None:
-            return None
-        v = self._fitted(segment, k, v, slots, choice, queries)
-        indexed = self._needs_index(queries, trace)
-        if self.ragged is not None and choice is not None and choice.contested is not None:
-            self.ragged.add(k, v, choice.contested, choice.counts, 0, queries.visible, indexed)
-        segment.note_kept(slots, n, indexed)
-        return self._kept_keys(gather(k, slots), slots, n), gather(v, slots)
+        slots, choice = self.choose(n, storage.mask(queries.visible, hi=n), counts)
+        if slots is not None:
+            v = self._fitted(storage, k, v, slots, choice, queries)
+            indexed = self._needs_index(queries, trace)
+            if self.ragged is not None and choice is not None and choice.contested is not None:
+                self.ragged.add(k, v, choice.contested, choice.counts, 0, queries.visible, indexed)
+            storage.note_kept(slots, n, indexed)
+            k, v = self._kept_keys(gather(k, slots), slots, n), gather(v, slots)
+        if new is not None:
+            storage.extend(k, v, 0, queries.visible, prompt=True)
+            return self.next_storage(storage, queries.visible, drafting)
+        if slots is not None:
+            storage.replace(k, v)
+        next_storage = self.next_storage(storage, queries.visible, drafting)
+        if next_storage is storage:
+            once = self.phase is Phase.DONE
+            storage.pack(queries.visible, prompt=once)
+            if once:
+                storage.trim()
+        return next_storage
 
     def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return where tokens are stored after an eviction.
@@ -351,7 +360,7 @@ class ScoreEvictor(Evictor):
         return first.expand(*shape, -1).gather(2, index.expand(*shape, -1))
 
 
-class PromptEvictor(ScoreEvictor):
+class PromptEvictor(RunningEvictor):
     """Evicts once, after the first prompt, and keeps all later tokens.
 
     Its heads may keep different numbers of tokens (`ragged`), and the model may repeat the prompt
@@ -364,11 +373,17 @@ class PromptEvictor(ScoreEvictor):
             self.repetition = RepetitionScores(self.keep, self.sinks, self.scorer)
         self.ragged = None if self.keep.budget.head_share is None else RaggedTokens(recipe)
 
-    def score_segment(self, segment: Segment, queries: Queries, seen: int) -> Tensor:
-        """Return the scores of a repetition, or those that `queries` give: see the base class."""
+    def score(
+        self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
+    ) -> Decision | None:
+        """Return the scores of a repetition, once it has run, or those that `queries` give."""
         if self.repetition is None:
-            return super().score_segment(segment, queries, seen)
-        return self.repetition.take(len(segment))
+            return super().score(storage, queries, new)
+        queries = self.needed(queries)
+        if self.repetition.scores is None:
+            self.wait(Phase.REPEATING, queries)
+            return None
+        return Decision(queries, self.repetition.take(len(storage)))
 
     def next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
         """Return the segment, where tokens stay from now on; evict no more."""
@@ -386,7 +401,7 @@ class PromptEvictor(ScoreEvictor):
         return masked or self.needs_positions or trace is not None
 
 
-class LimitEvictor(ScoreEvictor):
+class LimitEvictor(RunningEvictor):
     """Scores every step, and evicts down to the budget whenever there are more tokens than a limit.
 
     Where the recipe renumbers positions, stored keys keep theirs, and every step rotates them.
@@ -430,25 +445,34 @@ class StepEvictor(LimitEvictor):
         self.scores.clear()
         return slots
 
-    def score_slots(self, slots: SlotStorage, queries: Queries, region: Region) -> Tensor:
-        """Return the scores fp32 [B, Hk, C] of all slots, which the step's query read."""
-        keys, values = region.keys.tail, region.values.tail
-        step = self.scorer.step(
-            queries, keys, values, region.visible, slots.logical_index, slots.seen, region.bias
-        )
-        return self.scorer.score(step)
+    def score(
+        self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
+    ) -> Decision | None:
+        """Score the tokens of a segment, or all slots, which the step's query read."""
+        if not isinstance(storage, SlotStorage):
+            return super().score(storage, queries, new)
+        region, index = regions[0], storage.logical_index
+        k, v = region.keys.tail, region.values.tail
+        step = self.scorer.step(queries, k, v, region.visible, index, storage.seen, region.bias)
+        return Decision(self.needed(queries), self.scorer.score(step))
 
-    def evict_from_slots(
-        self, slots: SlotStorage, scores: Tensor, visible: Tensor | None, trace: Trace | None
-    ) -> None:
-        """Add a step's scores [B, Hk, C] and free the slot of the token that is evicted."""
-        total = self.scores.with_step(slots.scores, scores)
+    def evict(
+        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+    ) -> Storage:
+        """Evict from a segment, or free the slot of the token that is evicted."""
+        if not isinstance(storage, SlotStorage):
+            return super().evict(storage, decision, trace, drafting)
+        total = self.scores.with_step(storage.scores, decision.scores)
         if trace is not None:
-            trace.scored = slots.logical_index.long(), total
-        slots.evict(total, slots.mask(visible), slots.seen - self.recent)
+            trace.scored = storage.logical_index.long(), total
+        visible = storage.mask(decision.queries.visible)
+        storage.evict(total, visible, storage.seen - self.recent)
+        return storage
 
-    def in_segment(self, slots: SlotStorage) -> Segment:
+    def in_segment(self, storage: Storage) -> Storage:
         """Return the tokens of slots as a segment, oldest first."""
-        keys, values, scores, index = slots.in_order()
+        if not isinstance(storage, SlotStorage):
+            return storage
+        keys, values, scores, index = storage.in_order()
         self.scores.put(scores)
-        return Segment.kept_of(keys, values, index, slots.seen)
+        return Segment.kept_of(keys, values, index, storage.seen)

@@ -134,6 +134,10 @@ class Queries(NamedTuple):
         return {name: None if x is None else fn(x) for name, x in self.by_query.items()}
 
 
+KV = tuple[Tensor, Tensor]
+"""New keys and values [B, Hk, T, D] that are not stored yet."""
+
+
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import probe
 from backends import by_reference
 from kvloom.cache.layer import LayerCache
+from kvloom.errors import RecipeError
 from kvloom.recall import Recall, Tier
+from kvloom.recall.partial_keys import TopKFinder
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
@@ -356,6 +358,13 @@ def test_fewer_tokens_than_clusters(size, n):
     assert probe.indexed(cache) == (0 if n - 2 + later < size else max(n - 2, size))
     left_out = max(0, probe.indexed(cache) - 4)
     assert probe.read(cache) == n + later - left_out
+
+
+@by_reference
+def test_an_index_that_does_not_count_its_keys_is_refused(monkeypatch):
+    monkeypatch.setattr(TopKFinder, "extend", lambda self, keys, nonpadding: None)
+    with pytest.raises(RecipeError, match="index 'topk' was given 111 keys and counted 0; add"):
+        feed(fresh(RECIPES["topk"]), *heads(0, PROMPT))
 
 
 def test_a_cache_reads_what_a_trace_says():

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..errors import RecipeError
 from ..kernels.attend.regions import Region, Slots
 from ..positions.alibi import Alibi
 from ..recall import Finder, OffloadStore, SideStream
@@ -113,13 +114,19 @@ class Retriever(Stateful):
             self.restore(segment)
             self.finder = self._emptied()
         while due := self.recall.index.due(self.finder.tokens, ready - self.finder.tokens):
-            lo = pinned + self.finder.tokens
+            indexed = self.finder.tokens
+            lo = pinned + indexed
             keys = self._keys(segment, lo, lo + due)
             nonpadding = segment.mask(visible, lo, lo + due)
             if nonpadding is None:
                 nonpadding = keys.new_ones(keys.shape[0], 1, due, dtype=torch.bool)
             nonpadding = nonpadding[:, :1]  # padding is the same in all heads
             self.side_stream.run(partial(self.finder.extend, keys, nonpadding), keys, nonpadding)
+            if self.finder.tokens != indexed + due:
+                raise RecipeError(
+                    f"index {self.recall.index.kind!r} was given {due} keys and counted "
+                    f"{self.finder.tokens - indexed}; add their number to `tokens` in `extend`"
+                )
         if self.store is not None and self.finder.tokens:
             self.side_stream.wait()
             n = pinned + self.finder.tokens - segment.offloaded

@@ -93,7 +93,7 @@ class Finder(Stateful):
         """Take over what `old` has learned; index nothing."""
 
     def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
-        """Index the next keys by age.
+        """Index the next keys by age, and add their number to `tokens`.
 
         Args:
             keys: [B, Hk, T, D], exact.

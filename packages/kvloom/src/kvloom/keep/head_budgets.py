@@ -1,6 +1,6 @@
 """How heads that compete for tokens divide a budget (AdaKV, arXiv:2407.11550, section 3).
 
-Every head is certain of a share of its uniform budget, `head_share`, for its best tokens. All
+Each head is guaranteed the share `head_share` of its uniform budget, for its best tokens. All
 other tokens go to the heads with the highest scores. Decides numbers and slots, not scores.
 """
 
@@ -15,27 +15,27 @@ from .select import PROTECTED
 
 
 def shares(heavy: int, evicted: int, head_share: float, heads: int, unit: int) -> tuple[int, int]:
-    """Return the tokens of which every head is certain, and those that `heads` heads compete for.
+    """Return the tokens that each head keeps in any case, and those that `heads` heads compete for.
 
     heavy, evicted: tokens of a head that a uniform budget keeps by score, and that it drops. A head
-    is certain of at least the share `head_share` of `heavy`. The contested tokens, those of all
+    is guaranteed at least the share `head_share` of `heavy`. The contested tokens, those of all
     heads together, are whole units, and no more than the heads can win. Rounding leaves less than
     one token a head unused.
     """
-    most = math.floor(round(heavy * (1 - head_share), 6))
-    units = min(heads * most // unit, heads * ((most + evicted) // unit))
+    contested = math.floor(round(heavy * (1 - head_share), 6))
+    units = min(heads * contested // unit, heads * ((contested + evicted) // unit))
     while units > heads * ((-(-units * unit // heads) + evicted) // unit):
-        units -= 1  # rounding makes heads certain of more, and fewer tokens are left to win
+        units -= 1  # rounding guarantees heads more tokens, and fewer are left to win
     return heavy - -(-units * unit // heads), units * unit
 
 
 def whole_shares(granted: int, head_share: float, heads: int, unit: int) -> tuple[int, int]:
-    """Return such shares of `granted` tokens of all heads together, both in whole units.
+    """Divide `granted` tokens of all heads into guaranteed and contested tokens, in whole units.
 
-    granted: whole units. The first share is of each head, the second of all of them.
+    granted: whole units. The guaranteed tokens are of each head, the contested ones of all heads.
     """
-    certain = int(granted * head_share) // (heads * unit) * unit
-    return certain, granted - heads * certain
+    guaranteed = int(granted * head_share) // (heads * unit) * unit
+    return guaranteed, granted - heads * guaranteed
 
 
 def granted(wanted: float, heads: int, tokens: int, unit: int) -> int:
@@ -49,7 +49,7 @@ def granted(wanted: float, heads: int, tokens: int, unit: int) -> int:
 def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
     """Return the tokens of each head, int64 [B, H]: multiples of `unit` that sum to B * `tokens`.
 
-    ranked: fp32 [B, H, N], the scores of each head's tokens beside the certain ones, descending.
+    ranked: fp32 [B, H, N], the scores of each head's tokens beside the guaranteed ones, descending.
     A head's tokens are cut into units in this order, and the median score of a unit decides; for
     unit=1 this is AdaKV's rule. Units with tokens that stay whatever their score come first. H * (N
     // unit) units exist, at least `tokens` // unit.
@@ -62,14 +62,14 @@ def divide(ranked: Tensor, tokens: int, unit: int) -> Tensor:
     return unit * won.scatter_add_(1, best // max(1, units), torch.ones_like(best))
 
 
-def select(scores: Tensor, certain: int, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each head's `certain` best tokens, and which tokens are the next best `counts`.
+def select(scores: Tensor, guaranteed: int, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each head's `guaranteed` best tokens, and which tokens are the next best `counts`.
 
-    scores: fp32 [B, Hk, N]; counts: int64 [B, Hk]. Returns slots int64 [B, Hk, certain], ascending,
-    and bool [B, Hk, N].
+    scores: fp32 [B, Hk, N]; counts: int64 [B, Hk]. Returns slots int64 [B, Hk, guaranteed],
+    ascending, and bool [B, Hk, N].
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = torch.arange(scores.shape[-1], device=scores.device)
-    taken = (rank >= certain) & (rank < certain + counts[..., None])
-    more = torch.zeros_like(taken).scatter_(2, order, taken)
-    return order[..., :certain].sort(dim=-1).values, more
+    taken = (rank >= guaranteed) & (rank < guaranteed + counts[..., None])
+    next_best = torch.zeros_like(taken).scatter_(2, order, taken)
+    return order[..., :guaranteed].sort(dim=-1).values, next_best

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import probe
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.kernels.quantize.byte_layout import unpack_codes
@@ -134,33 +134,37 @@ def build(recipe: Recipe, q, k, v, sizes=None, visible=None, name="this layer") 
     return cache
 
 
-def state(cache: LayerCache) -> dict[str, Tensor | int]:
-    """All that a cache holds, by name; empty tensors left out.
+def state(cache: LayerCache, *without: str) -> dict[str, Any]:
+    """All that a cache holds, by name; without: the beginnings of names that are left out.
 
-    Codes are unpacked: bits of a last byte that hold no token are arbitrary.
+    Left out are empty tensors, what no token is in, and what a caller has set or only measures.
     """
-    held: dict[str, Tensor | int] = {"seen": cache.seen, "first": probe.tokens(cache).first}
-    buffers = live_tensors(probe.tokens(cache))
-    for name, side in (("keys", probe.keys(cache)), ("values", probe.values(cache))):
-        if side.packed_count:
-            codes, bits = buffers[f"{name}.codes"], side.packed.fmt.bits
-            held[f"{name}.rows"] = codes.shape[2]
-            buffers[f"{name}.codes"] = unpack_codes(codes, bits, side.packed_count)
-    sinks = probe.sinks(cache)
-    if sinks is not None and sinks.keys is not None:
-        buffers |= {f"sinks.{n}": getattr(sinks, n) for n in ("keys", "values", "start")}
-    return held | buffers
+    held = dict(_leaves(cache.state()))
+    for name in [name for name in held if name.endswith(".packed.codes")]:
+        path, side = name.removesuffix(".codes"), name.split(".")[-3]
+        bits = getattr(cache.recipe.store, side).bits  # those of a last byte may be of no token
+        held[f"{path}.rows"] = held[name].shape[2]
+        held[name] = unpack_codes(held[name], bits, held[f"{path}.count"])
+    if (free := held.get("storage.free")) is not None:
+        for name in ("keys", "values", "scores", "logical_index"):
+            x = held[f"storage.{name}"]
+            slot = free.view(*free.shape, *(1,) * (x.dim() - 3)).expand(*free.shape, *x.shape[3:])
+            held[f"storage.{name}"] = x.scatter(2, slot, 0)
+    left_out = ("read", "recording", "observed", *without)
+    return {name: x for name, x in held.items() if not name.startswith(left_out)}
 
 
-def live_tensors(body: Segment) -> dict[str, Tensor]:
-    """The tensors of a segment, without spare room."""
-    found = {}
-    for name, side in (("keys", body.keys), ("values", body.values)):
-        if len(side.tail):
-            found[f"{name}.tail"] = side.tail.view()
-        if side.packed_count:
-            found |= {f"{name}.{part}": x for part, x in side.packed.live._asdict().items()}
-    return found
+def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and numbers of a saved state, by name, without spare room."""
+    if isinstance(tree, dict):
+        parts = {"": tree["live"]} if tree.keys() == {"live", "start", "room"} else tree
+        for key, part in parts.items():
+            yield from _leaves(part, f"{name}.{key}".strip("."))
+    elif isinstance(tree, list | tuple):
+        for i, part in enumerate(tree):
+            yield from _leaves(part, f"{name}.{i}")
+    elif tree is not None and not (isinstance(tree, Tensor) and tree.numel() == 0):
+        yield name, tree
 
 
 def allocated(body: Segment) -> Iterator[tuple[Tensor, int]]:
@@ -175,24 +179,10 @@ def allocated(body: Segment) -> Iterator[tuple[Tensor, int]]:
 
 def assert_same_state(a, b) -> None:
     """Both states hold the same things, bit by bit."""
-    assert a.keys() == b.keys()
+    assert a.keys() == b.keys(), f"one has {a.keys() ^ b.keys()}"
     for name in a:
         same = torch.equal(a[name], b[name]) if isinstance(a[name], Tensor) else a[name] == b[name]
         assert same, f"{name} differs: {a[name]} != {b[name]}"
-
-
-def assert_follows_beams(fresh: Callable[[], LayerCache], prompt: int) -> None:
-    """A cache whose rows are beams that move is as one that was built from where they came."""
-    beams = torch.tensor([2, 0, 0])
-    qkv, more, new = (draw(i, n, batch=3, hq=4, hk=2) for i, n in enumerate((prompt, 30, 30)))
-    moved, built = fresh(), fresh()
-    feed(moved, *qkv)
-    feed(moved, *more, [1] * 30)
-    moved.map(lambda x: x.index_select(0, beams))
-    feed(built, *(x[beams] for x in qkv))
-    feed(built, *(x[beams] for x in more), [1] * 30)
-    outputs = [feed(cache, *new, [1] * 30) for cache in (moved, built)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
 
 
 def rows(held, index: list[int]):

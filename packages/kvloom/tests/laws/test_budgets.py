@@ -9,30 +9,20 @@ from hypothesis import strategies as st
 
 import probe
 from backends import by_reference
+from families import BY_AGE
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
-from kvloom.keep import Budget, Keep
-from kvloom.recipe import Protect, Recipe
+from kvloom.recipe import Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from sampling import slow_except
-from steps import RECIPES, D, allocated, build, core_recipes, draw, feed
+from steps import D, allocated, build, core_recipes, draw, feed
 
-BUDGETS = {
-    "window": resolve("window:tokens=20"),
-    "streaming": resolve("streaming:tokens=24,sinks=4"),
-    "least": resolve("streaming:tokens=3,sinks=2"),
-    "half": Recipe(keep=Keep(Budget(fraction=0.5))),
-    "tenth": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(sinks=4)),
-    "recent": Recipe(keep=Keep(Budget(tokens=30)), protect=Protect(sinks=2, exact_recent=10)),
-    "tenth, recent": Recipe(keep=Keep(Budget(fraction=0.1)), protect=Protect(exact_recent=8)),
-}
 every_budget = pytest.mark.parametrize(
-    "recipe", slow_except(BUDGETS, "streaming", "least", "half", "tenth, recent")
+    "recipe", slow_except(BY_AGE, "streaming", "least", "half", "tenth, recent")
 )
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 90)), min_size=1, max_size=8)
 seeds = st.integers(0, 999)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def held(cache: LayerCache) -> int:
@@ -90,16 +80,6 @@ def survivors(cache: LayerCache, recipe: Recipe, k, v) -> None:
 def test_protected_tokens_survive_bit_by_bit(recipe, sizes, dtype, seed):
     q, k, v = (x.to(dtype) for x in draw(seed, sum(sizes)))
     survivors(build(recipe, q, k, v, sizes), recipe, k, v)
-
-
-@by_reference
-@pytest.mark.parametrize("recipe", (RECIPES | BUDGETS).values(), ids=RECIPES | BUDGETS)
-@given(st.sampled_from(DTYPES), st.integers(1, 300), st.integers(1, 3), st.integers(1, 2))
-def test_predicted_bytes_are_the_bytes_held_after_a_prompt(recipe, dtype, n, batch, hk):
-    q, k, v = (x.to(dtype) for x in draw(0, n, batch, 2, hk))
-    cache = build(recipe, q, k, v)
-    assert cache.nbytes == recipe.nbytes(n, Geometry(1, 2, hk, D, dtype), batch)
-    assert 5 * cache.nbytes == recipe.nbytes(n, Geometry(5, 2, hk, D, dtype), batch)
 
 
 @pytest.mark.parametrize("name", ["kivi", "rtn", "full"])

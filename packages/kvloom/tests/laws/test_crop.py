@@ -145,7 +145,7 @@ def test_a_draft_attends_as_without_speculation(recipe, prompt, drafts, pad, cer
     expected = feed(alone, *qkv, [prompt] + [1] * (n - prompt), visible)
     if certain:  # generate() passes the prompt and the first draft in one step
         probe.record(drafted, True)
-        drafted.certain = prompt
+        drafted.accepted_tokens = prompt
         sizes = [prompt + drafts[0], *drafts[1:]]
         got = feed(drafted, *qkv, sizes, visible)
     else:

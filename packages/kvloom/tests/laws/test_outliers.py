@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
 from kvloom.keep import Budget, Keep, Mass, Observation, Outliers, Step
 from kvloom.recipe import Protect, Recipe
-from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom.store import Packed, Store
 from steps import SCALE, SOME, SOME_TOKENS, D, draw, feed, unpacked
@@ -145,15 +142,6 @@ def test_padding_is_never_marked_nor_seen(pads, seed):
             assert torch.equal(marked(batch)[row] - pad, marked(alone)[0])
             single = feed(alone, *(x[row : row + 1] for x in new), SOME)
             torch.testing.assert_close(together[row : row + 1], single, rtol=0, atol=3e-6)
-
-
-@every_store
-def test_predicted_bytes_are_measured_bytes(store, recent):
-    for tokens, marks in itertools.product((3, 40, 101), (1, 64)):
-        cache = cached(store, recent, marks, sinks=2)
-        feed(cache, *draw(0, tokens, batch=3, hq=4, hk=2))
-        predicted = cache.recipe.nbytes(tokens, Geometry(1, 4, 2, D, torch.float32), 3)
-        assert cache.nbytes == predicted, f"{tokens} tokens, {marks} marked"
 
 
 def test_reset_asks_the_rule_again():

@@ -12,34 +12,19 @@ import torch
 
 import naive
 import probe
+from families import STORES, ragged
 from kvloom.cache.build import build_layers, coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse
-from kvloom.keep import Budget, Keep, KeyNorm
-from kvloom.recipe import LayerOverride, Protect, Recipe
+from kvloom.recipe import LayerOverride, Recipe
 from kvloom.recipe.geometry import Geometry
-from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerFacts
 from steps import SCALE, D, assert_same_state, draw, feed, padded, state
 
 PROMPT, LAYERS = 150, 3
 HQ, HK = 4, 2
 STEPS = [1, 1, 12, 1]
-STORES = {
-    "exact": ("full", 1),
-    "balanced": ("balanced:group=16,residual=16", 16),
-    "kivi": ("kivi:group=32,residual=32", 32),
-}
 stores = pytest.mark.parametrize("store", STORES)
-
-
-def recipe(store="exact", heads=0.2, layers="uniform", tokens=80, recent=7, sinks=4) -> Recipe:
-    """A recipe whose scores are lengths of keys, which a test can compute as well."""
-    stored = resolve(STORES[store][0])
-    keep = Keep(
-        Budget(tokens, recent=recent, layers=layers, head_share=heads), KeyNorm(), when="prompt"
-    )
-    return Recipe(keep, stored.store, protect=Protect(sinks, stored.protect.exact_recent))
 
 
 def prompts(batch=2):
@@ -107,7 +92,7 @@ def held(cache: LayerCache, row: int) -> list[list[int]]:
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("heads", [0.0, 0.2, 0.5])
 def test_heads_keep_the_tokens_of_a_naive_rule(store, layers, heads):
-    one, qkv = recipe(store, heads, layers), prompts()
+    one, qkv = ragged(store, heads, layers), prompts()
     caches = filled(one, qkv)
     lengths = set()
     for row in range(2):
@@ -121,8 +106,8 @@ def test_heads_keep_the_tokens_of_a_naive_rule(store, layers, heads):
 
 def test_tokens_move_between_layers_of_equal_store_alone():
     """Layers 0 and 2 compete as they do without layer 1, and so do the heads of layer 1."""
-    one, qkv = recipe("kivi", layers="joint"), prompts()
-    other = recipe("balanced", layers="joint")
+    one, qkv = ragged("kivi", layers="joint"), prompts()
+    other = ragged("balanced", layers="joint")
     mixed = replace(one, layers=(LayerOverride(1, store=other.store, protect=other.protect),))
     numbers = range(LAYERS)
     caches = build_layers(mixed, numbers, [LayerFacts() for _ in numbers])
@@ -148,7 +133,7 @@ def test_tokens_move_between_layers_of_equal_store_alone():
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("options", [{}, {"heads": 0.0, "recent": 0, "sinks": 0}])
 def test_a_step_is_masked_attention_in_float64(layers, options):
-    one, qkv = recipe(layers=layers, **options), prompts()
+    one, qkv = ragged(layers=layers, **options), prompts()
     for cache, (q, k, v) in zip(filled(one, qkv), qkv, strict=True):
         see = np.zeros((2, HK, PROMPT), dtype=bool)
         for row in range(2):
@@ -169,7 +154,7 @@ def test_a_step_is_masked_attention_in_float64(layers, options):
 @pytest.mark.parametrize("store", ["balanced", "kivi"])
 def test_packed_tokens_are_those_of_each_head_alone(store):
     """A head's tokens are packed as a cache of this head alone would pack them."""
-    one, qkv = recipe(store, layers="joint"), prompts()
+    one, qkv = ragged(store, layers="joint"), prompts()
     for cache, (_, k, v) in zip(filled(one, qkv), qkv, strict=True):
         index = probe.ragged(cache).logical()
         for name, x in (("keys", k), ("values", v)):
@@ -187,26 +172,11 @@ def test_packed_tokens_are_those_of_each_head_alone(store):
 
 
 @stores
-@pytest.mark.parametrize("layers", ["uniform", "joint"])
-def test_predicted_bytes_are_measured_bytes(store, layers):
-    geometry = Geometry(LAYERS, HQ, HK, D, torch.float32)
-    for tokens in (60, 80, 149, 200):
-        one, qkv = recipe(store, layers=layers, tokens=tokens), prompts()
-        caches = filled(one, qkv, trace=False)
-        predicted = one.nbytes(PROMPT, geometry, batch=2)
-        assert sum(cache.nbytes for cache in caches) == predicted, f"{tokens} tokens"
-        uniform = replace(one, keep=replace(one.keep, budget=Budget(tokens, recent=7)))
-        spans = 16 * HK * 2 * sum(probe.ragged(cache).spans is not None for cache in caches)
-        if store == "exact":
-            assert predicted == uniform.nbytes(PROMPT, geometry, batch=2) + spans
-
-
-@stores
 def test_a_share_of_one_is_the_uniform_budget(store):
-    one, qkv = recipe(store, heads=1.0), prompts()
+    one, qkv = ragged(store, heads=1.0), prompts()
     uniform = replace(one, keep=replace(one.keep, budget=replace(one.keep.budget, head_share=None)))
     for a, b, (q, k, v) in zip(filled(one, qkv), filled(uniform, qkv), qkv, strict=True):
-        assert_same_state(state(a), state(b))
+        assert_same_state(state(a, "evictor.ragged"), state(b))
         assert a.nbytes == b.nbytes
         new = [x[:, :, PROMPT:] for x in (q, k, v)]
         assert torch.equal(feed(a, *new, STEPS), feed(b, *new, STEPS))
@@ -215,7 +185,7 @@ def test_a_share_of_one_is_the_uniform_budget(store):
 @pytest.mark.parametrize("layers", ["uniform", "joint"])
 @pytest.mark.parametrize("pads", [[0, 40], [110, 3]])
 def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
-    one, qkv = recipe(layers=layers), prompts()
+    one, qkv = ragged(layers=layers), prompts()
     visible = padded(pads, PROMPT + sum(STEPS))
     caches = filled(one, qkv, visible)
     for row, pad in enumerate(pads):
@@ -233,26 +203,9 @@ def test_a_padded_row_keeps_what_it_keeps_alone(layers, pads):
             torch.testing.assert_close(together, its, rtol=0, atol=2e-6)
 
 
-@pytest.mark.sample
-@stores
-@pytest.mark.parametrize("layers", ["uniform", "joint"])
-@pytest.mark.parametrize("rows", [[1, 0, 0], [1], [0, 1, 1, 1]])
-def test_rows_move_with_their_tokens(store, layers, rows):
-    one, qkv = recipe(store, layers=layers), prompts()
-    moved = filled(one, qkv)
-    built = filled(one, [tuple(x[rows] for x in each) for each in qkv])
-    for cache, other, each in zip(moved, built, qkv, strict=True):
-        cache.map(lambda x: x[torch.tensor(rows)])
-        assert cache.nbytes == other.nbytes
-        assert torch.equal(cache.logical(), other.logical())
-        new = [x[rows][:, :, PROMPT:] for x in each]
-        outputs = [feed(c, *new, STEPS) for c in (cache, other)]
-        torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-
-
 @stores
 def test_a_crop_removes_later_tokens_and_refuses_the_prompt(store):
-    one, qkv = recipe(store), prompts()
+    one, qkv = ragged(store), prompts()
     for cache, other, (q, k, v) in zip(filled(one, qkv), filled(one, qkv), qkv, strict=True):
         feed(cache, *(x[:, :, PROMPT : PROMPT + 3] for x in (q, k, v)), [1] * 3)
         held_bytes = probe.ragged(cache).nbytes
@@ -270,7 +223,7 @@ def test_a_crop_removes_later_tokens_and_refuses_the_prompt(store):
 
 def test_a_failed_step_leaves_the_prompt_whole(monkeypatch):
     """An error while the last layer evicts undoes its step and removes its tokens."""
-    one, qkv = recipe(), prompts()
+    one, qkv = ragged(), prompts()
     cache = LayerCache(one)
     monkeypatch.setattr(probe.tokens(cache), "note_kept", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -9,43 +9,20 @@ import torch
 
 import probe
 from backends import by_reference
+from families import CLUSTERS, KEPT, RECALLED_AFTER_EVICTION, evicting
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
-from kvloom.keep import Budget, Keep, Mass, Observation
-from kvloom.recall import Clusters, Pages, Recall, Tier
-from kvloom.recipe import Protect, Recipe
-from kvloom.recipe.geometry import Geometry
+from kvloom.keep import Mass
+from kvloom.recipe import Recipe
 from kvloom.recipe.resolve import resolve
 from near import assert_near
 from sampling import slow_except
-from steps import assert_follows_beams, assert_same_state, draw, feed, padded, state
+from steps import assert_same_state, draw, feed, padded, state
 
-PROMPT, SINKS, KEPT = 120, 4, 64
+PROMPT, SINKS = 120, 4
 STEPS = [1] * 50
-CLUSTERS = Clusters(size=8, block=16, block_clusters=3)
-
-
-def evicting(scorer, index, tokens=30, store="full", recent=0, tier=None, **keep) -> Recipe:
-    budget = Budget(tokens=KEPT, recent=8, layers=keep.pop("layers", "uniform"))
-    return Recipe(
-        keep=Keep(budget, scorer, when="prompt", **keep),
-        store=resolve(store).store,
-        recall=Recall(index, tokens, full_layers=1, tier=tier),
-        protect=Protect(SINKS, recent),
-        name="recall after eviction",
-    )
-
-
-RECIPES = {
-    "h2o, clusters": evicting(Mass(), CLUSTERS),
-    "snapkv, pages, window": evicting(Observation(8), Pages(8), recent=5),
-    "h2o, packed clusters": evicting(Mass(), CLUSTERS, store="kivi:group=16,residual=16"),
-    "h2o, packed pages in a file": evicting(
-        Mass(), Pages(8), store="kivi:group=16,residual=16", tier=Tier("file")
-    ),
-    "snapkv, clusters on the host": evicting(Observation(8), CLUSTERS, tier=Tier()),
-}
+RECIPES = RECALLED_AFTER_EVICTION
 every = pytest.mark.parametrize(
     "recipe", slow_except(RECIPES, *(RECIPES.keys() - {"h2o, clusters"}))
 )
@@ -85,7 +62,7 @@ def test_nothing_that_stayed_is_lost(recipe):
     assert probe.read(cache) < probe.read(want) == KEPT + len(STEPS)
     assert probe.dropped(cache) == probe.dropped(want) == PROMPT - KEPT
     probe.retriever(cache).restore(probe.tokens(cache))
-    assert_same_state(state(cache), state(want))
+    assert_same_state(state(cache, "retriever"), state(want))
 
 
 @pytest.mark.sample
@@ -117,57 +94,6 @@ def test_a_step_reads_the_sinks_its_budget_and_what_is_not_indexed_yet(recipe, p
                 assert len(set(read[row, head].tolist())) == front + found
 
 
-@every
-def test_padding_a_row_is_leaving_it_shorter(recipe):
-    if isinstance(recipe.recall.index, Pages) or not recipe.store.exact:
-        recipe = replace(recipe, recall=replace(recipe.recall, tokens=1000))
-    if not recipe.store.exact:
-        recipe = replace(recipe, store=resolve("rtn:bits=8,group=16").store)  # by token
-        recipe = replace(recipe, recall=replace(recipe.recall, tier=None))
-    n, pads = PROMPT + len(STEPS), [0, 70]  # a row that drops tokens, and one with too few
-    qkv, visible = heads(3, n), padded(pads, n)
-    together = feed(fresh(recipe), *qkv, [PROMPT, *STEPS], visible)
-    for i, pad in enumerate(pads):
-        short = [x[i : i + 1, :, pad:] for x in qkv]
-        alone = feed(fresh(recipe), *short, [PROMPT - pad, *STEPS])
-        torch.testing.assert_close(together[i : i + 1, :, pad:], alone, rtol=0, atol=2e-6)
-
-
-@every
-def test_content_of_padding_is_irrelevant(recipe):
-    n = PROMPT + len(STEPS)
-    visible, qkv = padded([90, 7], n), heads(4, n)
-    real = visible[:, None, :, None]
-    litter = [torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in qkv]
-    outputs = [feed(fresh(recipe), *x, [PROMPT, *STEPS], visible) * real for x in (qkv, litter)]
-    assert torch.equal(*outputs)
-
-
-@every
-def test_the_index_follows_the_beams(recipe):
-    assert_follows_beams(lambda: fresh(recipe), PROMPT)
-
-
-@pytest.mark.sample
-@every
-@pytest.mark.parametrize("rejected", [0, 3, 5])
-def test_a_rejected_draft_leaves_no_trace(recipe, rejected):
-    qkv, kept = heads(5, PROMPT + 5), PROMPT + 5 - rejected
-    drafted, never = fresh(recipe), fresh(recipe)
-    for cache in (drafted, never):
-        feed(cache, *(x[:, :, :PROMPT] for x in qkv))
-    probe.record(drafted, True)
-    got = feed(drafted, *(x[:, :, PROMPT:] for x in qkv))
-    drafted.crop(rejected)
-    probe.record(drafted, False)
-    if kept > PROMPT:
-        want = feed(never, *(x[:, :, PROMPT:kept] for x in qkv), [1] * (kept - PROMPT))
-        torch.testing.assert_close(got[:, :, : kept - PROMPT], want, rtol=0, atol=2e-6)
-    new = heads(6, 30)
-    outputs = [feed(cache, *new, [1] * 30) for cache in (drafted, never)]
-    torch.testing.assert_close(*outputs, rtol=0, atol=2e-6)
-
-
 @pytest.mark.parametrize("name", ["h2o, clusters", "snapkv, clusters on the host"])
 def test_a_crop_goes_back_to_the_prompt_and_no_further(name):
     qkv, new = heads(7, PROMPT + len(STEPS)), heads(8, 30)
@@ -191,20 +117,6 @@ def test_a_keep_without_recall_refuses_the_same_crop():
         cache.crop(11)
     cache.crop(10)
     assert (cache.seen, probe.count(cache)) == (PROMPT, KEPT)
-
-
-@by_reference
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("tokens", [1, 3, 40, 120, 333])
-def test_predicted_bytes_are_measured_bytes(recipe, tokens):
-    q, k, v = heads(0, tokens)
-    caches = [fresh(recipe, rank) for rank in range(2)]
-    coordinate(caches)
-    for cache in caches:
-        feed(cache, q, k, v)
-    assert recipe.nbytes(tokens, Geometry(2, 4, 2, k.shape[-1], k.dtype), 2) == sum(
-        cache.nbytes for cache in caches
-    )
 
 
 @pytest.mark.parametrize("keep", [{"shared": True}, {"layers": "variance"}])

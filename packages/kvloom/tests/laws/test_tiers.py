@@ -17,7 +17,6 @@ from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
-from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from steps import draw, feed
 
@@ -158,17 +157,6 @@ def test_reordered_beams_copy_no_rows_of_a_tier(kind, index):
     assert (
         probe.tier(many[0]).nbytes <= probe.tier(many[1]).nbytes
     )  # rows outside the batch are released
-
-
-@pytest.mark.parametrize("kind", ["host", "file"])
-@pytest.mark.parametrize("n", [3, 50, 300])
-@pytest.mark.parametrize("index", ["clusters", PACKED])
-def test_predicted_bytes_are_measured_bytes(kind, n, index):
-    made = recipe(index, Tier(kind))
-    cache = layer(made)
-    _, k, _ = qkv = tokens(0, n)
-    feed(cache, *qkv)
-    assert cache.nbytes == made.nbytes(n, Geometry(1, HQ, HK, D, k.dtype), B)
 
 
 # --- files ---------------------------------------------------------------------------------------

@@ -269,8 +269,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/verification.py",
-        "min(step.tokens, max(0, self.certain - state.seen))",
-        "min(step.tokens, self.certain)",
+        "min(step.tokens, max(0, self.accepted_tokens - state.seen))",
+        "min(step.tokens, self.accepted_tokens)",
         "later drafts attend at once, and not as without speculation",
         "packages/kvloom/tests/laws/test_crop.py",
     ),

@@ -83,10 +83,10 @@ class CacheBytes:
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         recipe, layer_indices = recipe.for_model(model.geometry), model.geometry.layer_indices
         kinds: Counter[tuple[Recipe, int, int]] = Counter()
-        places = recipe.budget_places(layer_indices)
-        for layer_index, budget_place in zip(layer_indices, places, strict=True):
+        places = recipe.budget_groups(layer_indices)
+        for layer_index, budget_group in zip(layer_indices, places, strict=True):
             plain = recipe.for_layer(layer_index, layer_indices)
-            rank, count = budget_place if _unequal(plain) else (0, 1)
+            rank, count = budget_group if _unequal(plain) else (0, 1)
             kinds[plain, rank, count] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry = model.geometry

@@ -1,7 +1,7 @@
 """How a step attends to the regions of a layer.
 
-Decides what computes it: a kernel that reads tokens as they are stored, torch's fused attention for
-exact tokens alone, else each region by itself: by the kernel of its format, or by the reference.
+Chooses, in this order: a kernel that reads tokens as stored; torch's fused attention if all tokens
+are exact; else, per region, the format's kernel or the reference.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def attend_to(
             states += _by_format(q, region, scale, softcap)
         elif sole_region is None or _is_first_prompt(sole_region):
             states.append(ops.attend(q, [region], scale, softcap=softcap))
-        else:  # no kernel covers it, as was counted
+        else:  # no kernel covers this case; `operations_run` has counted the reason
             states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
     state = reference.merge(states)
     if sink_logits is not None:
@@ -142,8 +142,10 @@ def _unpacked(
         end = min(hi, begin + at_once)
         k, v = region.keys.tensor(begin, end), region.values.tensor(begin, end)
         visible, bias = _masks(region, begin, end)
-        own = region.own if end == region.keys.tokens else 0  # packed tokens are of the past
-        part = Region.exact(k, v, visible=visible, bias=bias, own=own)
+        step_tokens = (
+            region.own if end == region.keys.tokens else 0
+        )  # packed tokens are of the past
+        part = Region.exact(k, v, visible=visible, bias=bias, own=step_tokens)
         yield ops.attend(q, [part], scale, softcap=softcap)
 
 

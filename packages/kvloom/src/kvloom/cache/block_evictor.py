@@ -30,8 +30,8 @@ from .step import KV, Queries, Trace
 class DueBlock(NamedTuple):
     """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
 
-    used: the exact tokens, those of the block included, that score it. queries: theirs, which the
-    tokens of a former block have lost.
+    used: the exact tokens, those of the block included, that score it. queries: The number of these
+    tokens that still have queries. Tokens of an earlier block have none.
     """
 
     tokens: int
@@ -63,7 +63,7 @@ class BlockEvictor(ScoreEvictor):
 
     @property
     def irreversible(self) -> bool:
-        """Whether a block waits for the scores of other layers: `forget` takes back all else."""
+        """Whether `forget` cannot undo a step: a block waits for the scores of other layers."""
         return self.block is not None
 
     @property
@@ -74,11 +74,11 @@ class BlockEvictor(ScoreEvictor):
     # --- when a block is due ----------------------------------------------------------------------
 
     def due(self, segment: Segment) -> DueBlock | None:
-        """Return the block whose turn it is; None: there are too few exact tokens yet.
+        """Return the next block to evict from, or None if too few exact tokens have gathered.
 
-        The block and the recent tokens after it score it; all tokens do so in a first prompt,
-        whose budget includes the tokens that stay exact. What rounding to whole units leaves of a
-        block's budget is granted to the next block.
+        The queries of the block and of the recent tokens score it. In the first prompt, all queries
+        do, and the budget includes the tokens that stay exact. The next block gets the tokens that
+        rounding down leaves of this block's budget.
         """
         keep, unit, stored = self.keep, self.ragged.unit, len(segment)
         if stored <= self.recent:
@@ -161,8 +161,8 @@ class BlockEvictor(ScoreEvictor):
 
     def ranked(self, vote: Tensor) -> tuple[Tensor, int]:
         """Return the scores for which heads compete, and how many of these tokens they win."""
-        certain, contested = self._shares(vote.shape[1])
-        return vote.sort(dim=-1, descending=True).values[..., certain:], contested
+        guaranteed, contested = self._shares(vote.shape[1])
+        return vote.sort(dim=-1, descending=True).values[..., guaranteed:], contested
 
     def _shares(self, heads: int) -> tuple[int, int]:
         assert self.block is not None
@@ -174,12 +174,12 @@ class BlockEvictor(ScoreEvictor):
         assert self.block is not None
         used, sinks = self.block.used, self.sinks_store
         seen = segment.first + used
-        first = sinks.region(seen, queries.visible)
-        k = torch.cat([first.keys.tail, segment.exact_keys()[:, :, :used]], dim=2)
-        v = torch.cat([first.values.tail, segment.exact_values()[:, :, :used]], dim=2)
-        index, rest = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
-        index = torch.cat([index, rest.expand(len(index), -1, -1)], dim=-1)
-        visible, exact = first.visible, segment.mask(sinks.hide(queries.visible), 0, used)
+        sinks_region = sinks.region(seen, queries.visible)
+        k = torch.cat([sinks_region.keys.tail, segment.exact_keys()[:, :, :used]], dim=2)
+        v = torch.cat([sinks_region.values.tail, segment.exact_values()[:, :, :used]], dim=2)
+        index, exact_index = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
+        index = torch.cat([index, exact_index.expand(len(index), -1, -1)], dim=-1)
+        visible, exact = sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
         if exact is not None:
             if visible is None:
                 visible = exact.new_ones(len(exact), 1, sinks.count)
@@ -195,11 +195,11 @@ class BlockEvictor(ScoreEvictor):
         assert isinstance(storage, Segment)
         block, ragged, (queries, scores, *_) = self.block, self.ragged, decision
         assert block is not None
-        certain, _ = self._shares(scores.shape[1])
+        guaranteed, _ = self._shares(scores.shape[1])
         counts = decision.counts
         if counts is None:
             counts = head_budgets.divide(*self.ranked(scores), ragged.unit)
-        counts = counts + certain
+        counts = counts + guaranteed
         stays = head_budgets.select(scores, 0, counts)[1]
         if trace is not None:
             index = storage.logical(0, block.tokens, scores.device)

@@ -13,24 +13,24 @@ from .layer_state import LayerState
 
 def build_layers(
     recipe: Recipe,
-    numbers: Sequence[int],
+    layer_indices: Sequence[int],
     facts: Sequence[LayerFacts],
     ropes: Sequence[Rope | None] | None = None,
 ) -> list[LayerCache]:
     """Return one empty `LayerCache` per layer; layers that decide together know each other.
 
-    numbers: the model's numbers of these layers. facts, ropes: of each of them. A rope rotates
-    keys where the recipe renumbers positions; None: no layer rotates them.
+    layer_indices: of these layers in the model. facts, ropes: of each of them. A rope rotates keys
+    where the recipe renumbers positions; None: no layer rotates them.
     """
-    layers, budget_places = [], recipe.budget_places(numbers)
-    for place, (number, budget_place) in enumerate(zip(numbers, budget_places, strict=True)):
-        plain = recipe.for_layer(number, numbers)
+    layers, budget_groups = [], recipe.budget_groups(layer_indices)
+    for place, layer_index in enumerate(layer_indices):
+        plain = recipe.for_layer(layer_index, layer_indices)
         renumbers = plain.keep is not None and plain.keep.positions != "original"
         rope = ropes[place] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(
-                plain, f"layer {number}", place, len(numbers), rope, facts[place],
-                budget_place,
+                plain, f"layer {layer_index}", place, len(layer_indices), rope, facts[place],
+                budget_groups[place],
             )
         )  # fmt: skip
     coordinate(layers)
@@ -44,6 +44,6 @@ def coordinate(layers: Sequence[LayerCache]) -> None:
         state = layer._state
         if state.evictor is not None and state.evictor.waits_for_layers:
             by_budget.setdefault(budget_key(state.recipe), []).append(state)
-    for together in by_budget.values():
-        for state in together:
-            state.together = together
+    for joint_layers in by_budget.values():
+        for state in joint_layers:
+            state.joint_layers = joint_layers

@@ -23,9 +23,9 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
         state.traits = traits
     if not queries.sees_past and state.recipe.reads_queries:
         raise CacheMisuse(
-            f"{state.name}: recipe {state.recipe.name!r} scores the prompt, and tokens of this one "
-            "do not see all earlier ones (packed sequences), which no score knows; use a recipe "
-            'without scores of the prompt, such as "near-lossless" or "quest"'
+            f"{state.name}: recipe {state.recipe.name!r} scores the prompt, but the attention mask "
+            "of this prompt hides earlier tokens (packed sequences), which scores do not support; "
+            'use a recipe without scores of the prompt, such as "near-lossless" or "quest"'
         )
     tokens, evictor = state.seen + k.shape[2], state.evictor
     if (
@@ -68,7 +68,7 @@ def check_shapes(
     if v.shape != (*k.shape[:3], value_dim or k.shape[3]) or k.dtype != v.dtype:
         raise CacheMisuse(
             f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
-            f"{v.dtype} do not belong together; give one value per key"
+            f"{v.dtype} do not match; pass keys and values with equal batch, heads and tokens"
         )
     if like is not None and (cache_traits := _traits(like)) != (key_traits := _traits(k)):
         names = "batch size", "key/value heads", "head dimension", "dtype", "device"
@@ -107,7 +107,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
     if tokens > draft and evictor is not None and evictor.irreversible:
         if state.dropped > 0:
             raise CacheMisuse(
-                f"{state.name}: crop cannot bring back the tokens that were dropped since; {remedy}"
+                f"{state.name}: crop needs tokens that the layer has evicted since; {remedy}"
             )
         if evictor.scoring:
             raise CacheMisuse(

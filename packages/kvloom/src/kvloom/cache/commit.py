@@ -27,15 +27,15 @@ def end_step(
 
     A first prompt that a layer scores by itself is scored before it is stored.
 
-    queries: of the step. new: its keys and values [B, Hk, T, D] if they are not stored yet (None:
-    they were stored before attention). regions: those that the step attended to.
+    queries: The step's queries. new: The step's keys and values [B, Hk, T, D], or None if they are
+    stored already. regions: The regions that the step attended to.
     """
     evictor = state.evictor
-    exact = state.seen <= state.recipe.compress_after  # the whole context stays exact
+    exact = state.seen <= state.recipe.compress_after  # nothing is packed or evicted before
     if evictor is not None and evictor.phase is not Phase.EVICTING:
         if evictor.phase is Phase.EMPTY:
             if not exact:
-                evictor.begin(state.seen)
+                evictor.set_budget(state.seen)
         elif evictor.phase is not Phase.DONE:
             raise CacheMisuse(
                 f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
@@ -134,7 +134,7 @@ def _evict_or_wait(state: LayerState, decision: Decision) -> None:
         evict(state, decision)
         return
     evictor.wait(Phase.DECIDING, decision.queries, decision.scores)
-    layers = state.together or [state]
+    layers = state.joint_layers or [state]
     if state is layers[-1]:
         decisions = decide([layer.score_evictor for layer in layers])
         for layer, joint in zip(layers, decisions, strict=True):
@@ -154,11 +154,11 @@ def _store(
     to_mark = None
     if outliers is not None and not outliers.done:
         to_mark = exact_tokens(state) if new is None and len(segment) else new
-    others = None if new is None else _without_sinks(state, queries, new)
+    to_store = None if new is None else _without_sinks(state, queries, new)
     visible = state.without_sinks(queries.visible)
-    if others is not None:
-        if tokens := others[0].shape[2]:
-            segment.extend(*others, _surplus(state, segment, tokens), visible, prompt)
+    if to_store is not None:
+        if tokens := to_store[0].shape[2]:
+            segment.extend(*to_store, _surplus(state, segment, tokens), visible, prompt)
     else:
         if drop := _surplus(state, segment, 0):
             segment.drop_front(drop)

@@ -20,7 +20,7 @@ from .slot_storage import Storage
 
 
 class Phase(IntEnum):
-    """The life of an evictor.
+    """The states of an evictor.
 
     EMPTY → EVICTING at the first prompt, which sets the budget. Where the model repeats the prompt,
     or layers decide together, EVICTING → REPEATING → DECIDING → EVICTING; no step may begin in the
@@ -35,7 +35,7 @@ class Phase(IntEnum):
 
 
 class Evictor(Stateful):
-    """Drops tokens of a layer down to a budget. This base class answers as one without scores.
+    """Drops tokens of a layer down to a budget. The defaults are those without scores.
 
     recipe: of the layer. ragged: the tokens of which heads have different numbers (None: budgets
     are equal). repetition: the scores of a repetition of the prompt (None: it is not repeated).
@@ -83,7 +83,7 @@ class Evictor(Stateful):
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
 
-    def begin(self, prompt_tokens: int) -> None:
+    def set_budget(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class Evictor(Stateful):
 class AgeEvictor(Evictor):
     """Drops the oldest tokens but the sinks, which the budget includes.
 
-    budget: tokens; None before `begin`.
+    budget: tokens; None before `set_budget`.
     """
 
     counters = (*Evictor.counters, "budget")
@@ -124,10 +124,10 @@ class AgeEvictor(Evictor):
 
     @property
     def budget_tokens(self) -> int | None:
-        """The most tokens that the layer keeps between steps; None before `begin`."""
+        """The most tokens that the layer keeps between steps; None before `set_budget`."""
         return self.budget
 
-    def begin(self, prompt_tokens: int) -> None:
+    def set_budget(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.budget, self.phase = self.recipe.budget_tokens(prompt_tokens), Phase.EVICTING
 

@@ -50,19 +50,19 @@ def layer_contents(layer: LayerCache) -> LayerContents:
     state, seen = layer._state, layer.seen
     index = layer.logical()[0].cpu()
     kept = index_mask(index, seen)
-    none = torch.zeros_like(kept)
+    no_token = torch.zeros_like(kept)
     begin = 0 if state.sinks is None else state.sinks.count
     body, evictor, trace = index[:, begin:], state.evictor, state.trace
-    selectable, indexed, recalled = none, none, None
+    selectable, indexed, recalled = no_token, no_token, None
     parts = torch.full(kept.shape, -1)
     if state.retriever is not None:
         prefix, tokens = layer.recipe.pinned_prefix, state.retriever.finder.tokens
         if tokens:
             selectable = index_mask(body[:, : prefix + tokens], seen)
             inside = body[:, prefix : prefix + tokens]
-            indexed, numbers = index_mask(inside, seen), state.retriever.finder.parts()
-            if numbers is not None:
-                parts.scatter_(1, inside, numbers[0].cpu())
+            indexed, token_parts = index_mask(inside, seen), state.retriever.finder.parts()
+            if token_parts is not None:
+                parts.scatter_(1, inside, token_parts[0].cpu())
         if trace is not None and trace.recalled is not None:
             slots = trace.recalled[0].reshape(len(kept), -1).cpu()
             recalled = index_mask(body.gather(1, slots), seen)

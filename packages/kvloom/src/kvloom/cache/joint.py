@@ -40,8 +40,8 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Joint]:
 
 
 def _vote(evictor: ScoreEvictor) -> Tensor:
-    assert evictor.vote is not None, "a layer has not voted"
-    return evictor.vote
+    assert evictor.pending_scores is not None, "a layer has not voted"
+    return evictor.pending_scores
 
 
 def _divide_heads(evictors: Sequence[ScoreEvictor], votes: Sequence[Tensor]) -> list[Tensor]:

@@ -41,8 +41,8 @@ def absorbed(q: Tensor, regions: Sequence[Region], scale: float) -> tuple[Tensor
     if q.shape[2] > 1:
         return q, [part for region in regions for part in _whole_key_regions(region)]
     p = q.shape[-1] - regions[0].values.exact.shape[-1]
-    positional, rest = q[..., :p], q[..., p:]
-    return rest, [
+    positional, latent = q[..., :p], q[..., p:]
+    return latent, [
         region._replace(keys=region.values, bias=_logits(positional, region, scale))
         for region in regions
     ]
@@ -67,9 +67,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 def _whole_key_regions(region: Region) -> Iterator[Region]:
     """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
-    n, own, visible = region.keys.tokens, region.own, region.visible
-    cuts = [0, *range(UNPACK, n - own, UNPACK), n]
+    n, step_tokens, visible = region.keys.tokens, region.own, region.visible
+    cuts = [0, *range(UNPACK, n - step_tokens, UNPACK), n]
     for lo, hi in pairwise(cuts):
         k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
-        see = None if visible is None else visible[..., lo:hi]
-        yield Region.exact(whole_keys(k, v), v, visible=see, own=own if hi == n else 0)
+        mask = None if visible is None else visible[..., lo:hi]
+        yield Region.exact(whole_keys(k, v), v, visible=mask, own=step_tokens if hi == n else 0)

@@ -16,7 +16,7 @@ from ..errors import CacheMisuse, TierError
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recall import Traffic
-from ..recipe.parts import BudgetPlace
+from ..recipe.parts import BudgetGroup
 from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
 from ..store import LayerFacts
@@ -32,7 +32,7 @@ class LayerCache:
 
     recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
     in errors. place, count: the layer is number `place` of the `count` layers of the cache.
-    budget_place: its place among the layers that share one budget (default: all). rope: rotates
+    budget_group: its place among the layers that share one budget (default: all). rope: rotates
     keys where the recipe renumbers positions. facts: what the store's formats need of this layer.
     window: the tokens that a query sees, its own included (None: all); the recipe is then
     `Recipe.in_windows`.
@@ -46,11 +46,11 @@ class LayerCache:
         count: int = 1,
         rope: Rope | None = None,
         facts: LayerFacts | None = None,
-        budget_place: BudgetPlace | None = None,
+        budget_group: BudgetGroup | None = None,
         window: int | None = None,
     ) -> None:
         self._state = LayerState(
-            recipe, name, place, budget_place or BudgetPlace(place, count), rope,
+            recipe, name, place, budget_group or BudgetGroup(place, count), rope,
             facts or LayerFacts(), window,
         )  # fmt: skip
         self._verification = Verification()
@@ -162,13 +162,13 @@ class LayerCache:
         self._state.recording = value
 
     @property
-    def certain(self) -> int:
+    def accepted_tokens(self) -> int:
         """The tokens, those of the next step included, that no `crop` will remove."""
-        return self._verification.certain
+        return self._verification.accepted_tokens
 
-    @certain.setter
-    def certain(self, value: int) -> None:
-        self._verification.certain = value
+    @accepted_tokens.setter
+    def accepted_tokens(self, value: int) -> None:
+        self._verification.accepted_tokens = value
 
     @property
     def removable(self) -> int:
@@ -325,7 +325,7 @@ class LayerCache:
             self.undo = None
 
     def roll_back(self) -> None:
-        """Undo the last step, unless `forget_undo` was called since."""
+        """Undo the last step. Does nothing after `forget_undo`."""
         self._open_step = None
         if self.undo is None:
             return

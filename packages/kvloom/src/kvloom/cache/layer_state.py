@@ -16,7 +16,7 @@ from ..errors import CacheMisuse
 from ..kernels import ops
 from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
-from ..recipe.parts import BudgetPlace
+from ..recipe.parts import BudgetGroup
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from ..store import KVSide, LayerFacts
@@ -46,7 +46,7 @@ STRATEGIES: dict[str, type[RunningEvictor] | type[BlockEvictor]] = {
 class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, place, budget_place, rope, facts, window: as for `LayerCache`. together: the
+    recipe, name, place, budget_group, rope, facts, window: as for `LayerCache`. joint_layers: the
     layers that decide together, in the order in which a step runs them; empty where this one
     decides alone. trace: the decisions of each step; None if `observe` was not called.
 
@@ -63,7 +63,7 @@ class LayerState(Stateful):
         recipe: Recipe,
         name: str,
         place: int,
-        budget_place: BudgetPlace,
+        budget_group: BudgetGroup,
         rope: Rope | None,
         facts: LayerFacts,
         window: int | None = None,
@@ -72,11 +72,11 @@ class LayerState(Stateful):
             raise CacheMisuse(
                 f"{name}: keys before RoPE need the model's rotary embedding; give it as facts.rope"
             )
-        self.recipe, self.name, self.place, self.budget_place = recipe, name, place, budget_place
+        self.recipe, self.name, self.place, self.budget_group = recipe, name, place, budget_group
         self.rope, self.facts, self.window = rope, facts, window
         sides = recipe.store.keys, recipe.store.values
         self.max_abs = tuple(torch.inf if fmt is None else fmt.max_abs for fmt in sides)
-        self.together: Sequence[LayerState] = ()
+        self.joint_layers: Sequence[LayerState] = ()
         self.recording = False  # a crop may remove the tokens of each step
         self.trace: Trace | None = None
         self.plan = OpPlan(ops.attend)
@@ -92,7 +92,7 @@ class LayerState(Stateful):
             self.evictor = AgeEvictor(recipe)
         elif keep is not None:
             ropes = self.rope, facts.rope
-            evictor = STRATEGIES[keep.when](recipe, place, self.budget_place, *ropes, facts.head)
+            evictor = STRATEGIES[keep.when](recipe, place, self.budget_group, *ropes, facts.head)
             self.evictor, self.sinks = evictor, evictor.sinks_store
         self.storage: Storage = Segment()
         if keep is None or keep.block is None:  # else the segment holds exact tokens only

@@ -72,7 +72,7 @@ class OutlierTokens(Stateful):
         index = self.tokens.logical_index.long()
         b, hk = index.shape[:2]
         if visible is None:
-            others = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
+            mask = torch.ones(b, hk, seen, dtype=torch.bool, device=index.device)
         else:
-            others = visible.expand(-1, hk, -1).clone()
-        return others.scatter_(2, index, False)
+            mask = visible.expand(-1, hk, -1).clone()
+        return mask.scatter_(2, index, False)

@@ -1,4 +1,4 @@
-"""Tokens that heads keep in different numbers: those that they compete for.
+"""Tokens for which heads compete. Each head may keep a different number of them.
 
 Decides how they are chosen and stored. Every head keeps equally many other tokens in the layer's
 segment. A stored token never changes. So the tokens of all rows and heads lie one after the other,
@@ -23,12 +23,12 @@ from ..store import KVSide
 class RaggedChoice(NamedTuple):
     """The tokens of a prompt that heads keep.
 
-    certain: int64 [B, Hk, M], ascending slots of the tokens that the segment keeps. contested: bool
-    [B, Hk, N], the tokens that `RaggedTokens` stores; None where heads compete for none. counts:
-    int64 [B, Hk], how many these are.
+    guaranteed: int64 [B, Hk, M], ascending slots of the tokens that the segment keeps. contested:
+    bool [B, Hk, N], the tokens that `RaggedTokens` stores; None where heads compete for none.
+    counts: int64 [B, Hk], how many these are.
     """
 
-    certain: Tensor
+    guaranteed: Tensor
     contested: Tensor | None
     counts: Tensor
 
@@ -73,21 +73,21 @@ class RaggedTokens(Stateful):
     def ranked(
         self, scores: Tensor, heavy: int, recent: int, visible: Tensor | None
     ) -> tuple[Tensor, int]:
-        """Return the scores fp32 [B, Hk, M] of the tokens beside the certain ones, descending.
+        """Return the scores fp32 [B, Hk, M] of the tokens beside the guaranteed ones, descending.
 
-        scores: fp32 [B, Hk, N], of a prompt's tokens. heavy: heavy hitters that a head keeps, on
-        average over the heads. recent: the number of newest tokens, which stay without a
+        scores: fp32 [B, Hk, N], of a prompt's tokens. heavy: The mean number of heavy
+        hitters per head. recent: the number of newest tokens, which stay without a
         competition. visible: bool [B, 1 or Hk, N or more], False for padding (None: no padding).
         The second value is how many of these tokens the heads of a row win together.
         """
         n = scores.shape[-1]
         visible = None if visible is None else visible[..., :n]
         older = _older(protect_sinks(scores, self.sinks, visible), recent, visible)
-        certain, contested = self._shares(scores, heavy, recent)
-        return older.sort(dim=-1, descending=True).values[..., certain:], contested
+        guaranteed, contested = self._shares(scores, heavy, recent)
+        return older.sort(dim=-1, descending=True).values[..., guaranteed:], contested
 
     def _shares(self, scores: Tensor, heavy: int, recent: int) -> tuple[int, int]:
-        """Return the certain tokens of a head, and the contested ones of all heads of a row."""
+        """Return the guaranteed tokens of a head, and the contested ones of all heads of a row."""
         heads, n = scores.shape[1:]
         evicted = n - recent - heavy
         return head_budgets.shares(heavy, evicted, self.head_share, heads, self.unit)
@@ -102,8 +102,8 @@ class RaggedTokens(Stateful):
     ) -> RaggedChoice | None:
         """Return which tokens stay; None: all of them, in the segment.
 
-        scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. heavy: heavy hitters that
-        a head keeps, on average over the heads. recent: the number of newest tokens, which stay.
+        scores: fp32 [B, Hk, N], plus infinity for tokens that must stay. heavy: The mean number
+        of heavy hitters per head. recent: the number of newest tokens, which stay.
         visible: bool [B, 1 or Hk, N], False for padding, which stays only where a row has too few
         other tokens. counts: int64 [B, Hk], how many contested tokens each head keeps (None: these
         scores decide).
@@ -111,13 +111,15 @@ class RaggedTokens(Stateful):
         b, hk, n = scores.shape
         if heavy + recent >= n:
             return None
-        certain, contested = self._shares(scores, heavy, recent)
+        guaranteed, contested = self._shares(scores, heavy, recent)
         if counts is None:
             counts = head_budgets.divide(*self.ranked(scores, heavy, recent, visible), self.unit)
         older = _older(scores, recent, visible)
-        best, more = head_budgets.select(older, certain, counts)
+        best, next_best = head_budgets.select(older, guaranteed, counts)
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
-        return RaggedChoice(torch.cat([best, newest], dim=-1), more if contested else None, counts)
+        return RaggedChoice(
+            torch.cat([best, newest], dim=-1), next_best if contested else None, counts
+        )
 
     def add(
         self,

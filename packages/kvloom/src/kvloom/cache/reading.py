@@ -70,8 +70,8 @@ def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Reg
     if state.sinks is not None:
         sinks = state.sinks.region(seen, visible, alibi, storage.first)
         if state.rope is not None:
-            by = state.sinks.behind(storage.first)
-            keys = state.rope.rotate(sinks.keys.tail, by)
+            shift = state.sinks.behind(storage.first)
+            keys = state.rope.rotate(sinks.keys.tail, shift)
             sinks = sinks._replace(keys=KVView(None, keys))
         regions.append(sinks)
         visible = state.sinks.hide(visible)

@@ -41,17 +41,17 @@ class Rehearsal(NamedTuple):
 @torch.inference_mode()
 def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
     """Run a step in each layer. prompt: by kernels in its prompt too, else by the reference."""
-    for one in layers:
+    for spec in layers:
         layer = LayerCache(
-            one.recipe, place=one.rank, count=one.layers, rope=one.rope, facts=one.facts
+            spec.recipe, place=spec.rank, count=spec.layers, rope=spec.rope, facts=spec.facts
         )
-        scale, d = one.head_dim**-0.5, one.head_dim
+        scale, d = spec.head_dim**-0.5, spec.head_dim
         q, k, v = (
-            torch.randn(1, heads, tokens, width).to(one.dtype)
+            torch.randn(1, heads, tokens, width).to(spec.dtype)
             for heads, tokens, width in (
-                (one.q_heads, _QUERIES, d),
-                (one.kv_heads, _TOKENS, d),
-                (one.kv_heads, _TOKENS, one.facts.value_dim or d),
+                (spec.q_heads, _QUERIES, d),
+                (spec.kv_heads, _TOKENS, d),
+                (spec.kv_heads, _TOKENS, spec.facts.value_dim or d),
             )
         )
         with nullcontext() if prompt else dispatch.use("ref"):

@@ -191,9 +191,9 @@ class Retriever(Stateful):
 
 
 def _joined_mask(
-    slots: Tensor, masks: tuple[Tensor | None, Tensor | None], rest: int
+    slots: Tensor, masks: tuple[Tensor | None, Tensor | None], later: int
 ) -> Tensor | None:
-    """Join masks of the tokens at slots int64 [B, H, M], and of the `rest`: bool [B, H, M + rest].
+    """Join masks of the tokens at slots int64 [B, H, M], and of `later` tokens after them.
 
     masks: bool [B, 1 or Hk or H, n].
     """
@@ -204,18 +204,18 @@ def _joined_mask(
         slots.new_ones(b, h, n, dtype=torch.bool)
         if mask is None
         else mask.repeat_interleave(h // mask.shape[1], dim=1)
-        for mask, n in zip(masks, (m, rest), strict=True)
+        for mask, n in zip(masks, (m, later), strict=True)
     ]
     return torch.cat(parts, dim=2)
 
 
 def _joined_bias(bias: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
     """Return one bias fp32 [B or 1, Hq, tokens]; None if there is none."""
-    first, rest = bias
-    if first is None or rest is None:
+    recalled, later = bias
+    if recalled is None or later is None:
         return None
-    rows = max(first.shape[0], rest.shape[0])
-    return torch.cat([x.expand(rows, -1, -1) for x in (first, rest)], dim=2)
+    rows = max(recalled.shape[0], later.shape[0])
+    return torch.cat([x.expand(rows, -1, -1) for x in (recalled, later)], dim=2)
 
 
 def _at(x: Tensor | None, slots: Tensor) -> Tensor:

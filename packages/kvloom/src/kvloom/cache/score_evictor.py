@@ -20,7 +20,7 @@ from ..keep.select import first_tokens
 from ..kernels.attend.regions import KVView, Region
 from ..kernels.select.reference import gather
 from ..positions.rope import Rope, renumber, renumber_once
-from ..recipe.parts import BudgetPlace
+from ..recipe.parts import BudgetGroup
 from ..recipe.spec import Recipe
 from .evictor import Evictor, Phase
 from .ragged import RaggedChoice, RaggedTokens
@@ -50,14 +50,15 @@ class Decision(NamedTuple):
 class ScoreEvictor(Evictor):
     """Drops the tokens of a layer with the lowest scores, down to its budget.
 
-    layer: number of the layer among those of the cache, which seeds noise. budget_place: among the
-    layers that divide a budget. rope: rotates keys again where the recipe renumbers positions.
-    score_rope: the model's rotary embedding, for scores that need it. head: the model's number of
-    the first key/value head, which seeds noise.
+    layer: index of the layer among those of the cache, which seeds noise. budget_group: its place
+    among the layers that divide a budget. rope: rotates keys again where the recipe renumbers
+    positions. score_rope: the model's rotary embedding, for scores that need it. head: index of the
+    first key/value head in the model, which seeds noise.
 
     heavy, recent: the budget: heavy hitters (None: not known yet) and newest tokens. prompt_tokens:
-    of the first prompt; 0 before `begin`. waiting, vote: the queries whose eviction waits, for a
-    repetition or for other layers, and the scores that they gave (None: none). protected: bool
+    of the first prompt; 0 before `set_budget`. pending_queries,
+    pending_scores: the queries whose eviction waits for a repetition or for other layers, and their
+    scores (None: none). protected: bool
     [B, 1, N], the tokens of a first prompt that the recipe marks, until they are scored.
     sinks_store: the first tokens; None: they are in the segment, and their score is infinity.
     """
@@ -72,21 +73,21 @@ class ScoreEvictor(Evictor):
         self,
         recipe: Recipe,
         layer: int,
-        budget_place: BudgetPlace,
+        budget_group: BudgetGroup,
         rope: Rope | None = None,
         score_rope: Rope | None = None,
         head: int = 0,
     ) -> None:
         super().__init__(recipe)
         keep = self.keep
-        self.budget_place, self.rope, self.sinks = budget_place, rope, recipe.protect.sinks
+        self.budget_group, self.rope, self.sinks = budget_group, rope, recipe.protect.sinks
         seed = (keep.seed * 1_009 + layer) % (1 << 32)  # 32 bits are hashed
         rotation = score_rope if keep.needs_rope else None
         self.scorer = StepScorer(keep.scorer, keep.query_heads, self.sinks, seed, head, rotation)
         self.by_variance = keep.budget.layers in budgets.BY_VARIANCE
         self.heavy, self.recent, self.prompt_tokens = None, 0, 0
-        self.waiting: Queries | None = None
-        self.vote: Tensor | None = None
+        self.pending_queries: Queries | None = None
+        self.pending_scores: Tensor | None = None
         self.protected: Tensor | None = None
 
     # --- its budget -------------------------------------------------------------------------------
@@ -123,9 +124,9 @@ class ScoreEvictor(Evictor):
 
     def check_prompt(self, tokens: int) -> None:
         """Raise `RecipeError` if a first prompt is too short for the budgets of all layers."""
-        self.keep.layer_tokens(tokens, self.budget_place.layers)
+        self.keep.layer_tokens(tokens, self.budget_group.size)
 
-    def begin(self, prompt_tokens: int) -> None:
+    def set_budget(self, prompt_tokens: int) -> None:
         """Set the budget for a first prompt of `prompt_tokens` tokens."""
         self.prompt_tokens, self.phase = prompt_tokens, Phase.EVICTING
         self.recent = self.keep.budget.recent_of(prompt_tokens)
@@ -137,8 +138,8 @@ class ScoreEvictor(Evictor):
 
         variances: of the scores of each layer (None: the recipe does not divide by variance).
         """
-        rank, count = self.budget_place
-        return self.keep.budget.heavy(self.prompt_tokens, count, variances)[rank]
+        index, size = self.budget_group
+        return self.keep.budget.heavy(self.prompt_tokens, size, variances)[index]
 
     # --- its scores -------------------------------------------------------------------------------
 
@@ -157,15 +158,15 @@ class ScoreEvictor(Evictor):
         protected, self.protected = self.protected, None
         return scores if protected is None else scores.masked_fill(protected, PROTECTED)
 
-    def wait(self, phase: Phase, queries: Queries, vote: Tensor | None = None) -> None:
-        """Begin to wait for a repetition, or for other layers with the scores `vote`."""
-        self.phase, self.waiting, self.vote = phase, queries, vote
+    def wait(self, phase: Phase, queries: Queries, scores: Tensor | None = None) -> None:
+        """Begin to wait for a repetition, or with `scores` for other layers."""
+        self.phase, self.pending_queries, self.pending_scores = phase, queries, scores
 
     def end_wait(self) -> Queries:
         """Wait no longer; return the queries that waited."""
-        queries = self.waiting
+        queries = self.pending_queries
         assert queries is not None
-        self.phase, self.waiting, self.vote = Phase.EVICTING, None, None
+        self.phase, self.pending_queries, self.pending_scores = Phase.EVICTING, None, None
         return queries
 
     def ranked(self, vote: Tensor) -> tuple[Tensor, int]:
@@ -174,9 +175,9 @@ class ScoreEvictor(Evictor):
         vote: the scores of the layer, fp32 [B, Hk, N]. See `RaggedTokens.ranked`.
         """
         assert self.ragged is not None
-        assert self.waiting is not None
+        assert self.pending_queries is not None
         assert self.heavy is not None
-        return self.ragged.ranked(vote, self.heavy, self.recent, self.waiting.visible)
+        return self.ragged.ranked(vote, self.heavy, self.recent, self.pending_queries.visible)
 
     def needed(self, queries: Queries) -> Queries:
         """Return the queries that an eviction still needs, of a step or a block that was scored.
@@ -286,18 +287,18 @@ class RunningEvictor(ScoreEvictor):
                 best = choose(scores, self.heavy, self.recent, mask)
             else:
                 choice = self.ragged.choose(scores, self.heavy, self.recent, mask, counts)
-                best = None if choice is None else choice.certain
+                best = None if choice is None else choice.guaranteed
         slots = None
         if best is not None:
             self.scores.keep(best)
-            rest = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
-            slots = torch.cat([best, rest], dim=-1)
+            newer = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
+            slots = torch.cat([best, newer], dim=-1)
         if not self.orders_sinks or visible is None:
             return slots, choice
         if slots is None:
             slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
-        later = sinks.new_zeros(*sinks.shape[:2], tokens - n)
-        return sinks_first(slots, torch.cat([sinks, later], dim=2), visible), choice
+        newer_sinks = sinks.new_zeros(*sinks.shape[:2], tokens - n)
+        return sinks_first(slots, torch.cat([sinks, newer_sinks], dim=2), visible), choice
 
     # --- what strategies differ in ----------------------------------------------------------------
 
@@ -335,11 +336,10 @@ class RunningEvictor(ScoreEvictor):
         keys = k.scatter(2, places, kept)
         stays = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device).scatter(2, slots, True)
         if self.ragged is not None and choice is not None and choice.contested is not None:
-            contested = choice.contested
-            wide = torch.zeros_like(stays)
-            wide[..., : contested.shape[2]] = contested
-            flat = self.ragged.keys.as_packed(k[wide][None, None])
-            keys[wide], stays = flat[0, 0], stays | wide
+            contested = torch.zeros_like(stays)
+            contested[..., : choice.contested.shape[2]] = choice.contested
+            flat = self.ragged.keys.as_packed(k[contested][None, None])
+            keys[contested], stays = flat[0, 0], stays | contested
         index = torch.arange(n, device=k.device).expand(1, 1, -1)
         step = self.scorer.step(queries, k, v, queries.visible, index, n, None)
         return fit(step, stays, keys)

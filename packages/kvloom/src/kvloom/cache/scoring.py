@@ -1,7 +1,7 @@
 """The scores of one layer's tokens: of a step, of all steps so far, and of a repeated prompt.
 
-Decides which number a step has and which seed its noise has, how its scores join those before it,
-and that sinks keep the highest score of all. The scorer decides the scores.
+Numbers the steps, seeds their noise, adds a step's scores to the earlier ones, and gives sinks the
+highest score. The scorer decides the scores.
 """
 
 from __future__ import annotations

@@ -200,8 +200,10 @@ class Segment(Stateful):
         keys, values = self.views()
         where = None
         if lo > self.offloaded:
-            none = torch.empty(*keys.exact.shape[:2], 0, dtype=torch.long, device=keys.exact.device)
-            where = Slots(none, lo - self.offloaded)
+            no_slots = torch.empty(
+                *keys.exact.shape[:2], 0, dtype=torch.long, device=keys.exact.device
+            )
+            where = Slots(no_slots, lo - self.offloaded)
         return Region(keys, values, where, mask, bias, present)
 
     def views(self) -> tuple[KVView, KVView]:

@@ -34,7 +34,7 @@ class Sinks(Stateful):
     def extend(self, k: Tensor, v: Tensor, seen: int, visible: Tensor | None) -> int:
         """Copy the sinks among k, v [B, Hk, T, D], whose logical indices begin at `seen`.
 
-        Returns how many of the first tokens of k, v the segment does not store.
+        Returns the number of leading tokens of k, v that the caller must not store in the segment.
         """
         b, h, t, _ = k.shape
         if self.keys is None or self.values is None:
@@ -42,17 +42,17 @@ class Sinks(Stateful):
             self.keys = k.new_zeros(b, h, self.count, k.shape[-1])
             self.values = v.new_zeros(b, h, self.count, v.shape[-1])
         if self.padded and visible is not None:  # None: the padded rows are gone
-            none = ~visible[:, 0].any(dim=-1)
-            self.start = visible[:, 0].int().argmax(dim=-1).masked_fill(none, seen + t)
+            is_empty = ~visible[:, 0].any(dim=-1)
+            self.start = visible[:, 0].int().argmax(dim=-1).masked_fill(is_empty, seen + t)
         else:
             self.start = torch.zeros(b, dtype=torch.long, device=k.device)
         slot = self._index() - seen  # [B, count]
-        here = ((slot >= 0) & (slot < t))[:, None, :, None]
+        is_new = ((slot >= 0) & (slot < t))[:, None, :, None]
         slot = slot.clamp(0, t - 1)[:, None, :, None].expand(b, h, self.count, 1)
 
         def with_new(old: Tensor, new: Tensor) -> Tensor:
             present = new.detach().gather(2, slot.expand(-1, -1, -1, new.shape[-1]))
-            return torch.where(here, present, old)
+            return torch.where(is_new, present, old)
 
         self.keys, self.values = with_new(self.keys, k), with_new(self.values, v)
         return min(t, max(0, self.count - seen))
@@ -78,7 +78,7 @@ class Sinks(Stateful):
         assert self.keys is not None
         assert self.values is not None
         bias = None
-        if alibi is not None:  # sinks still to come are masked, so any index does
+        if alibi is not None:  # slots of future sinks are masked, so their index does not matter
             index = self._index()[:, None]
             index = index + self.behind(first) if alibi.closed_up else index
             bias = alibi.bias(index.clamp(max=seen - 1))
@@ -96,8 +96,8 @@ class Sinks(Stateful):
 
         Returns int64 [B, 1, count], the same for all sinks of a row.
         """
-        by = first - self.count - self._index()[:, :1]
-        return by.clamp(min=0)[:, None, :].expand(-1, -1, self.count)
+        evicted = first - self.count - self._index()[:, :1]
+        return evicted.clamp(min=0)[:, None, :].expand(-1, -1, self.count)
 
     def hide(self, visible: Tensor | None) -> Tensor | None:
         """Return `visible` [B, 1, seen] without the sinks, for a segment that stores them too."""

@@ -66,7 +66,7 @@ class SlotStorage(Stateful):
         """Write the next token k, v [B, Hk, 1, D] into the free slot.
 
         max_abs: the largest magnitudes of keys and of values that the formats can pack (None: not
-        checked). The slot stays free if a number is above. Returns whether the token was added.
+        checked). Writes nothing and returns False if a magnitude exceeds `max_abs`.
         """
         targets = WriteTarget(self.keys, self.free), WriteTarget(self.values, self.free)
         if not ops.append((k, v), targets, max_abs):

@@ -1,4 +1,4 @@
-"""One step of one layer: what the model gives it, what of it waits, and what the layer decided.
+"""Data of one step of one layer: its inputs, its uncommitted tokens, and the layer's decisions.
 
 Decides nothing. A model gives a layer `StepInputs`. The keys and values are stored within the step;
 the `Queries` may wait longer: in a draft (`Uncommitted`), or for the scores of other layers. A
@@ -27,12 +27,12 @@ class Queries(NamedTuple):
 
     visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
     seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
-    products: scale * q @ k, where attention left it (see `ops.step_mass`). lse: fp32 [B, Hq, T],
-    the log-sum-exp of the logits, where a prompt's attention left it. sink_logits: fp32 [Hq], of
-    attention sinks, where the model has them; scores leave them out. norms: fp32 [B, T], the norm
-    of the layer's input at each query, where a score reads it. later_seen: int64 [B, T], how many
-    later tokens each query sees by a mask of the model, as those of an image do (None: none).
-    sees_past: False where such a mask hides earlier tokens, which no score knows.
+    products: scale * q @ k, if the attention kernel returned it (see `ops.step_mass`). lse: fp32
+    [B, Hq, T], the log-sum-exp of the logits, if the kernel of a prompt returned it. sink_logits:
+    fp32 [Hq], of attention sinks, where the model has them; scores leave them out. norms: fp32
+    [B, T], the norm of the layer's input at each query, where a score reads it. later_seen: int64
+    [B, T], how many later tokens each query sees by a mask of the model, as those of an image do
+    (None: none). sees_past: False where such a mask hides earlier tokens, which no score supports.
     """
 
     q: Tensor
@@ -84,20 +84,20 @@ class Queries(NamedTuple):
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
-        none = self._map_by_query(lambda _: None)
-        return self._replace(q=self.q[:, :, :0].clone(), products=None, lse=None, **none)
+        cleared = self._map_by_query(lambda _: None)
+        return self._replace(q=self.q[:, :, :0].clone(), products=None, lse=None, **cleared)
 
     def after(self, earlier: Queries | None) -> Queries:
         """Return the queries of an earlier step, and these after them."""
         if earlier is None:
             return self
-        q, before, both = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
+        q, before, joined = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
         if earlier.later_seen is not None or self.later_seen is not None:
-            before["later_seen"], both["later_seen"] = earlier._later_seen, self._later_seen
-        for name, x in both.items():
+            before["later_seen"], joined["later_seen"] = earlier._later_seen, self._later_seen
+        for name, x in joined.items():
             old = before[name]
-            both[name] = None if x is None or old is None else torch.cat([old, x], dim=1)
-        return self._replace(q=q, products=None, lse=None, **both)
+            joined[name] = None if x is None or old is None else torch.cat([old, x], dim=1)
+        return self._replace(q=q, products=None, lse=None, **joined)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
@@ -178,8 +178,8 @@ class StepInputs(NamedTuple):
 class Uncommitted(Stateful):
     """The newest tokens of a layer whose commit waits: for a crop, or for the recipe's `start`.
 
-    Until then, the layer drops, packs and indexes nothing. tokens: how many they are. queries:
-    theirs, where a part will score with them once it is certain which tokens stay (else none).
+    Until then, the layer drops, packs and indexes nothing. tokens: The number of these
+    tokens. queries: Their queries if a later score reads them, else empty.
     """
 
     counters = ("tokens",)

@@ -28,17 +28,17 @@ from .step import StepInputs
 class Verification:
     """The steps of a layer's running draft, and the layer before the first of them.
 
-    certain: tokens, those of the next step included, that no crop will remove.
+    accepted_tokens: those, of the next step too, that no crop will remove.
     """
 
-    def __init__(self, certain: int = 0) -> None:
-        self.certain = certain
+    def __init__(self, accepted_tokens: int = 0) -> None:
+        self.accepted_tokens = accepted_tokens
         self.steps: tuple[StepInputs, ...] = ()
         self.before: Undo | None = None  # None: no draft is running
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Verification:
-        """Return one without a draft: a copy of a cache has accepted it."""
-        return Verification(self.certain)
+        """Return a Verification without a draft: copying a cache accepts the running draft."""
+        return Verification(self.accepted_tokens)
 
     @property
     def running(self) -> bool:
@@ -51,17 +51,17 @@ class Verification:
         return sum(step.tokens for step in self.steps)
 
     def nbytes(self, state: LayerState) -> int:
-        """Return the bytes of the draft's inputs and of what the layer held before and not now."""
+        """Return the bytes of the draft's inputs, and of what only the state before it has."""
         if self.before is None:
             return 0
-        now = {x.untyped_storage().data_ptr() for x in state.held()}
+        current = {x.untyped_storage().data_ptr() for x in state.held()}
         before = {x.untyped_storage().data_ptr(): x.nbytes for x in self.before.held()}
         inputs = (x.nbytes for step in self.steps for x in (step.queries.q, step.k, step.v))
-        return sum(inputs) + sum(n for pointer, n in before.items() if pointer not in now)
+        return sum(inputs) + sum(n for pointer, n in before.items() if pointer not in current)
 
     def applies(self, state: LayerState) -> bool:
         """Return whether a layer that records takes the tokens of its next step one by one."""
-        if not (state.seen or self.certain):
+        if not (state.seen or self.accepted_tokens):
             return False
         evictor = state.evictor
         if evictor is not None and evictor.defers:
@@ -69,18 +69,18 @@ class Verification:
         return not (state.recipe.store.exact and evictor is None and state.retriever is None)
 
     def attend(self, state: LayerState, step: StepInputs, mutable: Callable[[], Mutable]) -> Tensor:
-        """Attend as usual to the tokens that are certain, then token by token; [B, Hq, T, D].
+        """Attend at once to the tokens that are accepted, then token by token; [B, Hq, T, D].
 
         mutable: returns the objects that a step changes.
         """
-        sure = min(step.tokens, max(0, self.certain - state.seen))
+        accepted = min(step.tokens, max(0, self.accepted_tokens - state.seen))
         outs = []
         state.recording = False
-        if sure:
+        if accepted:
             self.end()
-            outs.append(run_step(state, step.slice(0, sure)))
-        if sure < step.tokens:
-            draft = step.slice(sure, step.tokens)
+            outs.append(run_step(state, step.slice(0, accepted)))
+        if accepted < step.tokens:
+            draft = step.slice(accepted, step.tokens)
             if draft.queries.see_later:
                 raise CacheMisuse(
                     f"{state.name}: tokens of this step see later ones (an image), and a draft is "

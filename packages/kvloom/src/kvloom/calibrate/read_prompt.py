@@ -40,7 +40,7 @@ from .recorder import attend_causally
 class LayerContext(NamedTuple):
     """What the layers beside a scored one hold.
 
-    tokens: by the model's number of each compressed layer. outputs: of all layers, for the
+    tokens: by the index of each compressed layer in the model. outputs: of all layers, for the
     continuation: tensors [1, T, hidden] or tuples.
     """
 
@@ -79,41 +79,45 @@ class ReadPrompt:
         self.numbers, self.fingerprint = cache.geometry.layer_indices, cache.fingerprint
         self.layers = cache.layers  # after the prompt
         routed = zip(self.numbers, cache.full_layers, strict=True)
-        self.readers = {number: _Reader(layer.cache, queries) for number, layer in routed}
-        for number, reader in self.readers.items():
-            cache.replace(number, reader)
+        self.readers = {layer_index: _Reader(layer.cache, queries) for layer_index, layer in routed}
+        for layer_index, reader in self.readers.items():
+            cache.replace(layer_index, reader)
         read_tokens(model, ids, cache)
         self.modules = compat.decoder_layers(model)
-        inputs = {number: reader.inputs for number, reader in self.readers.items()}
-        tokens = {number: _Tokens(step.k, step.v, None) for number, step in inputs.items()}
+        inputs = {layer_index: reader.inputs for layer_index, reader in self.readers.items()}
+        tokens = {
+            layer_index: _Tokens(step.k, step.v, None) for layer_index, step in inputs.items()
+        }
         self.exact, logits = self._base(tokens)
         self.logp = torch.log_softmax(logits[0].float(), dim=-1)
 
     def evicted(self, recipe: Recipe) -> LayerContext:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
-        for number in self.numbers:
-            tokens[number] = _Tokens(*self._filled(number, cache).exact_tokens())
+        for layer_index in self.numbers:
+            tokens[layer_index] = _Tokens(*self._filled(layer_index, cache).exact_tokens())
         return self._base(tokens)[0]
 
-    def one_layer(self, number: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
+    def one_layer(self, layer_index: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
         """Return KL(exact || candidate) in nats, fp32 [candidates, T].
 
-        number: the model's number of the layer that has these recipes. base: of all other layers.
+        layer_index: of the layer that has these recipes. base: of all other layers.
         """
         cache = self._rows(len(recipes), base)
-        members = [self._filled(number, Cache(self.model, recipe)) for recipe in recipes]
-        cache.replace(number, _Candidates(members))
+        members = [self._filled(layer_index, Cache(self.model, recipe)) for recipe in recipes]
+        cache.replace(layer_index, _Candidates(members))
         ids = self.continuation.expand(len(recipes), -1)
-        with _skipped(self.modules[:number], base.outputs, len(recipes)):
+        with _skipped(self.modules[:layer_index], base.outputs, len(recipes)):
             return kl_divergence(self.logp, read_tokens(self.model, ids, cache, all_logits=True))
 
     def whole(self, recipes: Sequence[Recipe]) -> Tensor:
         """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
         caches = [Cache(self.model, recipe) for recipe in recipes]
         batch = self._rows(len(recipes), self.exact)
-        for number in self.numbers:
-            batch.replace(number, _Candidates([self._filled(number, cache) for cache in caches]))
+        for layer_index in self.numbers:
+            batch.replace(
+                layer_index, _Candidates([self._filled(layer_index, cache) for cache in caches])
+            )
         ids = self.continuation.expand(len(recipes), -1)
         steps = zip(self.logp.split(self.step), ids.split(self.step, dim=1), strict=True)
         divergences = [
@@ -125,24 +129,24 @@ class ReadPrompt:
     def kept(self, recipe: Recipe) -> list[float]:
         """Return the share of the prompt that each layer keeps, averaged over its heads."""
         cache = Cache(self.model, recipe)
-        members = [self._filled(number, cache) for number in self.numbers]
+        members = [self._filled(layer_index, cache) for layer_index in self.numbers]
         return [1 - member.dropped / member.seen for member in members]
 
-    def _filled(self, number: int, cache: Cache) -> LayerCache:
+    def _filled(self, layer_index: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
-        member = self._stored(number, cache)
+        member = self._stored(layer_index, cache)
         if member.repetition is not None:
             if not self.repeated:
                 self._repeat(member.recipe)
-            member.repetition.copy_scores(self.repeated[number])
+            member.repetition.copy_scores(self.repeated[layer_index])
             outside_inference_mode(member.end_repetition)()
         member.forget_undo()
         return member
 
-    def _stored(self, number: int, cache: Cache) -> LayerCache:
+    def _stored(self, layer_index: int, cache: Cache) -> LayerCache:
         """Store the prompt in one layer of a cache, and return it."""
-        member = cache.full_layers[list(self.numbers).index(number)].cache
-        outside_inference_mode(member.prefill)(self.readers[number].inputs)
+        member = cache.full_layers[list(self.numbers).index(layer_index)].cache
+        outside_inference_mode(member.prefill)(self.readers[layer_index].inputs)
         return member
 
     def _repeat(self, recipe: Recipe) -> None:
@@ -150,12 +154,12 @@ class ReadPrompt:
         cache = Cache(self.model, Recipe(keep=recipe.keep, protect=recipe.protect))
         repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
         assert repetition is not None
-        members = {number: self._stored(number, cache) for number in self.numbers}
+        members = {layer_index: self._stored(layer_index, cache) for layer_index in self.numbers}
         with use_kvloom(self.model._kvloom.configs):
             repetition.score()
-        for number, member in members.items():
+        for layer_index, member in members.items():
             assert member.repetition is not None
-            self.repeated[number] = member.repetition.scores
+            self.repeated[layer_index] = member.repetition.scores
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""
@@ -167,12 +171,12 @@ class ReadPrompt:
     def _rows(self, rows: int, base: LayerContext) -> _Batch:
         """Return a cache of `rows` rows, all with the tokens of `base`."""
         layers: list[Any] = []
-        for number, layer in enumerate(self.layers):
-            stored, reader = copy.deepcopy(stock_part(layer)), self.readers.get(number)
+        for layer_index, layer in enumerate(self.layers):
+            stored, reader = copy.deepcopy(stock_part(layer)), self.readers.get(layer_index)
             if stored is not None:
                 stock.change(stored, "batch_repeat_interleave", rows)
             if reader is not None:
-                shared = _Shared(reader.cache, base.tokens[number])
+                shared = _Shared(reader.cache, base.tokens[layer_index])
                 stored = with_compressed(stored, shared)
             layers.append(stored)
         return _Batch(layers, self.fingerprint)

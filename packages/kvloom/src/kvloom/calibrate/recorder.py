@@ -38,7 +38,7 @@ class AttentionInputs(NamedTuple):
 
 
 Observer = Callable[[int, AttentionInputs], None]
-"""Called with a layer's number in the model, and the inputs of its attention."""
+"""Called with the index of a layer in the model, and the inputs of its attention."""
 
 
 def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
@@ -58,9 +58,9 @@ def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
 class RecordingLayer(RoutedLayer):
     """A layer that attends exactly within one prompt, calls the observer, and stores nothing."""
 
-    def __init__(self, routed: RoutedLayer, number: int, observer: Observer) -> None:
+    def __init__(self, routed: RoutedLayer, layer_index: int, observer: Observer) -> None:
         super().__init__(routed.cache, shared=routed.shared)
-        self.number, self.observer = number, observer
+        self.layer_index, self.observer = layer_index, observer
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend causally. Prompts with padding are not supported."""
@@ -71,7 +71,7 @@ class RecordingLayer(RoutedLayer):
         check_range(self.cache.name, self.cache.max_abs, k, v)
         bias = alibi_bias(queries, k)
         inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
-        self.observer(self.number, inputs)
+        self.observer(self.layer_index, inputs)
         return attend_causally(step)
 
 

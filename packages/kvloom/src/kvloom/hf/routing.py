@@ -173,7 +173,7 @@ def _prepare_cache(
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
         for layer in cache.compressed:
             layer.cache.recording = bool(records)
-            layer.cache.certain = tokens[0] if records and tokens else 0
+            layer.cache.accepted_tokens = tokens[0] if records and tokens else 0
     return type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, *args, **kwargs
     )

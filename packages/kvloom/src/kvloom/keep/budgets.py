@@ -85,7 +85,7 @@ def split(total: int, weights: Sequence[float], cap: int) -> list[int]:
         exact = {i: left * weights[i] / total_weight for i in uncapped}
         for i, x in exact.items():
             tokens[i] = math.floor(x)
-        rest = left - sum(tokens[i] for i in uncapped)
-        for i in sorted(uncapped, key=lambda i: math.floor(exact[i]) - exact[i])[:rest]:
+        remainder = left - sum(tokens[i] for i in uncapped)
+        for i in sorted(uncapped, key=lambda i: math.floor(exact[i]) - exact[i])[:remainder]:
             tokens[i] += 1
     return tokens

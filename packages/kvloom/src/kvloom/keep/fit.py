@@ -19,7 +19,7 @@ from .scorer import Step
 RIDGE = 30.0
 """Relative to the median of the diagonal of a head's system."""
 _FLOOR = 1e-6  # of a ridge, relative to the largest number of the diagonal, for its rounding
-_COUNTED = 8  # every so many-th row is counted where the values that change are chosen
+_COUNTED = 8  # stride of the rows that choose which values change
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,13 @@ class Fit:
 
         V' = V + (X'X + 30 d 1)^-1 X' (Y - X V),  d the median of the diagonal of X'X
 
-    The median is that of a usual token, whatever weight the sinks have. Only the values with the
-    largest sums of weights change, so many of a head; every 8th row is counted. A head keeps its
-    values where the error does not shrink. In later chunks, the values of the sinks are no more
-    changed.
+    The median is robust against the large diagonal entries of sinks. Only the `values` values of a
+    head with the largest sums of weights change; every 8th row is counted. A head keeps its values
+    where the error does not shrink. Later chunks do not change the values of sinks.
 
     Attributes:
         chunk: Tokens of a chunk.
-        queries: At most so many queries of a chunk, at equal distances, are rows of the regression.
+        queries: The most queries of a chunk, at equal distances, that are rows of the regression.
         values: How many values of a head change in a chunk.
     """
 
@@ -61,21 +60,21 @@ class Fit:
     def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
         """Return the queries of the regression [B, Hq, M, D], of a prompt's queries q.
 
-        They are those of every so many-th token that is not padding. visible: bool [B, 1, N].
-        Behind the last one of a row there may be others.
+        They are at equal distances among the tokens that are not padding. visible: bool [B, 1, N].
+        A row with fewer queries than others ends with arbitrary ones.
         """
         if visible is None:
             return q[:, :, :: self._every(q.shape[2])].clone()
         tokens = visible[:, 0].sum(dim=-1).tolist()
         every = [self._every(n) for n in tokens]
-        most = max(-(-n // step) for n, step in zip(tokens, every, strict=True))
-        places = torch.arange(most) * torch.tensor(every)[:, None]
+        longest = max(-(-n // step) for n, step in zip(tokens, every, strict=True))
+        places = torch.arange(longest) * torch.tensor(every)[:, None]
         order = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)
         slots = order.gather(1, places.clamp(max=q.shape[2] - 1).to(q.device))
         return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
 
     def _every(self, tokens: int) -> int:
-        """Return the distance of the queries that are rows, of so many tokens with a query."""
+        """Return the distance of the queries that are rows, among `tokens` tokens with a query."""
         return max(1, -(-min(tokens, self.chunk) // self.queries))
 
     def __call__(
@@ -144,8 +143,10 @@ class Fit:
         for head in range(heads):
             changing = free[head].nonzero()[:, 0]
             if len(changing) > self.values:
-                few = slice(None, None, _COUNTED)
-                sums = _weights(step, rows[head, few], keys[head, changing], lse[head, few]).sum(0)
+                part = slice(None, None, _COUNTED)
+                sums = _weights(step, rows[head, part], keys[head, changing], lse[head, part]).sum(
+                    0
+                )
                 changing = changing[sums.topk(self.values).indices]
             x = _weights(step, rows[head], keys[head, changing], lse[head])
             change = _solve(x, missing[head])

@@ -48,7 +48,7 @@ class Budget:
             "variance", "inverse-variance", "joint" (see head_share), or one weight for each layer.
         round_shares: Round the recent share and the heavy share of the prompt down separately, as
             MiniKV's code does; otherwise round the budget down, and then its recent share.
-        head_share: The share of its heavy hitters that every key/value head is certain of (AdaKV).
+        head_share: The share of its heavy hitters that every head keeps in any case (AdaKV).
             The heads of a layer, or with layers="joint" of all layers with an equal keep and store,
             compete for the rest. None: all heads keep the same number.
 
@@ -293,7 +293,7 @@ class Keep:
         """Check a score for which the model repeats the prompt."""
         if not isinstance(scorer, Reconstruction):
             raise RecipeError(
-                f"score {scorer.kind!r} has repeats=True and does not say what the model repeats; "
+                f"score {scorer.kind!r} sets repeats=True but does not define the repetition; "
                 "derive it from Reconstruction"
             )
         if self.when != "prompt":
@@ -340,8 +340,8 @@ class Keep:
             )
         if self.shared:
             raise RecipeError(
-                f"{heads} lets each head keep its own tokens, and shared=True the same in all "
-                "layers; leave one of the two out"
+                f"{heads} and shared=True conflict: one gives each head its own tokens, the other "
+                "gives all layers the same tokens; leave one out"
             )
 
     def head_shares(self, prompt_tokens: int, room: int, heads: int, unit: int) -> tuple[int, int]:
@@ -356,10 +356,10 @@ class Keep:
         if self.budget.head_share is None or room >= prompt_tokens:
             return room, 0
         window = self.budget.recent_of(prompt_tokens)
-        certain, contested = head_budgets.shares(
+        guaranteed, contested = head_budgets.shares(
             room - window, prompt_tokens - room, self.budget.head_share, heads, unit
         )
-        return certain + window, contested
+        return guaranteed + window, contested
 
     def first_block(
         self, prompt_tokens: int, sinks: int, stored: int, heads: int, unit: int

@@ -52,7 +52,7 @@ class Reconstruction(Scorer):
 
     def __call__(self, step: Step) -> Tensor:
         """Return each token's largest weight in any row of queries: fp32 [B, Hk, N]."""
-        return step.mass(largest=True)
+        return step.mass(reduce_max=True)
 
 
 def _is_id(text: str) -> bool:

@@ -23,10 +23,10 @@ class Rotated(Scorer):
 
     KVzip (arXiv:2505.23416) lets the model read the prompt again. The queries of a repeated token
     are nearly those of the token itself, at a later position. So this score rotates the queries of
-    a chunk of n tokens n positions further, and runs no model. There, a query sees the sinks and
-    all tokens of its chunk. The same softmax has its weights for the tokens of the chunk up to
-    itself, at their own distance and without the sinks: they stand for the tokens that a repetition
-    would have repeated before it.
+    a chunk of n tokens n positions further, and runs no model. At that position, a query attends
+    to the sinks and to its whole chunk. The softmax denominator also includes the query's logits
+    for tokens of the chunk up to itself at their original distance: they stand for the tokens that
+    a repetition would have read.
 
     A weight alone does not say what a token adds to the residual stream. With `contribution`, the
     score is multiplied by the norm of the token's value and divided by the mean norm of the layer's
@@ -79,26 +79,26 @@ class Rotated(Scorer):
         repeated, own_seen = keys, seen & ~own_sinks
         count = seen.sum(dim=-1, keepdim=True)  # without padding
         if lo and step.sinks:
-            slots, first = _sinks_of(step, sinks)
-            repeated = torch.cat([first, keys], dim=2)
+            slots, sink_keys = _sinks_of(step, sinks)
+            repeated = torch.cat([sink_keys, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
         if step.rope is not None:  # turning keys back turns queries further
             repeated = step.rope.rotate(repeated, -count)
         before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
-        own = slice(max(0, lo - before), max(0, hi - before))
-        if step.lse is not None and own == slice(0, step.k.shape[2]):
+        chunk_queries = slice(max(0, lo - before), max(0, hi - before))
+        if step.lse is not None and chunk_queries == slice(0, step.k.shape[2]):
             once = replace(step, k=repeated, visible=None if step.visible is None else seen)
-            return once.mass(largest=True, rest=_without_sinks(step, sinks))
+            return once.mass(reduce_max=True, other_lse=_without_sinks(step, sinks))
         real_queries = step.visible_queries
         doubled = replace(
             step,
-            q=step.q[:, :, own],
+            q=step.q[:, :, chunk_queries],
             k=torch.cat([repeated, keys], dim=2),
             visible=torch.cat([seen, own_seen], dim=-1),
-            visible_queries=None if real_queries is None else real_queries[:, :, own],
+            visible_queries=None if real_queries is None else real_queries[:, :, chunk_queries],
         )
         end = repeated.shape[2]
-        return doubled.mass(largest=True)[..., end + lo - hi : end]
+        return doubled.mass(reduce_max=True)[..., end + lo - hi : end]
 
 
 def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
@@ -110,16 +110,15 @@ def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
     if not step.sinks:
         return step.lse
     hk = step.k.shape[1]
-    slots, first = _sinks_of(step, sinks)
-    queries, keys = step.q.float().unflatten(1, (hk, -1)), first.float().unsqueeze(2)
+    slots, sink_keys = _sinks_of(step, sinks)
+    queries, keys = step.q.float().unflatten(1, (hk, -1)), sink_keys.float().unsqueeze(2)
     logits = queries @ keys.transpose(-1, -2) * step.scale  # [B, Hk, R, N, sinks]
     logits = softcapped(logits, step.softcap)
     hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
-    share = (
-        logits.masked_fill(hidden, -torch.inf) - step.lse.unflatten(1, (hk, -1))[..., None]
-    ).exp()
-    rest = step.lse.unflatten(1, (hk, -1)) + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
-    return rest.masked_fill(sinks[:, :, None], -torch.inf).flatten(1, 2)
+    lse = step.lse.unflatten(1, (hk, -1))
+    share = (logits.masked_fill(hidden, -torch.inf) - lse[..., None]).exp()
+    other_lse = lse + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
+    return other_lse.masked_fill(sinks[:, :, None], -torch.inf).flatten(1, 2)
 
 
 def _sinks_of(step: Step, sinks: Tensor) -> tuple[Tensor, Tensor]:

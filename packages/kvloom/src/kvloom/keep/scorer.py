@@ -18,7 +18,7 @@ from .select import first_tokens
 class Step:
     """The input of a score: T new queries and the N exact tokens that they attended to.
 
-    Whoever builds a step gives the first six, and of the others what the score reads.
+    The first six fields are required. Set the others only if the score reads them.
 
     Attributes:
         q: [B, Hq, T, D] in the model's dtype, rotated as the model rotates them: of the last T
@@ -85,8 +85,8 @@ class Step:
         rows: int | None = None,
         noise: Noise | None = None,
         tau: float = 1.0,
-        largest: bool = False,
-        rest: Tensor | None = None,
+        reduce_max: bool = False,
+        other_lse: Tensor | None = None,
     ) -> Tensor:
         """Return the attention mass of each token, fp32 [B, Hk, N].
 
@@ -94,9 +94,9 @@ class Step:
             rows: The last queries to count; None: all.
             noise: Added to the logits (Keyformer).
             tau: Temperature of the logits (Keyformer).
-            largest: The largest weight of any query takes the place of their sum.
-            rest: fp32 [B, Hq, T], the log-sum-exp of the logits of other tokens, which take their
-                part of each query's weights. Queries then see all tokens of the step.
+            reduce_max: The largest weight of any query takes the place of their sum.
+            other_lse: fp32 [B, Hq, T], the log-sum-exp of the logits of other tokens, which take
+                their part of each query's weights. Queries then see all tokens of the step.
         """
         t = self.q.shape[2]
         skip = 0 if rows is None else max(0, t - rows)
@@ -111,11 +111,12 @@ class Step:
             "noise": noise,
             "tau": tau,
         }
-        if self.products is not None and not skip and not largest and rest is None:
+        if self.products is not None and not skip and not reduce_max and other_lse is None:
             mass = ops.step_mass(self.products, n, hk, **options)
         else:
             later_seen = None if self.later_seen is None else self.later_seen[:, skip:]
-            options |= {"reduce_max": largest, "later_seen": _if_any(later_seen), "other_lse": rest}
+            options |= {"reduce_max": reduce_max, "other_lse": other_lse}
+            options["later_seen"] = _if_any(later_seen)
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.join_query_heads(mass.view(b, hk, -1, n))
 

@@ -68,7 +68,7 @@ class Clusters(Index):
         return self.block if waiting >= self.block else 0
 
     @property
-    def step(self) -> int:
+    def block_tokens(self) -> int:
         """A block."""
         return self.block
 

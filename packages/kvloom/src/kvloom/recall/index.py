@@ -52,7 +52,7 @@ class Index:
         return 1
 
     @property
-    def step(self) -> int:
+    def block_tokens(self) -> int:
         """After the prompt, tokens are indexed in multiples of this number."""
         return self.unit
 

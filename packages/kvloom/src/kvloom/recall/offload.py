@@ -131,15 +131,15 @@ class OffloadStore(Stateful):
         b, h, _, d = self.like.shape
         blocks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
         row, head = torch.arange(b)[:, None, None], torch.arange(h)[:, None]
-        numbers = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
+        block_indices = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
         result: list[Block] = []
         nbytes = 0
         for buffer in self.buffers:
-            got = [x.to(self.like.device, non_blocking=True) for x in buffer.get(numbers)]
-            nbytes += sum(x.nbytes for x in got)
+            tensors = [x.to(self.like.device, non_blocking=True) for x in buffer.get(block_indices)]
+            nbytes += sum(x.nbytes for x in tensors)
             joint = len(self.buffers) == 1
-            halves = (x.contiguous() for x in got[0].split(d, dim=-1))
-            result += halves if joint else [got if buffer.encoding else got[0]]
+            halves = (x.contiguous() for x in tensors[0].split(d, dim=-1))
+            result += halves if joint else [tensors if buffer.encoding else tensors[0]]
         self._count(0, (hi - lo) * b * h, nbytes)
         return result
 
@@ -264,8 +264,8 @@ class OffloadStore(Stateful):
             self.resident_index = slots.new_full((b, h, self.tokens), -1, dtype=torch.int32)
         assert self.resident_index is not None
         if self.resident_index.shape[2] < self.tokens:
-            more = self.tokens - self.resident_index.shape[2]
-            new = self.resident_index.new_full((b, h, more), -1)
+            missing = self.tokens - self.resident_index.shape[2]
+            new = self.resident_index.new_full((b, h, missing), -1)
             self.resident_index = torch.cat([self.resident_index, new], dim=2)
 
     def _keep(self, slots: Tensor, x: Tensor) -> None:

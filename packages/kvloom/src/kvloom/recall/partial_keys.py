@@ -101,7 +101,7 @@ class PartialKeys(Index):
         return waiting if indexed == 0 else waiting // self.block * self.block
 
     @property
-    def step(self) -> int:
+    def block_tokens(self) -> int:
         """A block."""
         return self.block
 

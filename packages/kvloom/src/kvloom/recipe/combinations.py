@@ -164,7 +164,7 @@ def _check_tier(recipe: AnyRecipe, recall: Recall) -> None:
                 "itself, and not rotated; use kivi or rtn without rotate, or leave "
                 "out the tier"
             )
-    unit, step = recipe.store.block_tokens, recall.index.step
+    unit, step = recipe.store.block_tokens, recall.index.block_tokens
     if max(unit, step) % min(unit, step):
         raise RecipeError(
             f"the index takes {step} tokens at a time and the tier {unit} packed ones: neither "

@@ -33,7 +33,7 @@ def model_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     layer_indices = geometry.layer_indices
     layers_of: dict[str, list[int]] = {}
     try:
-        for i, (_, count) in zip(layer_indices, recipe.budget_places(layer_indices), strict=True):
+        for i, (_, count) in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True):
             for problem in _plain_problems(recipe.for_layer(i, layer_indices), geometry, count):
                 layers_of.setdefault(problem, []).append(i)
     except RecipeError as error:

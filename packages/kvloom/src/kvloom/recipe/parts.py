@@ -114,11 +114,11 @@ class Protect:
         return self.sinks + max(self.exact_recents)
 
 
-class BudgetPlace(NamedTuple):
-    """The rank of a layer among the layers that share its budget or its score, and their number."""
+class BudgetGroup(NamedTuple):
+    """The index of a layer among the `size` layers that share its budget or its score."""
 
-    rank: int
-    layers: int
+    layer_index: int
+    size: int
 
 
 @dataclass(frozen=True)

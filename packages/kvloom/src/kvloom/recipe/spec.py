@@ -24,7 +24,7 @@ from .combinations import check_parts
 from .geometry import Geometry, SlidingLayer
 from .layers import select
 from .model_problems import EXPIRED, model_problems
-from .parts import BudgetPlace, LayerOverride, Protect, Tuned
+from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
 from .upgrade import without_sinks
 
@@ -234,14 +234,14 @@ class Recipe:
             unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
         return max(0, tokens - (window - 1)) // unit * unit
 
-    def budget_places(self, layer_indices: Sequence[int]) -> list[BudgetPlace]:
+    def budget_groups(self, layer_indices: Sequence[int]) -> list[BudgetGroup]:
         """Return the place of each of these layers among those that share its budget or score.
 
         A budget over layers is divided, and a shared score summed, among layers of equal `keep`;
         where heads of several layers compete (layers="joint"), of equal `keep` and `store`.
         """
         keys = [budget_key(self.for_layer(i, layer_indices)) for i in layer_indices]
-        return [BudgetPlace(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
+        return [BudgetGroup(keys[:i].count(key), keys.count(key)) for i, key in enumerate(keys)]
 
     # a model
 
@@ -298,7 +298,7 @@ class Recipe:
         layer_indices, recipe = geometry.layer_indices, self.for_model(geometry)
         rows = (
             predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *ranks)
-            for i, ranks in zip(layer_indices, recipe.budget_places(layer_indices), strict=True)
+            for i, ranks in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True)
         )
         return sum(rows) * batch
 

@@ -76,4 +76,4 @@ def test_a_step_that_fails_takes_its_vote_back():
     layers[0].run(inputs(40))
     layers[0].roll_back()
     assert layers[0]._state.evictor.phase is Phase.EMPTY
-    assert layers[0]._state.evictor.vote is None
+    assert layers[0]._state.evictor.pending_scores is None

@@ -132,7 +132,7 @@ def test_recipes_that_only_seem_equal_stay_apart():
     kept = [r.for_layer(0, [0]).keep.budget.recent_of(99) for r in (one, share)]
     assert kept == [1, 10]
     both = replace(one, layers=(LayerOverride("2-3", keep=share.keep),))
-    assert both.budget_places(range(4)) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+    assert both.budget_groups(range(4)) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 def test_heads_compete_over_layers_of_equal_keep_and_store():
@@ -140,15 +140,15 @@ def test_heads_compete_over_layers_of_equal_keep_and_store():
     together, apart = [(0, 4), (1, 4), (2, 4), (3, 4)], [(0, 3), (0, 1), (1, 3), (2, 3)]
     for store, want in (("full", together), ("kivi", apart)):
         recipe = replace(resolve(own), layers=(LayerOverride(1, store=resolve(store).store),))
-        assert recipe.budget_places(range(4)) == want
+        assert recipe.budget_groups(range(4)) == want
     uniform = replace(recipe.keep.budget, layers="uniform")
     alike = replace(recipe, keep=replace(recipe.keep, budget=uniform))
-    assert alike.budget_places(range(4)) == together
+    assert alike.budget_groups(range(4)) == together
 
 
 def test_a_budget_is_divided_over_layers_of_equal_keep():
     recipe = resolve("pyramidkv:tokens=40,window=4@1=full@last 1=full")
-    assert recipe.budget_places(range(5)) == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+    assert recipe.budget_groups(range(5)) == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
     room = recipe.keep.layer_tokens(1000, 3)
     g = geometry(5)
     exact = 1000 * 2 * 2 * 64 * 2

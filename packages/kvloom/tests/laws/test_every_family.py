@@ -72,16 +72,19 @@ def test_rows_do_not_see_each_other(recipe):
 @pytest.mark.sample
 @every_family
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1], [0, 1, 1, 2]])
-def test_what_a_row_holds_moves_with_it(recipe, rows):
+@pytest.mark.parametrize("pads", [None, [0, 9, 40]])
+def test_what_a_row_holds_moves_with_it(recipe, rows, pads):
     qkv, new = tokens(PROMPT + LATER, batch=3), tokens(LATER, batch=len(rows), seed=1)
-    moved, built = layers(recipe), layers(recipe)
-    run(moved, qkv, [PROMPT, *[1] * LATER])
+    visible = None if pads is None else padded(pads, PROMPT + 2 * LATER)
+    moved_visible = None if visible is None else visible[rows]
+    moved, built, sizes = layers(recipe), layers(recipe), [PROMPT, *[1] * LATER]
+    run(moved, qkv, sizes, visible)
     for cache in moved:
         cache.map(lambda x: x.index_select(0, torch.tensor(rows)))
-    run(built, [[x[rows] for x in each] for each in qkv], [PROMPT, *[1] * LATER])
+    run(built, [[x[rows] for x in each] for each in qkv], sizes, moved_visible)
     tier = "retriever.store"  # its rows do not move: a table has where they are
     assert_same_state(held(moved, tier), held(built, tier))
-    close(*(run(caches, new, [1] * LATER) for caches in (moved, built)))
+    close(*(run(caches, new, [1] * LATER, moved_visible) for caches in (moved, built)))
 
 
 @pytest.mark.sample

@@ -101,7 +101,8 @@ def evict(state: LayerState, decision: Decision) -> None:
     """Evict by a decision, then pack and index."""
     evictor, trace = state.score_evictor, state.trace
     state.storage = evictor.evict(state.storage, decision, trace, state.recording)
-    index_due(state)
+    if state.retriever is not None:
+        index_due(state)
 
 
 def index_due(state: LayerState) -> None:
@@ -129,7 +130,8 @@ def _score(
 def _evict_or_wait(state: LayerState, decision: Decision) -> None:
     """Evict by these scores: at once, or when the layers that decide together have scored."""
     evictor = state.score_evictor
-    decision = decision._replace(scores=evictor.marked(decision.scores))
+    if evictor.protected is not None:
+        decision = decision._replace(scores=evictor.marked(decision.scores))
     if not evictor.waits_for_layers:
         evict(state, decision)
         return

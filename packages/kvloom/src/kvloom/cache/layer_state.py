@@ -122,7 +122,7 @@ class LayerState(Stateful):
     @property
     def score_evictor(self) -> RunningEvictor | BlockEvictor:
         """The evictor, where it evicts by score."""
-        assert isinstance(self.evictor, RunningEvictor | BlockEvictor)
+        assert isinstance(self.evictor, (RunningEvictor, BlockEvictor))
         return self.evictor
 
     @property

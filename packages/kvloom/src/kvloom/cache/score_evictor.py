@@ -156,7 +156,8 @@ class ScoreEvictor(Evictor):
     def marked(self, scores: Tensor) -> Tensor:
         """Return scores fp32 [B, Hk, N], the first ones with `PROTECTED` for protected tokens."""
         protected, self.protected = self.protected, None
-        return scores if protected is None else scores.masked_fill(protected, PROTECTED)
+        assert protected is not None
+        return scores.masked_fill(protected, PROTECTED)
 
     def wait(self, phase: Phase, queries: Queries, scores: Tensor | None = None) -> None:
         """Begin to wait for a repetition, or with `scores` for other layers."""
@@ -454,7 +455,7 @@ class StepEvictor(LimitEvictor):
         region, index = regions[0], storage.logical_index
         k, v = region.keys.tail, region.values.tail
         step = self.scorer.step(queries, k, v, region.visible, index, storage.seen, region.bias)
-        return Decision(self.needed(queries), self.scorer.score(step))
+        return Decision(queries, self.scorer.score(step))
 
     def evict(
         self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool

@@ -136,7 +136,7 @@ class LayerState(Stateful):
         """Whether the next step needs token ids, for a rule that protects tokens."""
         if self.outliers is not None and self.outliers.reads_ids:
             return not self.outliers.done
-        return self.recipe.protect.reads_ids and not self.prompt_done
+        return not self.prompt_done and self.recipe.protect.reads_ids
 
     @property
     def dropped(self) -> float:

@@ -1,4 +1,4 @@
-"""Recipes of every kind that scores, evicts or recalls, with small budgets and many decisions."""
+"""Recipes of every kind that evicts by score or recalls, with small budgets and many decisions."""
 
 from __future__ import annotations
 

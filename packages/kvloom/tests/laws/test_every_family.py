@@ -1,4 +1,4 @@
-"""Laws of every recipe that scores, evicts or recalls: `families` has the recipes."""
+"""Laws of every recipe that evicts by score or recalls: `families` has the recipes."""
 
 from __future__ import annotations
 

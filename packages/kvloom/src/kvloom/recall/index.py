@@ -120,16 +120,15 @@ class Finder(Stateful):
         return None
 
     def state(self) -> dict[str, Any]:
-        """Return the number of tokens, and the tensors by name."""
-        tensors = {name: getattr(self, name, None) for name in self.tensors}
-        present = {name: x for name, x in tensors.items() if x is not None}
-        return {"tokens": self.tokens, "tensors": present}
+        """Return the number of tokens, and what the class names."""
+        return {**super().state(), "tokens": self.tokens}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned."""
+        """Load a state that `state` returned, or one of a former version."""
+        if "tensors" in state:
+            state = {**dict.fromkeys(self.tensors), **state["tensors"], "tokens": state["tokens"]}
+        super().load_state(state, like)
         self.tokens = state["tokens"]
-        for name, x in state["tensors"].items():
-            setattr(self, name, x)
 
 
 @dataclass(frozen=True)

@@ -114,13 +114,13 @@ def _check_heads(recipe: AnyRecipe, heads: str) -> None:
         if not isinstance(fmt, Packed):
             raise RecipeError(
                 f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; "
-                "leave out heads, or use Packed"
+                "leave out head_share, or use Packed"
             )
         if fmt.pre_rope or fmt.regroups:
             raise RecipeError(
                 f"{side}: {heads} takes tokens that are packed after RoPE, each head by "
                 "itself; leave out pre_rope, span, reorder, clip, smooth and static, or leave "
-                "out heads"
+                "out head_share"
             )
 
 

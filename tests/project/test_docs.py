@@ -162,8 +162,8 @@ def test_speeds_in_the_readme():
     quest, kivi = (full / layer[name]["ms"] for name in ("quest", "kivi"))
     fast, slow = (layer[name]["ms"] / full for name in ("SDPA bf16 rows", "SDPA bf16"))
     assert (
-        f"`quest` {quest:.1f}×, `kivi` {kivi:.1f}×; `full` is {fast:.1f}× the faster of two calls "
-        f"of torch's SDPA in bf16, and {slow:.0f}× the slower"
+        f"`quest` {quest:.1f}×, `kivi` {kivi:.1f}×; `full` is {fast:.1f}× as fast as the "
+        f"faster of two calls of torch's SDPA in bf16, {slow:.0f}× as fast as the slower"
     ) in text
 
 

@@ -232,7 +232,8 @@ def attend_exact(
             logits.masked_fill_(~seen[:, None, None], -torch.inf)
         if visible is not None:
             heads = min(visible.shape[1], hk)
-            logits.masked_fill_(~visible.reshape(b, heads, -1, 1, n), -torch.inf)
+            mask = visible.reshape(b, heads, visible.shape[1] // heads, 1, n)
+            logits.masked_fill_(~mask, -torch.inf)
         o, s = _softmax(logits, values)
         out[:, :, :, lo:hi], lse[:, :, :, lo:hi] = o, s
     return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))

@@ -7,6 +7,7 @@ cache as it was. The model and its decoder both get such a forward, as callers m
 from __future__ import annotations
 
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -254,15 +255,27 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
     with ExitStack() as hooks:
         for module, layer in zip(modules, map(compressed_part, cache.layers), strict=False):
             if layer is not None and layer.uses_input_norms:
-                note = partial(_note_norms, layer)
+                note = partial(_note_norms, layer, threading.get_ident())
                 hook = module.register_forward_pre_hook(note, with_kwargs=True)
                 hooks.callback(hook.remove)
         yield
 
 
-def _note_norms(layer: RoutedLayer, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Note the norm of each token's hidden state, fp32 [B, T]."""
-    x = kwargs.get("hidden_states", args[0] if args else None)
+def _note_norms(
+    layer: RoutedLayer,
+    thread: int,
+    module: Any,
+    args: tuple,
+    kwargs: dict[str, Any] | None = None,
+) -> None:
+    """Note the norm of each token's hidden state, fp32 [B, T], in the thread of the layer's call.
+
+    Other threads run the module with caches of their own. torch leaves out `kwargs` if one of them
+    removes the hook meanwhile.
+    """
+    if threading.get_ident() != thread:
+        return
+    x = (kwargs or {}).get("hidden_states", args[0] if args else None)
     if isinstance(x, torch.Tensor) and x.dim() == 3:
         layer.norms = x.detach().float().norm(dim=-1)
 

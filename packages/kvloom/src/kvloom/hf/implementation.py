@@ -16,35 +16,40 @@ NAME = "kvloom"
 FIELD = "_attn_implementation_internal"
 """The attribute of a config that names its attention implementation."""
 _LOCK = threading.Lock()
-_STOCK: dict[int, tuple[str, int]] = {}
-"""By the id of each config within `use_kvloom`: the model's own implementation, and how many steps
-of threads run."""
+_STOCK: dict[int, tuple[str, set[int], Any]] = {}
+"""By the id of each config within `use_kvloom`: the model's own implementation, the threads that
+run a step, and the config, whose id stays its own for as long."""
 
 
 @contextmanager
 def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
-    """Make the modules of these configs call kvloom's functions, within one step."""
+    """Make the modules of these configs call kvloom's functions, within one step of this thread.
+
+    What an interrupt between two statements leaves behind, the thread's next step puts right.
+    """
+    thread = threading.get_ident()
     with _LOCK:
         for config in configs:
             attributes = vars(config)  # setting one by its name takes transformers 4 us
-            implementation, steps = _STOCK.get(id(config), (attributes[FIELD], 0))
-            _STOCK[id(config)] = implementation, steps + 1
+            _, threads, _ = _STOCK.setdefault(id(config), (attributes[FIELD], set(), config))
+            threads.add(thread)
             attributes[FIELD] = NAME
     try:
         yield
     finally:
         with _LOCK:
             for config in configs:
-                implementation, steps = _STOCK.pop(id(config))
-                if steps > 1:
-                    _STOCK[id(config)] = implementation, steps - 1
-                else:
+                implementation, threads, _ = _STOCK[id(config)]
+                threads.discard(thread)
+                if not threads:
                     vars(config)[FIELD] = implementation
+                    del _STOCK[id(config)]
 
 
 def stock_implementation(config: Any) -> str:
     """Return the attention implementation of a config without kvloom."""
-    name = _STOCK.get(id(config), (config._attn_implementation, 0))[0]
+    running = _STOCK.get(id(config))
+    name = config._attn_implementation if running is None else running[0]
     if name == NAME:
         raise CacheMisuse(
             "attention implementation 'kvloom' works during a step with a kvloom cache only; load "

@@ -55,7 +55,7 @@ evidence: .venv/ready
 evidence-quick: .venv/ready
 	$(BIN)/python benchmarks/evidence.py --quick
 
-# The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES.
+# The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES; ONLY names parts.
 SOAK := PYTHONPATH=benchmarks:tests:tools:packages/kvloom/tests/models OMP_NUM_THREADS=1 $(BIN)/python -m soak
 MINUTES ?= 9
 
@@ -63,7 +63,7 @@ soak: .venv/ready
 	$(SOAK) --minutes 170
 
 soak-quick: .venv/ready
-	$(SOAK) --minutes $(MINUTES)
+	$(SOAK) --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY))
 
 train: .venv/ready
 	PYTHONPATH=tools $(BIN)/python -m reference_model.train

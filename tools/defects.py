@@ -464,8 +464,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/implementation.py",
-        "if not threads:",
-        "if threads:",
+        "if steps > 1:",
+        "if steps > 2:",
         "the first of two threads to end its step takes kvloom's attention from the other",
         "packages/kvloom/tests/models/test_interrupted.py", "packages/kvloom/tests/models/test_refused_steps.py",
     ),

@@ -16,32 +16,33 @@ NAME = "kvloom"
 FIELD = "_attn_implementation_internal"
 """The attribute of a config that names its attention implementation."""
 _LOCK = threading.Lock()
-_STOCK: dict[int, tuple[str, set[int], Any]] = {}
-"""By the id of each config within `use_kvloom`: the model's own implementation, the threads that
-run a step, and the config, whose id stays its own for as long."""
+_STOCK: dict[int, tuple[str, int, Any]] = {}
+"""By the id of each config within `use_kvloom`: the model's own implementation, how many steps run,
+and the config, whose id stays its own for as long."""
 
 
 @contextmanager
 def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
-    """Make the modules of these configs call kvloom's functions, within one step of this thread.
+    """Make the modules of these configs call kvloom's functions, within one step.
 
-    What an interrupt between two statements leaves behind, the thread's next step puts right.
+    An interrupt between two statements may leave an entry in `_STOCK`; with it, calls of the model
+    find its own implementation, whatever its config names.
     """
-    thread = threading.get_ident()
     with _LOCK:
         for config in configs:
             attributes = vars(config)  # setting one by its name takes transformers 4 us
-            _, threads, _ = _STOCK.setdefault(id(config), (attributes[FIELD], set(), config))
-            threads.add(thread)
+            implementation, steps, _ = _STOCK.get(id(config), (attributes[FIELD], 0, config))
+            _STOCK[id(config)] = implementation, steps + 1, config
             attributes[FIELD] = NAME
     try:
         yield
     finally:
         with _LOCK:
             for config in configs:
-                implementation, threads, _ = _STOCK[id(config)]
-                threads.discard(thread)
-                if not threads:
+                implementation, steps, _ = _STOCK[id(config)]
+                if steps > 1:
+                    _STOCK[id(config)] = implementation, steps - 1, config
+                else:
                     vars(config)[FIELD] = implementation
                     del _STOCK[id(config)]
 

@@ -26,9 +26,10 @@ from transformers import PreTrainedModel
 
 import kvloom
 from kvloom.errors import CacheMisuse, KvloomError, TierError
+from limits import limited
 from stopping import StopAt
 
-from .tally import Tally, limited
+from .tally import Tally
 
 KILLS, INTERRUPTS, LACKS = 500, 300, 200  # of files and of stores each; of generate; of each other
 PACKED = "near-lossless:group=16,residual=32"
@@ -119,9 +120,14 @@ def kill_puts(tally: Tally, model: PreTrainedModel, folder: Path, until: float) 
 # --- steps that stop -----------------------------------------------------------------------------
 
 
+def prompt(tokens: int = PROMPT) -> Tensor:
+    """Return the ids [1, tokens] of the prompt of this length."""
+    return torch.randint(3, 199, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
 def read_prompt(model: PreTrainedModel, recipe: str, tokens: int) -> tuple[kvloom.Cache, Tensor]:
     """Return a cache that has read a prompt, and the prompt."""
-    ids = torch.randint(3, 199, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+    ids = prompt(tokens)
     cache = kvloom.Cache(model, recipe)
     with torch.no_grad():
         model(ids, past_key_values=cache)
@@ -244,7 +250,7 @@ def lack_memory(tally: Tally, model: PreTrainedModel, folder: Path, until: float
                 with limited("AS", draw.randrange(1 << 23)):
                     step(model, cache, ids)
             except KvloomError as error:
-                raise AssertionError("a lack of memory is told as another error") from error
+                raise AssertionError("a failed allocation raised an error of kvloom") from error
             except (MemoryError, RuntimeError):
                 refused += 1
                 assert torch.equal(go_on(model, cache), expected), "other logits"
@@ -272,11 +278,11 @@ def read_only(folder: Path):
 
 def lack_of_files(tally: Tally, model: PreTrainedModel, folder: Path, until: float) -> None:
     """Save, load, store and offload with a full disk, a read-only folder, and no descriptors."""
-    cache, prompt = read_prompt(model, PACKED, 128)
+    cache, stored = read_prompt(model, PACKED, 128)
     path, store = folder / "x.kv", kvloom.PromptStore(folder / "store")
     cache.save(path)
-    store.put(cache, prompt)
-    ids = torch.cat([prompt, prompt], dim=1)
+    store.put(cache, stored)
+    ids = torch.cat([stored, stored], dim=1)
     whole = path.read_bytes()
 
     def offload() -> None:

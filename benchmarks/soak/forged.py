@@ -1,6 +1,6 @@
 """Saved caches that were changed and given the checksum of what they now hold.
 
-A checksum keeps accidents out, and not whoever writes files. Such a file may be refused, fail in a
+A checksum detects damage, not a deliberate change. A forged file may be refused, fail in a
 step, or give other logits. Loading it and stepping may not end the process, hang, or need much more
 memory than the file has bytes. Each case runs in a fork.
 """
@@ -26,9 +26,10 @@ import kvloom
 from kvloom.errors import KvloomError
 from kvloom.kernels import dispatch
 from kvloom.store import files
+from limits import limited
 
 from .faults import RECIPES
-from .tally import Tally, limited
+from .tally import Tally
 
 CASES, ROOM, LIMIT_S = 10_000, 1 << 30, 60
 NUMBERS = [-1, 0, 1, 2**31, 2**40, 2**62, -(2**40), 0.5, None, "text", [], True]

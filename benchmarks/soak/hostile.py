@@ -32,10 +32,11 @@ from kvloom.store.calibration import Calibration
 from kvloom_lab.eval.kvpress import read_kvpress
 from kvloom_lab.eval.results import read_run
 from kvloom_lab.show.pages import page_data, results_page
+from limits import limited
 from mutations import mutated
 from results_folder import write_kvpress, write_results
 
-from .tally import Tally, limited
+from .tally import Tally
 
 MUTATIONS = 10_000
 ROOM = 256 << 20  # bytes that a reader may need, beside 50 times the file

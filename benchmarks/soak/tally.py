@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import sys
 import time
@@ -96,23 +95,3 @@ class Tally:
             "campaign": self.name, "cases": self.cases, "failures": self.failed,
             "seconds": round(self.elapsed, 1), "figures": self.figures, "failed": self.failures,
         }  # fmt: skip
-
-
-@contextmanager
-def limited(name: str, more: int) -> Iterator[None]:
-    """Let this process have at most `more` of a resource than it uses now: "AS" bytes, or "NOFILE".
-
-    "FSIZE": bytes that a file may have.
-    """
-    kind = getattr(resource, f"RLIMIT_{name}")
-    soft, hard = resource.getrlimit(kind)
-    used = 0
-    if name == "AS":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    if name == "NOFILE":
-        used = 1 + max(int(path.name) for path in Path("/proc/self/fd").iterdir())
-    resource.setrlimit(kind, (used + more, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, (soft, hard))

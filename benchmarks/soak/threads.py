@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 import kvloom
 from kvloom.errors import KvloomError
 
-from .faults import PACKED, RECIPES, greedy
+from .faults import PACKED, RECIPES, greedy, prompt
 from .tally import Tally
 
 CASES, THREADS, NEW = 1_000, 4, 6
@@ -37,11 +37,6 @@ def run_all(tally: Tally) -> None:
         for seed in tally.numbers(CASES, (number + 1) / len(parts)):
             with tally.case(f"{part.__name__} {seed}"):
                 part(model, expected, Random(seed))
-
-
-def prompt() -> Tensor:
-    """Return the prompt of all answers."""
-    return torch.randint(3, 199, (1, 90), generator=torch.Generator().manual_seed(90))
 
 
 def answer(model: PreTrainedModel, recipe: str | None) -> Tensor:

@@ -12,7 +12,7 @@ from backends import by_reference
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
-from steps import RECIPES, SOME, SOME_TOKENS, core_recipes, draw, feed
+from steps import RECIPES, SOME, SOME_TOKENS, core_recipes, draw, feed, padded
 
 PROMPT = 75
 ANSWER = SOME  # the steps after the prompt
@@ -23,11 +23,6 @@ FREE_OF_PLACE += ["streaming:tokens=24,sinks=4"]
 
 pads = st.lists(st.integers(0, PROMPT - 1), min_size=3, max_size=3)
 cuts = st.sampled_from([[PROMPT], [40, 35], [10, 64, 1], [7] * 10 + [5]])
-
-
-def padded(pads: list[int], n: int = TOKENS) -> torch.Tensor:
-    """The mask of a batch whose row i starts with pads[i] padded slots."""
-    return torch.arange(n) >= torch.tensor(pads)[:, None]
 
 
 def run(recipe: Recipe, qkv, visible, prompt=(PROMPT,)) -> torch.Tensor:
@@ -51,7 +46,7 @@ def litter(qkv, visible, size: float, seed: int):
 @core_recipes
 @given(pads, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
     want, got = run(recipe, qkv, visible), run(recipe, litter(qkv, visible, size, seed), visible)
     assert torch.equal(got, want)
 
@@ -59,7 +54,7 @@ def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
 @core_recipes
 @given(pads, cuts, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, seed):
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
     want = run(recipe, qkv, visible, cuts)
     got = run(recipe, litter(qkv, visible, size, seed), visible, cuts)
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
@@ -70,7 +65,7 @@ def test_content_of_padding_is_irrelevant_in_chunks(recipe, pads, cuts, size, se
 @given(pads, cuts)
 def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
     """Keys are far from 0, where padding might stand: every group spans its real keys only."""
-    (q, k, v), visible = draw(0, TOKENS, batch=3), padded(pads)
+    (q, k, v), visible = draw(0, TOKENS, batch=3), padded(pads, TOKENS)
     k = k + 100
     cache = LayerCache(resolve("kivi:group=16,residual=16,meta=fp32"))
     feed(cache, *(x[:, :, :PROMPT] for x in (q, k, v)), cuts, visible[:, :PROMPT])
@@ -90,7 +85,7 @@ def test_padding_does_not_widen_a_groups_range(recording, pads, cuts):
 @given(pads, cuts, st.integers(0, 999))
 def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, seed):
     """What is stored is the same: the steps after the prompt cannot tell."""
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
     at_once, chunks = (run(recipe, qkv, visible, p)[:, :, PROMPT:] for p in ([PROMPT], cuts))
     torch.testing.assert_close(chunks, at_once, rtol=0, atol=2e-6)
 
@@ -98,7 +93,7 @@ def test_a_padded_prompt_in_chunks_is_the_prompt_at_once(recipe, pads, cuts, see
 @core_recipes
 @given(pads, st.integers(0, 999))
 def test_other_rows_padding_changes_nothing(recipe, pads, seed):
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
     together = run(recipe, qkv, visible)
     for i in range(3):
         alone = run(recipe, [x[i : i + 1] for x in qkv], visible[i : i + 1])
@@ -108,7 +103,7 @@ def test_other_rows_padding_changes_nothing(recipe, pads, seed):
 @core_recipes
 @given(st.lists(st.integers(0, PROMPT - 1), min_size=2, max_size=2), st.integers(0, 999))
 def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
-    qkv, visible = draw(seed, TOKENS, batch=3), padded([0, *pads])
+    qkv, visible = draw(seed, TOKENS, batch=3), padded([0, *pads], TOKENS)
     together = run(recipe, qkv, visible)
     alone = [x[:1] for x in qkv]
     want = feed(LayerCache(recipe), *alone, [PROMPT, *ANSWER])
@@ -119,7 +114,7 @@ def test_a_row_without_padding_does_not_notice_the_batch(recipe, pads, seed):
 @given(pads, cuts, st.integers(0, 999))
 def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
     recipe = RECIPES[name]
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads)
+    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
     together = run(recipe, qkv, visible)
     for i, pad in enumerate(pads):
         short = [x[i : i + 1, :, pad:] for x in qkv]
@@ -129,7 +124,7 @@ def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
 
 @pytest.mark.parametrize("name", ["full", "window:tokens=200", "streaming:tokens=200"])
 def test_huge_padding_is_no_trouble_where_nothing_is_packed(name):
-    qkv, visible = draw(0, TOKENS, batch=3), padded([0, 30, 74])
+    qkv, visible = draw(0, TOKENS, batch=3), padded([0, 30, 74], TOKENS)
     want = run(resolve(name), qkv, visible)
     assert torch.equal(run(resolve(name), litter(qkv, visible, 1e38, 1), visible), want)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import os
-import resource
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from kvloom.errors import CacheMisuse, RecipeError, TierError
 from kvloom.recall import Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
+from limits import limited
 from steps import draw, feed
 
 PROMPT, STEPS = 120, 40
@@ -225,13 +225,9 @@ def test_a_disk_that_is_full_later_ends_the_cache_and_not_the_process(tmp_path):
     cache = layer(recipe("clusters", Tier("file", str(tmp_path))))
     feed(cache, *tokens(0))
     (file,) = tmp_path.iterdir()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size, limits[1]))
-    try:
-        with pytest.raises(TierError, match=r"cannot grow to .* bytes \(File too large\); make"):
-            feed(cache, *tokens(1, 100), [1] * 100)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    too_large = r"cannot grow to .* bytes \(File too large\); make"
+    with limited("FSIZE", file.stat().st_size), pytest.raises(TierError, match=too_large):
+        feed(cache, *tokens(1, 100), [1] * 100)
     with pytest.raises(CacheMisuse, match=r"cannot be used any more: .*File too large"):
         feed(cache, *tokens(0, 1))
     cache.reset()

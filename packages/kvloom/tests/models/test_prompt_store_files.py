@@ -25,6 +25,7 @@ from kvloom.errors import StoreError
 from kvloom.hf.prompts.folder import INDEX
 from kvloom.hf.prompts.identity import BLOCK, chain, combined, fields, seed
 from kvloom.store import files
+from mutations import flipped
 
 pytestmark = by_reference  # none of this depends on kernels
 
@@ -57,12 +58,9 @@ def held(model, store, ids=IDS, recipe=PACKED) -> int:
     return store.longest(model, recipe, ids)[1]
 
 
-def flipped(x: bytes, draw: random.Random) -> bytes:
+def with_flip(x: bytes, draw: random.Random) -> bytes:
     """Return bytes of which one bit is another."""
-    bit = draw.randrange(8 * len(x))
-    changed = bytearray(x)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
+    return flipped(x, draw.randrange(8 * len(x)))
 
 
 def test_one_bit_of_one_field_is_another_prompt(model, store):
@@ -74,7 +72,7 @@ def test_one_bit_of_one_field_is_another_prompt(model, store):
     assert len(names) == 9  # all but the tenant, which is empty
     for number in range(9_000):
         name = names[number % len(names)]
-        seed = combined({**parts, name: flipped(parts[name], draw)})
+        seed = combined({**parts, name: with_flip(parts[name], draw)})
         assert store.index.longest(chain(seed, IDS)) == 0
     seed = combined(parts)
     for tokens in (64, 128, 192):
@@ -174,7 +172,7 @@ def test_a_damaged_file_is_set_aside_and_the_prompt_is_read_again(model, store):
     whole = path.read_bytes()
     with kvloom.attach(model, PACKED, store=store):
         expected = answer(model, IDS)
-        for damage in (*(flipped for _ in range(20)), lambda x, _: x[:-9], lambda *_: b""):
+        for damage in (*(with_flip for _ in range(20)), lambda x, _: x[:-9], lambda *_: b""):
             path.write_bytes(damage(whole, draw))
             with pytest.warns(UserWarning, match="set aside"):
                 assert equal(answer(model, IDS), expected)

@@ -12,6 +12,7 @@ import kvloom
 from backends import by_reference
 from kvloom.errors import SavedCacheError
 from kvloom.store import files
+from mutations import flipped
 
 pytestmark = by_reference  # none of this depends on kernels
 
@@ -52,12 +53,7 @@ def flips(whole: bytes, count: int) -> list[bytes]:
     bits = [draw(8 * header) for _ in range(count)]
     bits += [draw(8 * header, 8 * len(whole)) for _ in range(count)]
     bits += range(8 * len(whole) - 32, 8 * len(whole))  # the checksum itself
-    found = []
-    for bit in bits:
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        found.append(bytes(changed))
-    return found
+    return [flipped(whole, bit) for bit in bits]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

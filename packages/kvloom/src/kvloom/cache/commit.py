@@ -17,6 +17,7 @@ from .layer_state import LayerState
 from .reading import exact_tokens
 from .score_evictor import Decision
 from .segment import Segment
+from .slot_storage import SlotStorage
 from .step import KV, Queries, Uncommitted
 
 
@@ -48,7 +49,7 @@ def end_step(
         state.retriever.visible = queries.visible
     if state.recording or exact:
         _add_uncommitted(state, queries, new)
-    elif state.storage.in_slots:
+    elif isinstance(state.storage, SlotStorage):
         _score(state, queries, None, regions)
     elif state.uncommitted is not None:  # no crop followed the draft, so all of its tokens stay
         _add_uncommitted(state, queries, new)

@@ -160,7 +160,7 @@ class LayerState(Stateful):
 
         Everything else follows from the recipe and the model.
         """
-        in_slots, observed = self.storage.in_slots, self.trace is not None
+        in_slots, observed = isinstance(self.storage, SlotStorage), self.trace is not None
         return {**super().state(), "in_slots": in_slots, "observed": observed}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None = None) -> None:

@@ -33,7 +33,6 @@ class Segment(Stateful):
     tensors = ("logical_index", "start")
     counters = ("first", "kept", "offloaded", "start_final")
     children = ("keys", "values")
-    in_slots = False  # as in `SlotStorage`
 
     def __init__(self, keys: KVSide | None = None, values: KVSide | None = None) -> None:
         self.keys = KVSide() if keys is None else keys

@@ -29,7 +29,6 @@ class SlotStorage(Stateful):
     """
 
     tensors = ("keys", "values", "scores", "free", "logical_index")
-    in_slots = True
     kept = 0  # tokens of a prompt that a crop cannot remove: see `Segment`
 
     def __init__(

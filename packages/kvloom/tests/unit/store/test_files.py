@@ -16,6 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from kvloom.store import files
+from limits import limited
+from mutations import flipped
 
 TENSORS = {
     "b": torch.arange(5, dtype=torch.uint8),
@@ -100,9 +102,7 @@ def test_every_flipped_bit_every_cut_and_every_appended_byte_changes_the_checksu
     write(path, {"x": torch.arange(4)}, checksum=True)
     whole = path.read_bytes()
     for bit in range(8 * len(whole)):
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
+        path.write_bytes(flipped(whole, bit))
         assert not files.intact(path), bit
     for changed in [whole[:n] for n in range(len(whole))] + [
         whole + bytes([n]) for n in range(256)
@@ -209,17 +209,14 @@ def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path, monkeypatch, 
 
 
 def test_a_file_larger_than_the_system_allows_leaves_the_file_before(tmp_path):
-    resource = pytest.importorskip("resource")
+    pytest.importorskip("resource")
     path = tmp_path / "x.kv"
     write(path)
-    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
+    before = path.read_bytes()
+    with limited("FSIZE", 10_000):
         for count in (2_500, 250_000):  # fails when the file is closed, and before
             with pytest.raises(ValueError, match="cannot be written: File too large"):
                 write(path, {"x": torch.zeros(count)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
     assert names(tmp_path) == ["x.kv"]
 

@@ -188,7 +188,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_optional(record: Record) -> None:
-    """Raise `InputError` for tokens, curves or seconds that are none."""
+    """Raise `InputError` if tokens, curves or seconds have another type."""
     line = record.value
     if not isinstance(line.get("tokens") or [], list):
         raise record.problem("needs a list in 'tokens'")

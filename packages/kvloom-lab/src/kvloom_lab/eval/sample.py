@@ -103,7 +103,7 @@ class Source:
 
     Attributes:
         tokenizer: The model's.
-        text: The text around what is asked.
+        text: The text in which tasks hide facts and from which they take contexts.
         text_ids: int64 [tokens], its ids.
         first: Special ids before a context.
         lengths: Of contexts, in tokens.

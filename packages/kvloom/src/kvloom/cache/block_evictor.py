@@ -112,7 +112,7 @@ class BlockEvictor(ScoreEvictor):
     def score(
         self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
     ) -> Decision | None:
-        """Score the tokens of a block that is due; None: none is, and the queries are held.
+        """Score the next block to evict from. If there is none, hold the queries and return None.
 
         The scores of padding are minus infinity.
         """

@@ -190,8 +190,8 @@ def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any
     holds most of it.
     """
     ids, seen = kwargs.get("input_ids"), cache.get_seq_length()
-    certain = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
-    if ids is None or not 0 < seen < certain <= ids.shape[-1]:
+    accepted = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
+    if ids is None or not 0 < seen < accepted <= ids.shape[-1]:
         return {}
     tokens = ids.shape[-1]
     mask, position = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -32,7 +32,7 @@ _REFUSED = {
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """Unwrap a model from `torch.compile` and peft, and refuse one that kvloom cannot route.
+    """Return the model inside the wrappers of `torch.compile` and peft.
 
     Raises `UnsupportedModel` for peft's prefix tuning, which fills a cache of its own.
     """

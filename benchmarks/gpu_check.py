@@ -208,8 +208,10 @@ def _step(
         [[[0]], [[n // 3]]], device=bench.device
     )
     exact = [lane.kv_view().tensor().cpu().float() for lane in lanes]
-    own = t if t > 1 else 0
-    regions = [Region(*(lane.kv_view() for lane in lanes), visible=visible, own=own)]
+    step_tokens = t if t > 1 else 0
+    regions = [
+        Region(*(lane.kv_view() for lane in lanes), visible=visible, step_tokens=step_tokens)
+    ]
     why = ops.attend.choose(q, regions).why
     if why:
         raise RuntimeError(f"left to the reference: {why}")

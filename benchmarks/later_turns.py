@@ -34,14 +34,14 @@ def region(recipe: str, k: torch.Tensor, v: torch.Tensor, own: int) -> Region:
     """Return keys and values [1, Hk, N, D] as a recipe stores them; the last `own` are exact."""
     chosen = resolve(recipe)
     if chosen.store.exact:
-        return Region.exact(k, v, own=own)
+        return Region.exact(k, v, step_tokens=own)
     sides = []
     for x, fmt in ((k, chosen.store.keys), (v, chosen.store.values)):
         assert fmt is not None
         side = KVSide(fmt, own)
         side.extend(x, 0, prompt=True)
         sides.append(side.kv_view())
-    return Region(*sides, own=own)
+    return Region(*sides, step_tokens=own)
 
 
 def attentions(

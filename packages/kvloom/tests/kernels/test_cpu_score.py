@@ -189,7 +189,7 @@ def test_a_step_leaves_its_products_and_they_give_its_mass(subtests, hq, hk, t):
             q, k = drawn(2, hq, hk, t, n, 32, seed=n)
             given = masks(2, hk, t, n)
             given["bias"] = given["bias"].expand(-1, hq, -1)
-            region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], own=t)
+            region = Region.exact(k, k, visible=given["visible"], bias=given["bias"], step_tokens=t)
             products = cpu_attend(q, [region], 0.3, softcap=4.0, products=True).products
             wide = k.repeat_interleave(hq // hk, dim=1)
             torch.testing.assert_close(products[..., :n], 0.3 * q @ wide.mT, rtol=1e-5, atol=1e-5)

@@ -133,8 +133,8 @@ def test_attention_to_exact_tokens_of_two_dtypes_is_left_to_the_reference(wide):
     narrow = [k.bfloat16(), v.bfloat16()]
     regions, same = [Region.exact(narrow[0], v)], [Region.exact(*narrow)]
     if wide != "values":
-        regions = [*same, Region.exact(k, v, own=1)]
-        same = [*same, Region.exact(*narrow, own=1)]
+        regions = [*same, Region.exact(k, v, step_tokens=1)]
+        same = [*same, Region.exact(*narrow, step_tokens=1)]
     ops.attend(q, same, 0.2)  # another case
     got = ops.attend(q, regions, 0.2)
     assert torch.equal(got.out, ref.attend_regions(q, regions, 0.2).out)

@@ -198,7 +198,7 @@ def test_masks_softcap_and_bias(form):
 @needs_interpreter
 def test_attention_sinks():
     q, k, v = (draw((1, 4 if i == 0 else 2, n, 64), i) for i, n in enumerate((1, 100, 100)))
-    regions, sinks = [Region.exact(k, v, own=1)], torch.tensor([0.5, -30.0, 40.0, 2.0])
+    regions, sinks = [Region.exact(k, v, step_tokens=1)], torch.tensor([0.5, -30.0, 40.0, 2.0])
     got = gpu.attend(q, regions, 0.1, sink_logits=sinks)
     want = ref.attend_regions(q, regions, 0.1, sink_logits=sinks)
     torch.testing.assert_close(got.out, want.out, rtol=0, atol=2e-6)

@@ -52,8 +52,8 @@ def agree(q, regions, **options):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("recipe", ["near-lossless", "kivi", "rtn:bits=3", "full"])
-@pytest.mark.parametrize("own", [0, T])
-def test_dense_tokens(recipe, dtype, own, subtests):
+@pytest.mark.parametrize("step_tokens", [0, T])
+def test_dense_tokens(recipe, dtype, step_tokens, subtests):
     tokens = 2 * many_queries.TILE + 300
     for d in (32, 64) if recipe in ("kivi", "rtn:bits=3") else (32, 64, 48):
         views = stored(recipe, tokens, d, dtype)
@@ -64,7 +64,7 @@ def test_dense_tokens(recipe, dtype, own, subtests):
                 visible = drawn(B, heads, tokens, seed=7) > -0.5
                 visible[1, :, : tokens - 20] = False
             with subtests.test(d=d, mask=heads):
-                agree(q, [Region(*views, visible=visible, own=own)])
+                agree(q, [Region(*views, visible=visible, step_tokens=step_tokens)])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -73,7 +73,7 @@ def test_heads_with_different_numbers_of_tokens(dtype):
     views = stored("near-lossless", 2000, 64, dtype, heads=1, rows=1)
     bounds = torch.tensor([[[0, 300], [300, 0]], [[300, 1500], [1800, 200]]])
     spans = Region(*views, where=Spans(bounds, 1500))
-    own = Region.exact(*(drawn(B, HK, T, 64, dtype=dtype, seed=i) for i in (5, 6)), own=T)
+    own = Region.exact(*(drawn(B, HK, T, 64, dtype=dtype, seed=i) for i in (5, 6)), step_tokens=T)
     q = drawn(B, HQ, T, 64, dtype=dtype)
     agree(q, [spans, own])
     visible = drawn(B, HK, 1500, seed=7) > -0.5
@@ -84,7 +84,7 @@ def test_heads_with_different_numbers_of_tokens(dtype):
 def test_a_past_without_tokens():
     q = drawn(B, HQ, T, 32)
     empty = [KVView(None, q.new_empty(B, HK, 0, 32))] * 2
-    own = Region.exact(*(drawn(B, HK, T, 32, seed=i) for i in (5, 6)), own=T)
+    own = Region.exact(*(drawn(B, HK, T, 32, seed=i) for i in (5, 6)), step_tokens=T)
     agree(q, [Region(*empty), own])
 
 
@@ -97,7 +97,7 @@ def test_a_kernel_of_prompts_that_fails_to_load_leaves_the_parts_to_torch(monkey
     monkeypatch.setattr(ops.attend_prompt, "bindings", {})
     views = stored("near-lossless", 300, 32, torch.float32)
     with pytest.warns(UserWarning, match="attend_prompt: its cpu kernel failed .* no compiler"):
-        agree(drawn(B, HQ, T, 32), [Region(*views, own=T)])
+        agree(drawn(B, HQ, T, 32), [Region(*views, step_tokens=T)])
 
 
 def test_the_past_is_never_unpacked_as_a_whole(monkeypatch):
@@ -111,7 +111,7 @@ def test_the_past_is_never_unpacked_as_a_whole(monkeypatch):
 
     monkeypatch.setattr(KVView, "tensor", counted)
     with dispatch.use("auto"):
-        ops.attend(drawn(B, HQ, T, 32), [Region(*views, own=T)], 0.2)
+        ops.attend(drawn(B, HQ, T, 32), [Region(*views, step_tokens=T)], 0.2)
     assert max(unpacked) == many_queries.TILE
     assert sum(unpacked) == 2 * 8 * many_queries.TILE
 
@@ -119,7 +119,7 @@ def test_the_past_is_never_unpacked_as_a_whole(monkeypatch):
 def test_other_cases_are_left_to_the_reference(subtests):
     q = drawn(B, HQ, T, 32)
     views = stored("near-lossless", 300, 32, torch.float32)
-    region = Region(*views, own=T)
+    region = Region(*views, step_tokens=T)
     cases = {
         "softcap": (q, region, {"softcap": 20.0}),
         "bias": (q, region._replace(bias=drawn(1, HQ, 300)), {}),

@@ -27,8 +27,8 @@ def _auto():
         yield
 
 
-def one(keys, values, own=0):
-    return [Region(keys, values, own=own)]
+def one(keys, values, step_tokens=0):
+    return [Region(keys, values, step_tokens=step_tokens)]
 
 
 def bindings(monkeypatch):

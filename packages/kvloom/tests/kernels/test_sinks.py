@@ -53,7 +53,7 @@ def test_one_sink_for_all_tasks_and_passes(threads):
         agrees(FORMS["exact"], 4, 1, 1, 20_000, (0, 0), b=1, sinks=SINKS)
         q = draw((1, 4, 1, 16), 0)
         keys, values = (tuple(draw((1, 2, n, 16), seed) for n in (40, 200)) for seed in (1, 2))
-        regions = [Region.exact(*pair, own=1) for pair in zip(keys, values, strict=True)]
+        regions = [Region.exact(*pair, step_tokens=1) for pair in zip(keys, values, strict=True)]
         assert len(cpu.kernel_calls(regions)) == 2
         got = cpu_attend(q, regions, 0.3, sink_logits=SINKS)
         want = ref.attend_regions(q, regions, 0.3, sink_logits=SINKS)

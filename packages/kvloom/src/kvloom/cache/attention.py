@@ -60,7 +60,7 @@ def attend_to(
             return prompt_state.out.to(q.dtype), None, lse
         out = reference.sdpa(
             q, sole_region.keys.tail, sole_region.values.tail, scale,
-            causal=sole_region.own > 1, visible=sole_region.visible, bias=sole_region.bias,
+            causal=sole_region.step_tokens > 1, visible=sole_region.visible, bias=sole_region.bias,
             sink_logits=sink_logits,
         )  # fmt: skip
         return out, None, None
@@ -81,7 +81,7 @@ def attend_to(
 def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
     """Attend to a region whose last tokens the queries are; None if no kernel covers it."""
     k, v = region.keys.tail, region.values.tail
-    if region.own != q.shape[2] or region.own <= MAX_STEP:
+    if region.step_tokens != q.shape[2] or region.step_tokens <= MAX_STEP:
         return None
     bound = ops.attend_prompt.choose(q, k, v, scale)
     if bound.kernel is None:
@@ -92,7 +92,7 @@ def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionSt
 
 def _is_first_prompt(region: Region) -> bool:
     """Return whether all tokens of a region are the step's own."""
-    return region.where is None and region.own == region.keys.tokens
+    return region.where is None and region.step_tokens == region.keys.tokens
 
 
 def _has_format(region: Region) -> bool:
@@ -143,9 +143,9 @@ def _unpacked(
         k, v = region.keys.tensor(begin, end), region.values.tensor(begin, end)
         visible, bias = _masks(region, begin, end)
         step_tokens = (
-            region.own if end == region.keys.tokens else 0
+            region.step_tokens if end == region.keys.tokens else 0
         )  # packed tokens are of the past
-        part = Region.exact(k, v, visible=visible, bias=bias, own=step_tokens)
+        part = Region.exact(k, v, visible=visible, bias=bias, step_tokens=step_tokens)
         yield ops.attend(q, [part], scale, softcap=softcap)
 
 
@@ -171,7 +171,7 @@ def one_region(regions: Sequence[Region]) -> Sequence[Region]:
             torch.cat([region.values.tail for region in regions], dim=2),
             visible=None if all(x.visible is None for x in regions) else torch.cat(masks, dim=2),
             bias=torch.cat(biases, dim=2) if biases else None,
-            own=regions[-1].own,
+            step_tokens=regions[-1].step_tokens,
         )
     ]
 

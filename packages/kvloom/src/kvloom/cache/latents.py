@@ -67,9 +67,11 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 def _whole_key_regions(region: Region) -> Iterator[Region]:
     """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
-    n, step_tokens, visible = region.keys.tokens, region.own, region.visible
+    n, step_tokens, visible = region.keys.tokens, region.step_tokens, region.visible
     cuts = [0, *range(UNPACK, n - step_tokens, UNPACK), n]
     for lo, hi in pairwise(cuts):
         k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
         mask = None if visible is None else visible[..., lo:hi]
-        yield Region.exact(whole_keys(k, v), v, visible=mask, own=step_tokens if hi == n else 0)
+        yield Region.exact(
+            whole_keys(k, v), v, visible=mask, step_tokens=step_tokens if hi == n else 0
+        )

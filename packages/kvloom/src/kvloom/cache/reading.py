@@ -32,7 +32,7 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
         regions += _past_regions(state, queries, t if stored else 0)
     if not stored:
         visible, bias = _own_masks(queries, past, t)
-        regions.append(Region.exact(k, v, visible=visible, bias=bias, own=t))
+        regions.append(Region.exact(k, v, visible=visible, bias=bias, step_tokens=t))
     if state.evictor is not None and state.evictor.ragged is not None:
         regions += state.evictor.ragged.regions(state.without_sinks(queries.visible))
     return regions
@@ -63,8 +63,8 @@ def _own_masks(queries: Queries, past: int, tokens: int) -> tuple[Tensor | None,
     return None if queries.visible is None else queries.visible[:, :, past:], bias
 
 
-def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Region]:
-    """Return the stored tokens that a step reads; the last `present` of them are its own."""
+def _past_regions(state: LayerState, queries: Queries, step_tokens: int) -> list[Region]:
+    """Return the stored tokens that a step reads; the last `step_tokens` of them are its own."""
     visible, alibi, storage, regions = queries.visible, queries.alibi, state.storage, []
     evictor, seen = state.evictor, state.seen
     if state.sinks is not None:
@@ -77,19 +77,21 @@ def _past_regions(state: LayerState, queries: Queries, present: int) -> list[Reg
         visible = state.sinks.hide(visible)
     if state.outliers is not None:  # in a padded row, sinks may be among them
         regions += state.outliers.regions(visible, alibi)
-        visible = state.outliers.hide(visible, seen + present)
+        visible = state.outliers.hide(visible, seen + step_tokens)
     if regions and not len(storage):
         return regions
     if state.retriever is not None:
-        read = state.retriever.read(state.segment, queries, visible, alibi, present, state.trace)
+        read = state.retriever.read(
+            state.segment, queries, visible, alibi, step_tokens, state.trace
+        )
         return [*regions, *read]
     if state.window is not None and isinstance(storage, Segment):
-        begin = max(0, len(storage) - present - (state.window - 1))
-        return [storage.region(visible, present, alibi, begin)]
-    regions.append(storage.region(visible, present, alibi))
+        begin = max(0, len(storage) - step_tokens - (state.window - 1))
+        return [storage.region(visible, step_tokens, alibi, begin)]
+    regions.append(storage.region(visible, step_tokens, alibi))
     if evictor is None:
         return regions
-    return evictor.renumbered(regions, storage, seen + present - 1)
+    return evictor.renumbered(regions, storage, seen + step_tokens - 1)
 
 
 def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:

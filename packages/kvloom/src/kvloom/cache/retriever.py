@@ -64,10 +64,10 @@ class Retriever(Stateful):
         queries: Queries,
         visible: Tensor | None,
         alibi: Alibi | None,
-        present: int,
+        step_tokens: int,
         trace: Trace | None,
     ) -> list[Region]:
-        """Return the tokens of a segment that a step reads, with its own `present` tokens.
+        """Return the tokens of a segment that a step reads, with its own `step_tokens` tokens.
 
         visible: bool [B, 1, seen tokens] by logical index, False for padding and sinks.
         """
@@ -76,7 +76,7 @@ class Retriever(Stateful):
             trace.recalled = None
         if queries.tokens > 1 or room >= indexed:
             offloaded = self._offloaded_regions(segment, visible, alibi)
-            return [*offloaded, segment.region(visible, present, alibi)]
+            return [*offloaded, segment.region(visible, step_tokens, alibi)]
         slots = self._find(segment, queries.q, room - room % self.recall.index.unit)
         end = self.recipe.pinned_prefix + indexed
         if trace is not None:
@@ -93,9 +93,9 @@ class Retriever(Stateful):
             bias = alibi.bias(at_slots), segment.bias(alibi, end, len(segment))
         if self.store is not None:
             recalled = Region.exact(*self.store.read(slots), visible=masks[0], bias=bias[0])
-            return [recalled, segment.region(visible, present, alibi, begin=end)]
+            return [recalled, segment.region(visible, step_tokens, alibi, begin=end)]
         mask = _joined_mask(slots, masks, len(segment) - end)
-        return [Region(*segment.views(), Slots(slots, end), mask, _joined_bias(bias), present)]
+        return [Region(*segment.views(), Slots(slots, end), mask, _joined_bias(bias), step_tokens)]
 
     def grow(self, segment: Segment, visible: Tensor | None, like: Tensor) -> None:
         """Index the tokens that are due, and offload them where the recipe has a tier.

@@ -186,11 +186,11 @@ class Segment(Stateful):
         self.values.tail.trim()
 
     def region(
-        self, visible: Tensor | None, present: int, alibi: Alibi | None = None, begin: int = 0
+        self, visible: Tensor | None, step_tokens: int, alibi: Alibi | None = None, begin: int = 0
     ) -> Region:
         """Return the tokens from `begin` on, without offloaded ones.
 
-        The last `present` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
+        The last `step_tokens` tokens are the step's. visible: bool [B, 1, seen tokens] by logical
         index.
         """
         lo, n = max(begin, self.offloaded), len(self)
@@ -203,7 +203,7 @@ class Segment(Stateful):
                 *keys.exact.shape[:2], 0, dtype=torch.long, device=keys.exact.device
             )
             where = Slots(no_slots, lo - self.offloaded)
-        return Region(keys, values, where, mask, bias, present)
+        return Region(keys, values, where, mask, bias, step_tokens)
 
     def views(self) -> tuple[KVView, KVView]:
         """Return keys and values as they are stored, without offloaded tokens."""

@@ -76,11 +76,11 @@ class SlotStorage(Stateful):
         return True
 
     def region(
-        self, visible: Tensor | None, present: int = 1, alibi: Alibi | None = None
+        self, visible: Tensor | None, step_tokens: int = 1, alibi: Alibi | None = None
     ) -> Region:
         """Return all slots; visible: bool [B, 1, seen tokens] by logical index.
 
-        present: tokens of the step itself: 1, which is in the slot that was free.
+        step_tokens: tokens of the step itself: 1, which is in the slot that was free.
         """
         bias = None
         if alibi is not None:
@@ -89,7 +89,9 @@ class SlotStorage(Stateful):
                 index = alibi.position.shape[-1] - len(self) - 1 + index.argsort().argsort()
             bias = alibi.bias(index)
         mask = self.mask(visible)
-        return Region.exact(self.keys, self.values, visible=mask, bias=bias, own=present)
+        return Region.exact(
+            self.keys, self.values, visible=mask, bias=bias, step_tokens=step_tokens
+        )
 
     def mask(self, visible: Tensor | None) -> Tensor | None:
         """Return the mask by slot, bool [B, Hk, C]."""

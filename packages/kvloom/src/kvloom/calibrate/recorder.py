@@ -48,7 +48,7 @@ def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
     """
     queries, k, v, *_ = step
     bias = alibi_bias(queries, k, index)
-    region = Region.exact(k, v, own=queries.tokens, bias=bias)
+    region = Region.exact(k, v, step_tokens=queries.tokens, bias=bias)
     out, *_ = attend_to(
         queries.q, [region], queries.scale, queries.softcap, sink_logits=queries.sink_logits
     )

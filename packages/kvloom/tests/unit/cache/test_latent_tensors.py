@@ -34,19 +34,19 @@ def test_tokens_that_recall_chooses(heads):
     q, k, v = draw(B, HQ, 1, P + R), draw(B, 1, 50, P), draw(B, 1, 50, R)
     slots = torch.stack([torch.randperm(40)[:7].sort().values for _ in range(B * heads)])
     where = Slots(slots.view(B, heads, 7), 40)
-    got = attended(q, [Region.exact(k, v, where=where, own=1)])
+    got = attended(q, [Region.exact(k, v, where=where, step_tokens=1)])
     rest = torch.arange(40, 50).expand(B, heads, -1)
     read = torch.cat([where.slots, rest], dim=-1)
     parts = (gather(x.expand(-1, heads, -1, -1), read) for x in (k, v))
     agree(got, q, *parts)
 
 
-@pytest.mark.parametrize("own", [5, 16, 40])
-def test_long_chunks_are_unpacked_in_parts(own, monkeypatch):
+@pytest.mark.parametrize("step_tokens", [5, 16, 40])
+def test_long_chunks_are_unpacked_in_parts(step_tokens, monkeypatch):
     """The step's own tokens stay in one part, in which each sees the ones before it."""
     monkeypatch.setattr(latents, "UNPACK", 16)
-    q, k, v = draw(B, HQ, own, P + R), draw(B, 1, 45, P), draw(B, 1, 45, R)
-    agree(attended(q, [Region.exact(k, v, own=own)]), q, k, v, causal=True)
+    q, k, v = draw(B, HQ, step_tokens, P + R), draw(B, 1, 45, P), draw(B, 1, 45, R)
+    agree(attended(q, [Region.exact(k, v, step_tokens=step_tokens)]), q, k, v, causal=True)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
@@ -54,5 +54,5 @@ def test_padding(queries):
     q, k, v = draw(B, HQ, queries, P + R), draw(B, 1, 45, P), draw(B, 1, 45, R)
     visible = torch.ones(B, 1, 45, dtype=torch.bool)
     visible[1, :, :20] = False
-    regions = [Region.exact(k, v, visible=visible, own=queries)]
+    regions = [Region.exact(k, v, visible=visible, step_tokens=queries)]
     agree(attended(q, regions), q, k, v, causal=True, visible=visible)

@@ -48,7 +48,7 @@ def test_attending_to_the_region_is_attending_to_the_tokens(keys, values, n, t):
     visible = torch.rand(2, 1, n + t) > 0.3
     for see in (None, visible):
         region = body.region(see, present=t)
-        assert (region.tokens, region.own) == (n + t, t)
+        assert (region.tokens, region.step_tokens) == (n + t, t)
         got = ref.attend_regions(q, [region], 0.2)
         whole = (tokens(body.keys), tokens(body.values))
         want = ref.attend_exact(q, *whole, 0.2, causal=True, visible=see)

@@ -155,9 +155,9 @@ class Region(NamedTuple):
     """Stored tokens of a layer that a step attends to.
 
     where: which of them are read, and where they are; None: all of the views, [B, Hk, N, D]. The
-    last `own` tokens are those of the step itself (0: all are in the past of all queries). visible:
-    bool [B, 1 or heads, tokens read], False hides a token: of each key/value head, or of each head
-    that chose. bias: fp32 [B or 1, Hq, tokens read], added to the logits (ALiBi).
+    last `step_tokens` are those of the step itself (0: all are in the past of all queries).
+    visible: bool [B, 1 or heads, tokens read], False hides a token: of each key/value head, or of
+    each head that chose. bias: fp32 [B or 1, Hq, tokens read], added to the logits (ALiBi).
     """
 
     keys: KVView
@@ -165,7 +165,7 @@ class Region(NamedTuple):
     where: Slots | Spans | Paged | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
-    own: int = 0
+    step_tokens: int = 0
 
     @classmethod
     def exact(cls, k: Tensor, v: Tensor, **options: Any) -> Region:

@@ -86,7 +86,7 @@ def kernel_calls(regions: Sequence[Region]) -> list[KernelCall]:
 def _leads(region: Region) -> bool:
     """Whether a region is exact tokens of the past, which may stand before others."""
     exact = region.keys.packed is None and region.values.packed is None
-    return exact and region.where is None and not region.own
+    return exact and region.where is None and not region.step_tokens
 
 
 def _follows(region: Region, lead: Region) -> bool:

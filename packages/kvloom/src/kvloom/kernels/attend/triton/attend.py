@@ -70,7 +70,7 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> l
             visible, bias = (
                 None if x is None else x[..., columns] for x in (region.visible, region.bias)
             )
-            causal = region.own > 1  # a single query is the last token and sees all
+            causal = region.step_tokens > 1  # a single query is the last token and sees all
             call = decode.call(
                 q, keys, values, scale, causal, softcap, decode.masks_of(visible, bias), slots,
                 lo, hi,

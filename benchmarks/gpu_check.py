@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gpu_clock import Bench
+from kvloom.encoding import META
 from kvloom.kernels import PackedTensors, Region, ops
 from kvloom.kernels.attend import reference as attend_ref
 from kvloom.kernels.quantize import reference as quant_ref
-from kvloom.kernels.quantize.encoding import META
 from kvloom.kernels.quantize.triton import pack as quant_gpu
 from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score.noise import Noise

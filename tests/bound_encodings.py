@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvloom.kernels.quantize.encoding import META, Encoding, LayerEncoding
+from kvloom.encoding import META, Encoding, LayerEncoding
 
 
 def bound(x, bits, axis, group, meta, **fields):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
-from kvloom.kernels.quantize.byte_layout import unpack_codes
+from kvloom.kernels.quantize.reference import unpack_codes
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve

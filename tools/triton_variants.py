@@ -14,12 +14,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kvloom.encoding import PACK_BLOCK, Encoding, LayerEncoding, rows_for
 from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.regions import KVView, PageTable
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
 from kvloom.kernels.limits import DTYPES
-from kvloom.kernels.quantize.byte_layout import PACK_BLOCK, rows_for
-from kvloom.kernels.quantize.encoding import Encoding, LayerEncoding, PackedTensors
+from kvloom.kernels.quantize.reference import PackedTensors
 from kvloom.kernels.quantize.triton import pack as quantize_pack
 from kvloom.kernels.score.noise import Noise
 from kvloom.kernels.score.triton import mass

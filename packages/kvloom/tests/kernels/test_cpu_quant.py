@@ -16,17 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bound_encodings import bound
+from kvloom.encoding import META, Encoding, LayerEncoding
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize.cpu import pack as cpu
-from kvloom.kernels.quantize.encoding import (
-    META,
-    Encoding,
-    LayerEncoding,
-    PackedTensors,
-    RopeAngles,
-)
 from kvloom.kernels.quantize.hadamard import rotate
+from kvloom.kernels.quantize.reference import PackedTensors, RopeAngles
 from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed
@@ -329,6 +324,14 @@ def test_a_copy_does_not_point_into_the_original(again):
     assert spec.prepared
     assert not copied.prepared
     agrees(x, copied)
+
+
+def test_pickles_of_a_former_version_load():
+    encoding = Encoding(4, "channel", rotation="head")
+    pickled = pickle.dumps(encoding, protocol=0)
+    former = pickled.replace(b"kvloom.encoding", b"kvloom.kernels.quantize.encoding")
+    assert former != pickled
+    assert pickle.loads(former) == encoding
 
 
 @pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "Python's threads"])

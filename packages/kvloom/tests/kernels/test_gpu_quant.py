@@ -12,8 +12,9 @@ import torch
 
 import interpreter
 from bound_encodings import bound, layer_encoding
+from kvloom.encoding import META
 from kvloom.kernels.quantize import reference as ref
-from kvloom.kernels.quantize.encoding import META, PackedTensors, RopeAngles
+from kvloom.kernels.quantize.reference import PackedTensors, RopeAngles
 from kvloom.kernels.quantize.triton import pack as gpu
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.kernels.quantize.encoding import META
+from kvloom.encoding import META
 from kvloom.kernels.quantize.hadamard import (
     dequantize_rotated,
     levels,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import naive
+from kvloom.encoding import META
 from kvloom.kernels.quantize import reference as ref
-from kvloom.kernels.quantize.encoding import META
 from kvloom.store import Packed
 
 BITS = (1, 1.5, 2, 3, 4, 8)

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..encoding import LayerEncoding
 from ..kernels.quantize import reference as ref
-from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from .recorder import AttentionInputs
 

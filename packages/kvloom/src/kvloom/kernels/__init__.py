@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..lazy import lazy_names
 
 if TYPE_CHECKING:
+    from ..encoding import rows_for
     from . import companion, ops
     from .attend.reference import AttentionState, merge
     from .attend.regions import KVView, Paged, PageTable, Region
@@ -14,9 +15,8 @@ if TYPE_CHECKING:
     from .dispatch import use as use_backend
     from .limits import Coverage
     from .plan import OpPlan
-    from .quantize.byte_layout import pack_codes, rows_for, unpack_codes
-    from .quantize.encoding import PackedTensors, RopeAngles
     from .quantize.hadamard import rotate, unrotate
+    from .quantize.reference import PackedTensors, RopeAngles, pack_codes, unpack_codes
 
 __all__ = [
     "AttentionState",
@@ -48,19 +48,19 @@ __getattr__ = lazy_names(
         "Coverage": "limits",
         "KVView": "attend.regions",
         "OpPlan": "plan",
-        "PackedTensors": "quantize.encoding",
+        "PackedTensors": "quantize.reference",
         "PageTable": "attend.regions",
         "Paged": "attend.regions",
         "Region": "attend.regions",
-        "RopeAngles": "quantize.encoding",
+        "RopeAngles": "quantize.reference",
         "AttentionState": "attend.reference",
         "compile_seconds": "dispatch",
         "merge": "attend.reference",
         "operations_run": "dispatch",
-        "pack_codes": "quantize.byte_layout",
+        "pack_codes": "quantize.reference",
         "rotate": "quantize.hadamard",
-        "rows_for": "quantize.byte_layout",
-        "unpack_codes": "quantize.byte_layout",
+        "rows_for": ".encoding",
+        "unpack_codes": "quantize.reference",
         "unrotate": "quantize.hadamard",
         "use_backend": "dispatch:use",
     },

@@ -293,7 +293,8 @@ def _constants(fn: Callable) -> tuple[Any, ...]:
 @cache
 def _sources() -> int:
     """Return a number that changes with the source of any kernel: they share functions."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    folder = Path(__file__).parent
+    files = [folder.parent / "encoding.py", *sorted(folder.rglob("*.py"))]
     return zlib.crc32(b"".join(path.read_bytes() for path in files))
 
 

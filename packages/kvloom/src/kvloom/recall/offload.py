@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.quantize.encoding import META, Encoding
+from ..encoding import META, Encoding
 from ..kernels.select.reference import gather, gather_packed
 from ..state import Stateful
 from .tiers import FileRows, Rows, Tier, Traffic

@@ -1,6 +1,6 @@
 """In what format a segment stores its tokens."""
 
-from ..kernels.quantize.encoding import Encoding, LayerEncoding
+from ..encoding import Encoding, LayerEncoding
 from ..kernels.quantize.packed_view import PackedView
 from .calibration import Calibration
 from .formats import FORMATS, Format, FormatView, Packed, Store, register_format

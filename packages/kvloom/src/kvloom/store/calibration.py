@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..encoding import LayerEncoding
 from ..errors import CalibrationError
-from ..kernels.quantize.encoding import LayerEncoding
 from . import files
 from .formats import Packed
 

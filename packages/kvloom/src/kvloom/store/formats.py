@@ -13,9 +13,9 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..encoding import Encoding
 from ..errors import RecipeError
 from ..kernels.attend.reference import AttentionState
-from ..kernels.quantize.encoding import Encoding
 from ..kernels.quantize.packed_view import PackedView
 from ..registry import Registry
 from ..registry.fields import check_fields

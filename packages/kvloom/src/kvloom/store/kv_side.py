@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..encoding import LayerEncoding
 from ..kernels.attend.regions import KVView
-from ..kernels.quantize.encoding import LayerEncoding
 from ..positions.rope import Rope
 from ..state import Stateful
 from .buffer import Buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..kernels.quantize.encoding import LayerEncoding
+from ..encoding import LayerEncoding
 from ..positions.rope import Rope
 
 

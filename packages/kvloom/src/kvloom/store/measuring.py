@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels.quantize.encoding import LayerEncoding
+from ..encoding import LayerEncoding
 from ..positions.rope import Rope
 from .formats import Format, Packed, Store
 from .kv_side import KVSide

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..encoding import PACK_BLOCK, LayerEncoding, rows_for
 from ..errors import CacheMisuse
 from ..kernels import ops
 from ..kernels.plan import OpPlan
-from ..kernels.quantize.byte_layout import PACK_BLOCK, rows_for
-from ..kernels.quantize.encoding import LayerEncoding, PackedTensors, RopeAngles
 from ..kernels.quantize.packed_view import PackedView
+from ..kernels.quantize.reference import PackedTensors, RopeAngles
 from ..positions.rope import Rope
 from ..state import Stateful
 from .buffer import grown_capacity

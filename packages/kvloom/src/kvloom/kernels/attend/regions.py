@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantize.encoding import Encoding
+from ...encoding import Encoding
 from ..quantize.packed_view import PackedView
 
 First = tuple[Tensor, Tensor]

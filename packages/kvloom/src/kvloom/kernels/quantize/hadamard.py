@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...encoding import stored_scale, top
 from ..constants import on_cpu
-from .byte_layout import stored_scale, top
 
 
 def quantize_rotated(

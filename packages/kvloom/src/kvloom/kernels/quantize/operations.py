@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...encoding import LayerEncoding
 from ..dispatch import Backend, Binding, Op
 from . import reference
 from .cpu import pack as pack_cpu
-from .encoding import LayerEncoding, PackedTensors
+from .reference import PackedTensors
 from .triton import pack as pack_triton
 
 

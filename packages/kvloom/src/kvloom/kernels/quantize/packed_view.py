@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...encoding import LayerEncoding
 from ...positions.rope import Rope
-from .encoding import LayerEncoding, PackedTensors, RopeAngles
 from .operations import unpack
+from .reference import PackedTensors, RopeAngles
 
 
 class PackedView(NamedTuple):

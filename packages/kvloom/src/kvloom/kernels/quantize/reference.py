@@ -1,6 +1,7 @@
 """Asymmetric round-to-nearest quantization, in plain torch.
 
-Decides the arithmetic; `byte_layout` decides the bytes. Knows nothing of when tokens are packed.
+Decides the arithmetic, and writes codes into bytes as `encoding` lays them out. Knows nothing of
+when tokens are packed.
 
 For a group x with b bits, that is codes 0 .. top with top = 2^b - 1: zero = min(x),
 scale = (max(x) - min(x)) / top, code = clamp(round((x - zero) / scale), 0, top),
@@ -15,13 +16,37 @@ instead: half of 2^-9 is the most such a group is off.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .byte_layout import PACK_BLOCK, metadata, pack_codes, per_channel, rows_for, top, unpack_codes
-from .encoding import LayerEncoding, PackedTensors, RopeAngles
+from ...encoding import PACK_BLOCK, LayerEncoding, metadata, per_channel, rows_for, top
 from .hadamard import dequantize_rotated, quantize_rotated, rotate, unrotate
+
+
+class PackedTensors(NamedTuple):
+    """Storage of packed tokens, token 0 first.
+
+    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
+    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+
+class RopeAngles(NamedTuple):
+    """The rotation of tokens before they are packed, or after they are unpacked (see `rope`).
+
+    cos, sin: fp32 [B or 1, Hk or 1, N, dims / 2]; (a, b) becomes (a cos - b sin, b cos + a sin),
+    where a pair is channels (2i, 2i + 1) if interleaved, else (i, i + dims / 2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
 
 
 def pack(
@@ -219,3 +244,56 @@ def _grouped(x: Tensor, axis: str, group: int) -> tuple[Tensor, int]:
     if axis == "channel":
         return x.reshape(b, h, n // group, group, d), 3
     return x.reshape(b, h, n, d // group, group), 4
+
+
+def pack_codes(codes: Tensor, bits: float) -> Tensor:
+    """Pack codes uint8 [..., N, D] into bytes [..., rows_for(N, bits), D], zeros as filler."""
+    per_block, _ = PACK_BLOCK[bits]
+    *lead, n, d = codes.shape
+    if n % per_block:
+        filler = codes.new_zeros(*lead, per_block - n % per_block, d)
+        codes = torch.cat([codes, filler], dim=-2)
+    by_block = codes.reshape(*lead, -1, per_block, d)
+    if bits == 3:
+        low = by_block & 3
+        packed = torch.stack(
+            [_join(low[..., :4, :], 2), _join(low[..., 4:, :], 2), _join(by_block >> 2, 1)], dim=-2
+        )
+        return packed.reshape(*lead, -1, d)
+    if bits == 1.5:
+        packed = by_block[..., 4, :].clone()
+        for t in (3, 2, 1, 0):
+            packed.mul_(3).add_(by_block[..., t, :])
+        return packed
+    return codes if bits == 8 else _join(by_block, int(bits)).reshape(*lead, -1, d)
+
+
+def unpack_codes(packed: Tensor, bits: float, tokens: int) -> Tensor:
+    """Invert `pack_codes`: bytes uint8 [..., rows, D] to the first `tokens` codes [..., N, D]."""
+    _, rows = PACK_BLOCK[bits]
+    *lead, n_rows, d = packed.shape
+    if bits == 8:
+        return packed[..., :tokens, :]
+    by_block = packed.reshape(*lead, n_rows // rows, rows, d)
+    if bits == 3:
+        low = torch.cat([_split(by_block[..., 0, :], 2), _split(by_block[..., 1, :], 2)], dim=-2)
+        codes = low | (_split(by_block[..., 2, :], 1) << 2)
+    elif bits == 1.5:
+        codes = torch.stack([by_block[..., 0, :] // 3**t % 3 for t in range(5)], dim=-2)
+    else:
+        codes = _split(by_block[..., 0, :], int(bits))
+    return codes.reshape(*lead, -1, d)[..., :tokens, :]
+
+
+def _join(codes: Tensor, bits: int) -> Tensor:
+    """[..., per_byte, D] to bytes [..., D], code t at bits t * bits."""
+    out = codes[..., 0, :].clone()
+    for t in range(1, codes.shape[-2]):
+        out |= codes[..., t, :] << (t * bits)
+    return out
+
+
+def _split(packed: Tensor, bits: int) -> Tensor:
+    """Bytes [..., D] to codes [..., 8 / bits, D]."""
+    mask = (1 << bits) - 1
+    return torch.stack([(packed >> (t * bits)) & mask for t in range(8 // bits)], dim=-2)

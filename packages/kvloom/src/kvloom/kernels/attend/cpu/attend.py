@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....encoding import LayerEncoding
 from ...arguments import TOKENS, contiguous_rows, padded, strides
 from ...limits import MAX_STEP
-from ...quantize.encoding import LayerEncoding
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import Paged, Region, Slots, Spans
 from . import coverage, many_queries

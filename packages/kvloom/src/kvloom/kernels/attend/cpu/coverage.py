@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from ....encoding import Encoding, unknown_fields
 from ... import dispatch
 from ...arguments import DTYPE_CODES
 from ...limits import MAX_STEP, Coverage, dtype_problem, head_dim_problem
 from ...quantize.cpu.pack import READ_FIELDS
-from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import Paged, Region, Slots, Spans
 
 _PAGE_TILE = 128  # tokens of a kernel's tile, where pages are read

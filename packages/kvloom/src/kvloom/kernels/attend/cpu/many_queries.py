@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
-from ...quantize.encoding import Encoding
 from ..prompt import attend_prompt
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Region, Spans

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ...quantize.byte_layout import PACK_BLOCK
-from ...quantize.encoding import META, Encoding
+from ....encoding import META, PACK_BLOCK, Encoding
 from ...simd import SIZE
 
 # What has an S and a Z of its own: nothing (exact, or folded into the query); a channel, for all

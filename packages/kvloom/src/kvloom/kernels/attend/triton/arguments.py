@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...quantize.encoding import LayerEncoding
+from ....encoding import LayerEncoding
 
 
 class Side(NamedTuple):

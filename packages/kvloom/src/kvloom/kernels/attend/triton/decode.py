@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....encoding import Encoding, unknown_fields
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, Coverage, dtype_problem
-from ...quantize.encoding import Encoding, unknown_fields
 from ..regions import KVView
 from .arguments import Options
 from .launch import Launch, SideArguments, processors, rotate_groups, side_arguments, tile_shapes

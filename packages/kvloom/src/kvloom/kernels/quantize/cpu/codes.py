@@ -14,6 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ....encoding import PACK_BLOCK
 from ...cpu_runtime import kernel_step
 from ...simd import (
     BF16,
@@ -35,7 +36,6 @@ from ...simd import (
     read,
     splat,
 )
-from ..byte_layout import PACK_BLOCK
 
 I8 = ir.IntType(8)
 _BYTES = ir.VectorType(I8, WIDTH)

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
 from ... import dispatch
 from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, strides
 from ...constants import on_cpu
 from ...limits import Coverage, dtype_problem
 from .. import hadamard
-from ..byte_layout import PACK_BLOCK, top
-from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
+from ..reference import PackedTensors, RopeAngles
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
 
 READ_FIELDS = (

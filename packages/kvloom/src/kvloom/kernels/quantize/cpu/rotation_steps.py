@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ....encoding import PACK_BLOCK, top
 from ...cpu_runtime import kernel_step
 from ...simd import (
     F32,
@@ -41,7 +42,6 @@ from ...simd import (
     store_one,
     write,
 )
-from ..byte_layout import PACK_BLOCK, top
 from .codes import clamp_scale, nonzero, put_vector
 from .tiles import narrow
 

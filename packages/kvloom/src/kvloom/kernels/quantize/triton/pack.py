@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
 from ... import triton_runtime as cuda
 from ...limits import Coverage, dtype_problem
-from ..byte_layout import PACK_BLOCK, top
-from ..encoding import META, LayerEncoding, PackedTensors, RopeAngles, unknown_fields
-from ..reference import apply_rope
+from ..reference import PackedTensors, RopeAngles, apply_rope
 
 _KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope"
 _TILE = 2048  # numbers a program owns, about

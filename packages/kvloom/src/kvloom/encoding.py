@@ -1,10 +1,21 @@
 """How tokens become bytes: the one description that recipes, sizes and kernels share.
 
 An `Encoding` is plain data, part of a recipe. A layer binds it to its heads and to the calibrated
-numbers of its channels, as a `LayerEncoding`; kernels read that. The arithmetic is in `reference`,
-the bytes of codes in `byte_layout`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes
-channels so that those of one group are adjacent. Here each channel has the number of its group
-instead, and nothing is permuted, neither the cache nor the weights.
+numbers of its channels, as a `LayerEncoding`; kernels read that. The arithmetic is in
+`kernels.quantize.reference`. SKVQ's reorder (arXiv:2405.06219, section 3.1) permutes channels so
+that those of one group are adjacent. Here each channel has the number of its group instead, and
+nothing is permuted, neither the cache nor the weights.
+
+Layout: tokens share bytes, channels stay contiguous. A *pack block* is the least number of tokens
+that fills whole bytes; it takes `rows` byte rows of D bytes each:
+
+    bits  tokens  rows   byte row r of a pack block
+    8     1       1      the code
+    4     2       1      token t at bits 4t
+    3     8       3      rows 0, 1: low two bits of tokens 4r+t at bits 2t; row 2: high bits
+    2     4       1      token t at bits 2t
+    1.5   5       1      sum of code t * 3^t: 243 of 256 values, 1.6 bits a code
+    1     8       1      token t at bit t
 """
 
 from __future__ import annotations
@@ -13,15 +24,15 @@ import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import RecipeError
-from ...registry.fields import check_fields
-from .byte_layout import PACK_BLOCK, metadata, per_channel, rows_for, top
+from .errors import RecipeError
+from .registry.fields import check_fields
 
+PACK_BLOCK = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1.5: (5, 1), 1: (8, 1)}
 META = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -33,6 +44,17 @@ AXES = ("channel", "token")
 SPANS = ("head", "layer")
 CLIPS = ("group", "layer")
 ROTATIONS = ("none", "group", "head")
+
+
+def top(bits: float) -> int:
+    """The highest code of `bits` bits; 1.5 bits have three codes."""
+    return 2 if bits == 1.5 else 2 ** int(bits) - 1
+
+
+def rows_for(tokens: int, bits: float) -> int:
+    """Byte rows that hold `tokens` codes of `bits` bits."""
+    per_block, rows = PACK_BLOCK[bits]
+    return -(-tokens // per_block) * rows
 
 
 @dataclass(frozen=True)
@@ -333,28 +355,29 @@ class LayerEncoding:
 TENSORS = ("group_of", "clip", "divisor", "low", "high")
 
 
-class PackedTensors(NamedTuple):
-    """Storage of packed tokens, token 0 first.
+def stored_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
+    """Return a scale, 0 or more, as stored: fp8 neither rounds it to 0 nor lets it overflow."""
+    if meta == torch.float8_e4m3fn:
+        scale = torch.where(scale > 0, scale.clamp(2.0**-9, torch.finfo(meta).max), scale)
+    return scale.to(meta)
 
-    codes: uint8 [B, Hk, rows, D]. scale, zero: [B, Hk, N/G, D], [B, Hk, N, D/G] or, with groups of
-    all heads, [B, 1, N, groups]; fp8 as bytes or as numbers. Rotated groups have no zeros.
+
+def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape).
+
+    Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
     """
+    scale, zero = stored_scale((high - low) / top(bits) + 0.0, meta), low + 0.0
+    if meta == torch.float8_e4m3fn:
+        most = torch.finfo(meta).max
+        zero = zero.clamp(-most, most)
+    return scale, zero.to(meta)
 
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor
 
-
-class RopeAngles(NamedTuple):
-    """The rotation of tokens before they are packed, or after they are unpacked (see `rope`).
-
-    cos, sin: fp32 [B or 1, Hk or 1, N, dims / 2]; (a, b) becomes (a cos - b sin, b cos + a sin),
-    where a pair is channels (2i, 2i + 1) if interleaved, else (i, i + dims / 2).
-    """
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool = False
+def per_channel(meta: Tensor, group_of: Tensor) -> Tensor:
+    """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
+    by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
+    return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)
 
 
 def unknown_fields(encoding: Any, known: Collection[str]) -> list[str]:

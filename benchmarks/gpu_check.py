@@ -19,10 +19,10 @@ from kvloom.encoding import META
 from kvloom.kernels import PackedTensors, Region, ops
 from kvloom.kernels.attend import reference as attend_ref
 from kvloom.kernels.quantize import reference as quant_ref
-from kvloom.kernels.quantize.triton import pack as quant_gpu
+from kvloom.kernels.quantize import triton as quant_gpu
 from kvloom.kernels.score import reference as score_ref
+from kvloom.kernels.score import triton as score_gpu
 from kvloom.kernels.score.noise import Noise
-from kvloom.kernels.score.triton import mass as score_gpu
 from kvloom.store import Encoding, KVSide, LayerEncoding, Packed
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gpu_clock import Bench
 from kvloom.kernels import Region, ops
-from kvloom.kernels.quantize.triton import pack as quant_gpu
-from kvloom.kernels.score.triton import mass as score_gpu
+from kvloom.kernels.quantize import triton as quant_gpu
+from kvloom.kernels.score import triton as score_gpu
 from kvloom.kernels.select import reference as select_ref
 from kvloom.recipe import resolve
 from kvloom.store import KVSide

@@ -378,14 +378,14 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_expected.py", "-k", "rotated",
     ),
     _defect(
-        "kernels", "kernels/score/cpu/mass_kernel.py",
+        "kernels", "kernels/score/cpu_kernel.py",
         "maximum(load(row) * f, a0)",
         "maximum(load(row), a0)",
         "the largest weight of a key is not normalized",
         "packages/kvloom/tests/kernels/test_column_mass.py", "-k", "largest",
     ),
     _defect(
-        "kernels", "kernels/score/cpu/mass.py",
+        "kernels", "kernels/score/cpu.py",
         "visible = None if visible is None else F.pad(visible, padding, value=True)",
         "visible = None if visible is None else F.pad(visible, padding, value=False)",
         "of fewer than 16 tokens, the compiled kernel evicts one that does not exist",

@@ -19,10 +19,10 @@ from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.regions import KVView, PageTable
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
 from kvloom.kernels.limits import DTYPES
+from kvloom.kernels.quantize import triton as quantize_pack
 from kvloom.kernels.quantize.reference import PackedTensors
-from kvloom.kernels.quantize.triton import pack as quantize_pack
+from kvloom.kernels.score import triton as mass
 from kvloom.kernels.score.noise import Noise
-from kvloom.kernels.score.triton import mass
 from triton_signature import Variant, signature
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -3,8 +3,8 @@
 from command_line import run
 
 from kvloom.kernels import ops
-from kvloom.kernels.append.cpu import append
-from kvloom.kernels.append.cpu.append_kernel import kernel as append_kernel
+from kvloom.kernels.append import cpu as append
+from kvloom.kernels.append.cpu_kernel import kernel as append_kernel
 from kvloom.kernels.attend.cpu import coverage, decode_kernel
 
 
@@ -25,4 +25,4 @@ def test_kernels_are_stored_without_weights(here, tmp_path, monkeypatch):
     assert found.exit_code == 0, found.output
     assert "\nfull: " in f"\n{found.output}"
     names = {path.name.partition(".")[0] for path in kernels.rglob("*.nbc")}
-    assert names == {"append_kernel", "decode_kernel"}
+    assert names == {"cpu_kernel", "decode_kernel"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvloom.kernels.arguments import MATRIX, Arguments, Block, strides
-from kvloom.kernels.compile_notice import CompileNotice
+from kvloom.kernels.cpu_runtime import CompileNotice
 
 INNER = Block(first=int, second=int)
 OUTER = Arguments(a=int, inner=INNER, b=float, tensor=MATRIX)

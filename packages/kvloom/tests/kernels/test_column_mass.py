@@ -6,8 +6,8 @@ import torch
 
 import naive
 from kvloom.kernels.attend.reference import attend_exact
+from kvloom.kernels.score import cpu
 from kvloom.kernels.score import reference as ref
-from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import Noise
 
 SHAPES = {"first token": (1, 1), "decode": (1, 65), "prompt": (17, 17), "second turn": (5, 64)}

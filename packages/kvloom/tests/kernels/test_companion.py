@@ -110,7 +110,7 @@ def test_one_process_compiles_a_kernel_and_the_second_waits_for_none(kernels, mo
 
 
 def test_the_second_process_compiles_the_kernels_of_a_step(kernels, monkeypatch):
-    from kvloom.kernels.append.cpu.append_kernel import kernel as append_kernel
+    from kvloom.kernels.append.cpu_kernel import kernel as append_kernel
     from kvloom.kernels.attend.cpu import decode_kernel
 
     layer = Rehearsal(resolve("full"), 0, 1, None, LayerFacts(), 2, 2, 32, torch.float32)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.kernels import dispatch, ops
+from kvloom.kernels.append import cpu
 from kvloom.kernels.append import reference as ref
-from kvloom.kernels.append.cpu import append as cpu
 from kvloom.kernels.append.reference import WriteTarget
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -19,10 +19,10 @@ from bound_encodings import bound
 from kvloom.encoding import META, Encoding, LayerEncoding
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
+from kvloom.kernels.quantize import triton as triton_pack
 from kvloom.kernels.quantize.cpu import pack as cpu
 from kvloom.kernels.quantize.hadamard import rotate
 from kvloom.kernels.quantize.reference import PackedTensors, RopeAngles
-from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed
 

@@ -22,8 +22,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.regions import Region
+from kvloom.kernels.score import cpu
 from kvloom.kernels.score import reference as ref
-from kvloom.kernels.score.cpu import mass as cpu
 from kvloom.kernels.score.noise import KINDS, Noise
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
@@ -159,8 +159,8 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 
 
 def test_what_fills_registers_without_avx512_too(monkeypatch):
-    from kvloom.kernels.score.cpu import mass_kernel as mass
-    from kvloom.kernels.score.cpu import microkernel as micro
+    from kvloom.kernels.score import cpu_kernel as mass
+    from kvloom.kernels.score import cpu_microkernel as micro
 
     other = (6, 1) if micro.AT_ONCE[0] == 12 else (12, 2)
     made = cpu.compiled()._replace(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import naive
 from kvloom.kernels import dispatch, ops
+from kvloom.kernels.select import cpu
 from kvloom.kernels.select import reference as ref
-from kvloom.kernels.select.cpu import select as cpu
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 D = 32

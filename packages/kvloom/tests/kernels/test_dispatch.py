@@ -13,15 +13,15 @@ import steps
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NoKernel
 from kvloom.kernels import dispatch, ops
-from kvloom.kernels.append.cpu import append as cpu_append
+from kvloom.kernels.append import cpu as cpu_append
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu_attend
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
 from kvloom.kernels.limits import Coverage
 from kvloom.kernels.plan import OpPlan
+from kvloom.kernels.quantize import triton as triton_pack
 from kvloom.kernels.quantize.cpu import pack as cpu_pack
-from kvloom.kernels.quantize.triton import pack as triton_pack
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerEncoding, Packed, Store
@@ -284,8 +284,8 @@ def test_kernels_work_where_no_code_can_be_cached(monkeypatch):
     from numba.core import caching
 
     from kvloom.kernels import cpu_runtime as team
-    from kvloom.kernels.append.cpu import append as cpu
-    from kvloom.kernels.append.cpu import append_kernel
+    from kvloom.kernels.append import cpu
+    from kvloom.kernels.append import cpu_kernel as append_kernel
     from kvloom.kernels.append.reference import WriteTarget
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])

@@ -14,8 +14,8 @@ import interpreter
 from bound_encodings import bound, layer_encoding
 from kvloom.encoding import META
 from kvloom.kernels.quantize import reference as ref
+from kvloom.kernels.quantize import triton as gpu
 from kvloom.kernels.quantize.reference import PackedTensors, RopeAngles
-from kvloom.kernels.quantize.triton import pack as gpu
 from kvloom.positions.rope import Rope
 from kvloom.store import Packed
 

@@ -12,8 +12,8 @@ import torch
 import interpreter
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.score import reference as ref
+from kvloom.kernels.score import triton as gpu
 from kvloom.kernels.score.noise import Noise
-from kvloom.kernels.score.triton import mass as gpu
 
 FP32, FP16 = torch.float32, torch.float16
 SHAPES = {  # T, N, Hq, Hk, D, dtype

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 from weakref import ref
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Block:
@@ -74,6 +78,24 @@ MATRIX = Block(address=int, batch=int, head=int)
 TOKENS = Block(address=int, batch=int, head=int, row=int)
 CHANNELS = Block(address=int, batch=int, head=int, row=int, channel=int)
 """Tensors of 1 to 4 leading dimensions: an address, and the bytes between their neighbors."""
+
+APPEND_SIDE = Block(  # keys or values
+    source=CHANNELS,  # [B, Hk, T, D]
+    target=CHANNELS,  # [B, Hk, N, D]
+    begin=int,  # row of the first token
+    begin_per_head=int,  # address of int64 [B, Hk], added to `begin`; or 0
+    max_bits=int,  # bits of the largest magnitude that is allowed
+)
+
+APPEND = Arguments(  # of the append kernel; strides count numbers, not bytes
+    batch=int,
+    heads=int,
+    tokens=int,
+    head_dim=int,
+    keys=APPEND_SIDE,
+    values=APPEND_SIDE,
+    exceeded=int,  # result: not 0 if a number was larger
+)
 
 
 def strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -134,3 +156,17 @@ def padded(x: Tensor) -> Tensor:
     """Return x [..., N] with its last dimension padded to whole vectors of 16."""
     pad = -x.shape[-1] % 16
     return F.pad(x, (0, pad)) if pad else x.contiguous()
+
+
+def on_cpu(make: Callable[P, T]) -> Callable[P, T]:
+    """Make a function's new tensors on the CPU, whatever torch's default device is.
+
+    For tensors that are made once and kept.
+    """
+
+    @wraps(make)
+    def making(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.device("cpu"):
+            return make(*args, **kwargs)
+
+    return making

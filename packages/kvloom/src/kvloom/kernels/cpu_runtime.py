@@ -19,6 +19,7 @@ import ctypes
 import os
 import re
 import stat
+import sys
 import tempfile
 import time
 import uuid
@@ -29,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import Timer
 from typing import Any, ClassVar, cast
 
 import torch
@@ -47,14 +49,50 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from . import companion
-from .compile_notice import CompileNotice
 
 seconds: dict[str, float] = {}
 """Seconds this process spent to compile a kernel or to read it from disk, by name."""
 
 _SIGNATURE = types.void(types.int64)
-_NOTICE = CompileNotice()
 _LONGEST_S = 120.0  # to wait for another process
+
+
+class CompileNotice:
+    """Prints that kernels are being compiled, once this has taken `after_s` seconds in all.
+
+    Kernels that are read from disk need no line.
+    """
+
+    def __init__(self, after_s: float = 2.0) -> None:
+        self.left_s = after_s
+        self.printed = False
+
+    @contextmanager
+    def compiling(self, folder: str | None) -> Iterator[None]:
+        """Compile a kernel within the block; a thread prints the notice while it runs.
+
+        folder: where the compiled kernel is stored; None: nowhere.
+        """
+        timer = Timer(self.left_s, self._print, [folder])
+        timer.daemon = True
+        begin = time.perf_counter()
+        if not self.printed:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            self.left_s = max(0.0, self.left_s - (time.perf_counter() - begin))
+
+    def _print(self, folder: str | None) -> None:
+        self.printed = True
+        later = f"later runs load them from {folder}"
+        if folder is None:
+            later = "set NUMBA_CACHE_DIR to a writable folder, so that later runs load them"
+        print(f"kvloom: compiling kernels for this processor; {later}", file=sys.stderr, flush=True)
+
+
+_NOTICE = CompileNotice()
 
 
 def kernel_step(fn: Callable) -> Any:

@@ -14,22 +14,22 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .append import cpu as append_cpu
 from .append import reference as append_reference
-from .append.cpu import append as append_cpu
 from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
-from .attend.prompt import attend_prompt
+from .attend.cpu.prompt import attend_prompt
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
 from .dispatch import Backend, Binding, Op, differentiated
 from .limits import MAX_STEP, Coverage
-from .quantize.operations import pack, unpack
+from .quantize.packed_view import pack, unpack
+from .score import cpu as mass_cpu
 from .score import reference as score_reference
-from .score.cpu import mass as mass_cpu
+from .score import triton as mass_triton
 from .score.noise import Noise
-from .score.triton import mass as mass_triton
+from .select import cpu as select_cpu
 from .select import reference as select_reference
-from .select.cpu import select as select_cpu
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -208,8 +208,8 @@ lowest = _scores_op(
 # --- select ---------------------------------------------------------------------------------------
 
 
-_SELECT = select_cpu.select_kernels
-kmeans = _rows_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.kmeans_kernels)
+_SELECT = select_cpu.kernels
+kmeans = _rows_op(select_reference.kmeans, select_cpu.kmeans, _SELECT)
 page_bounds = _rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
 cluster_scores = _rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
 page_scores = _rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...encoding import stored_scale, top
-from ..constants import on_cpu
+from ..arguments import on_cpu
 
 
 def quantize_rotated(

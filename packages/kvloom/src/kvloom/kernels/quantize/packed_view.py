@@ -1,16 +1,69 @@
-"""A range of packed tokens, as attention and formats receive it."""
+"""The operations `pack` and `unpack`, and a range of packed tokens, which unpacks itself.
+
+`ops` lists the operations with the others; `ops.attend` reads ranges of packed tokens.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...encoding import LayerEncoding
 from ...positions.rope import Rope
-from .operations import unpack
+from ..dispatch import Backend, Binding, Op
+from . import reference
+from . import triton as pack_triton
+from .cpu import pack as pack_cpu
 from .reference import PackedTensors, RopeAngles
+
+
+def _to_pack(
+    x: Tensor, layer_encoding: LayerEncoding, *_: Any, **__: Any
+) -> tuple[LayerEncoding, torch.dtype]:
+    """Return the encoding, and the dtype of exact tokens."""
+    return layer_encoding, x.dtype
+
+
+def _to_unpack(
+    packed: PackedTensors,
+    layer_encoding: LayerEncoding,
+    lo: int,
+    hi: int,
+    dtype: torch.dtype,
+    *_: Any,
+    **__: Any,
+) -> tuple[LayerEncoding, torch.dtype]:
+    return layer_encoding, dtype
+
+
+def _unpack_case(packed: PackedTensors, *args: Any, **options: Any) -> tuple[Tensor, Hashable]:
+    layer_encoding, dtype = _to_unpack(packed, *args, **options)
+    return packed.codes, (layer_encoding.encoding, dtype)
+
+
+pack = Op(
+    "pack",
+    reference.pack,
+    lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
+    cpu=Backend(pack_cpu.Packer, pack_cpu.COVERAGE.of(_to_pack), keeps=True, bit_exact=True),
+    gpu=Backend(Binding(pack_triton.pack, pack_triton.kernels), pack_triton.COVERAGE.of(_to_pack)),
+)
+unpack = Op(
+    "unpack",
+    reference.unpack,
+    _unpack_case,
+    cpu=Backend(
+        Binding(pack_cpu.unpack, pack_cpu.unpacking),
+        pack_cpu.COVERAGE.of(_to_unpack),
+        bit_exact=True,
+    ),
+    gpu=Backend(
+        Binding(pack_triton.unpack, pack_triton.kernels), pack_triton.COVERAGE.of(_to_unpack)
+    ),
+)
 
 
 class PackedView(NamedTuple):

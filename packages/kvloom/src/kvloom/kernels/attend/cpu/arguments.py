@@ -6,7 +6,7 @@ are in bytes. Importing this does not import Numba.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -14,11 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....positions.rope import Rope
-from ...arguments import MATRIX, TOKENS, Arguments, Block, DescribedStorage, address, strides
+from ...arguments import (
+    MATRIX,
+    TOKENS,
+    Arguments,
+    Block,
+    DescribedStorage,
+    address,
+    on_cpu,
+    strides,
+)
 from ...quantize.hadamard import levels, matrix
 from ...quantize.packed_view import PackedView
 from ..regions import KVView
-from .rope_tables import tables
 
 ABSENT = (0, 0, 0)  # a `MATRIX` that is not given
 
@@ -195,7 +203,7 @@ def positions(
     assert packed.positions is not None
     per_head, per_token = packed.positions.contiguous(), packed.positions.shape[2] > 1
     last = per_head if per_head.numel() == 1 else per_head.max()
-    near, far = tables(rope, d, int(last) + (1 if per_token else tokens))
+    near, far = rope_tables(rope, d, int(last) + (1 if per_token else tokens))
     numbers = {
         "near": near.data_ptr(), "far": far.data_ptr(), "positions": strides(per_head, 2),
         "position_per_token": int(per_token),
@@ -229,3 +237,44 @@ def _levels(bits: float) -> Tensor:
     """The levels of a code, fp32 [16]."""
     table = levels(bits)
     return F.pad(table, (0, 16 - len(table)))
+
+
+FAR = 128
+BEFORE = 8  # multiples of FAR below position 0, for padding
+_NEAR = FAR + 640  # rows for any step within the longest tile
+
+
+def rope_tables(rope: Rope, d: int, tokens: int) -> tuple[Tensor, ...]:
+    """Return rows for 0, 1, 2 … and for FAR times -BEFORE … tokens / FAR: fp32 [rows, 2, d].
+
+    A query rotated back by p has the same product with a key rotated by j as with that key rotated
+    by p + j. So a kernel rotates the query once per tile, to the tile's first token, in two table
+    look-ups: a multiple of `FAR`, then the remainder. It rotates keys by their distance from that
+    token. The tables are few enough to stay in the core's cache.
+
+    A row holds the cosines of all channels, 1 for a channel that does not rotate, and then the
+    sines, negated for the first of a pair: x rotates to x * cosine + its partner * sine.
+    """
+    far = BEFORE + 2 + tokens // FAR
+    return _tables(tuple(rope.inv_freq.tolist()), rope.interleaved, d, 1 << (far - 1).bit_length())
+
+
+@lru_cache(maxsize=8)
+@on_cpu
+def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) -> tuple[Tensor, ...]:
+    steps = FAR * torch.arange(-BEFORE, far - BEFORE)
+    return tuple(_rows(inv_freq, interleaved, d, n) for n in (torch.arange(_NEAR), steps))
+
+
+def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, steps: Tensor) -> Tensor:
+    angle = steps.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
+    half, table = len(inv_freq), torch.zeros(len(steps), 2, d)
+    table[:, 0] = 1.0
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    for place, sign in ((first, -1.0), (second, 1.0)):
+        table[:, 0, place] = angle.cos().float()
+        table[:, 1, place] = (sign * angle.sin()).float()
+    return table

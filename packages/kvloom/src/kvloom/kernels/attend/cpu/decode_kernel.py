@@ -5,7 +5,7 @@ range tile by tile: scores of all query rows of the group, a running softmax, th
 straight from the codes. Keys and values each have a packed prefix and an exact tail, which need not
 end together. Exact tokens of their own may stand before them, and after them tokens of which heads
 have different numbers. The last task of a head merges the states of all. Steps are `kernel_step`
-functions; `score_tile` and `sum_tile` have those of a tile. Reference: `reference.attend_exact` of
+functions; `tiles` has those of a tile. Reference: `reference.attend_exact` of
 the unpacked tokens; tolerance: 2e-6 absolute in fp32.
 """
 
@@ -28,11 +28,18 @@ from ...cpu_runtime import (
 from ...simd import SIZE, store_one
 from . import lookup
 from .arguments import DECODE, PAGED, SPANS
-from .head_view import head_view, moved, with_packed
 from .lookup import scatter_table
-from .score_tile import clear_begin, score_exact, score_packed
 from .softmax import finish_task, softmax_tile, start_task
-from .sum_tile import sum_exact, sum_packed
+from .tiles import (
+    clear_begin,
+    head_view,
+    moved,
+    score_exact,
+    score_packed,
+    sum_exact,
+    sum_packed,
+    with_packed,
+)
 from .variant import CHANNEL, TABLE, Variant
 
 

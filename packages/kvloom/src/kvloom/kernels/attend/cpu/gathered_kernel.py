@@ -17,12 +17,10 @@ import numpy as np
 
 from ...cpu_runtime import Kernel, count, head_address, kernel_step, load_int, read_arguments
 from ...simd import SIZE, load_any, prefetch, store
-from .arguments import GATHERED
-from .head_view import HeadView, head_view
+from .arguments import BEFORE, FAR, GATHERED
 from .microkernel import scores, values
-from .rope_tables import BEFORE, FAR
-from .score_tile import clear_begin
 from .softmax import finish_task, softmax_tile, start_task
+from .tiles import HeadView, clear_begin, head_view
 from .unpack_token import out_of_block, unpack
 from .variant import CHANNEL, SideConstants, Variant
 

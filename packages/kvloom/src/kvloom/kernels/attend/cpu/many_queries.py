@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
-from ..prompt import attend_prompt
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Region, Spans
+from .prompt import attend_prompt
 
 TILE = 1024
 """Tokens that are unpacked at once."""

@@ -1,11 +1,13 @@
-"""Attention of a prompt on CPU tensors: which cases the compiled kernel covers, and its call.
+"""The operation `attend_prompt`: attention of many queries to exact tokens.
 
-torch's fused attention takes most of a prompt's time on processors with AVX-512 and without AMX.
-Importing this does not import Numba; the first call does.
+On CPU tensors a compiled kernel runs it, whose coverage and call are here: torch's fused attention
+takes most of a prompt's time on processors with AVX-512 and without AMX. Importing this does not
+import Numba; the first call does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
+from ...dispatch import Backend, Binding, Op, differentiated
 from ...limits import Coverage
+from .. import reference
 from ..reference import AttentionState
 from .arguments import ABSENT, PROMPT
 
@@ -108,3 +112,17 @@ def compiled() -> tuple[Any, int, int, int, int]:
     with dispatch.loading():
         from . import prompt_kernel as kernel
     return kernel.prompt(), kernel.ROWS, kernel.PANEL, kernel.TILE, kernel.BLOCKS
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+    dims = q.shape[3], k.shape[3], v.shape[3]
+    return q, (dims, q.dtype, k.dtype, v.dtype, differentiated(q))
+
+
+attend_prompt = Op(
+    "attend_prompt",
+    reference.attend_prompt,
+    _case,
+    cpu=Backend(Binding(attend, compiled), COVERAGE),
+)
+"""`ops` lists it with the others; it is here because `many_queries` runs it, too."""

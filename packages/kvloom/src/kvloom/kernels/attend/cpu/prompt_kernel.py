@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
-from ...score.cpu.microkernel import products
+from ...score.cpu_microkernel import products
 from ...simd import (
     F32,
     FP32,

@@ -2,7 +2,7 @@
 
 Decides how a chosen token becomes fp32 numbers in memory: its codes are extracted from the block's
 bytes, scales and zeros are read as they are stored (so x of `dequant` is the code itself), and a
-key packed before RoPE is rotated to its position: by a multiple of `rope_tables.FAR`, then by the
+key packed before RoPE is rotated to its position: by a multiple of `FAR`, then by the
 rest.
 """
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
-from .launch import kernels, nothing, run
+from .decode import kernels, nothing, run
 
 __all__ = ["attend", "kernels", "problems"]
 

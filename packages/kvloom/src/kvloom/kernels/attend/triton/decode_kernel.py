@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...quantize.triton.pack_kernel import as_float
+from ...quantize.triton_kernel import as_float
 from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))

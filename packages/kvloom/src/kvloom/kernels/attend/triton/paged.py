@@ -18,7 +18,7 @@ from ...limits import Coverage
 from ..regions import First, KVView, PageTable
 from . import decode
 from .arguments import ExactRows, Options
-from .launch import Launch, processors, rotate_groups, side_arguments, tile_shapes
+from .decode import Launch, processors, rotate_groups, side_arguments, tile_shapes
 
 MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ....encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
 from ... import dispatch
-from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, strides
-from ...constants import on_cpu
+from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, on_cpu, strides
 from ...limits import Coverage, dtype_problem
 from .. import hadamard
 from ..reference import PackedTensors, RopeAngles
@@ -114,15 +113,15 @@ def packing() -> Any:
     """Compile the kernel that packs; it covers every case."""
     with dispatch.loading():
         from . import pack_kernel
-    return pack_kernel.kernel()
+    return pack_kernel.packing()
 
 
 @cache
 def unpacking() -> Any:
     """Compile the kernel that unpacks; it covers every case."""
     with dispatch.loading():
-        from . import unpack_kernel
-    return unpack_kernel.kernel()
+        from . import pack_kernel
+    return pack_kernel.unpacking()
 
 
 class _Prepared(NamedTuple):

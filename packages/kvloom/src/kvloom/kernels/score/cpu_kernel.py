@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments, store_int
-from ...simd import (
+from ..cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments, store_int
+from ..simd import (
     BF16,
     FP16,
     FP32,
@@ -35,9 +35,17 @@ from ...simd import (
     store_one,
     sum_lanes,
 )
-from ..noise import A, B
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
-from .microkernel import find_lane, gaussian, gumbel, hash_u32, mask_first, mask_not_below, products
+from .cpu_microkernel import (
+    find_lane,
+    gaussian,
+    gumbel,
+    hash_u32,
+    mask_first,
+    mask_not_below,
+    products,
+)
+from .noise import A, B
 
 TILE = 256  # keys
 

@@ -3,7 +3,7 @@
 Strides are in bytes. Importing this does not import Numba.
 """
 
-from ...arguments import CHANNELS, MATRIX, VECTOR, Arguments, Block
+from ..arguments import CHANNELS, MATRIX, VECTOR, Arguments, Block
 
 NO_NOISE, GUMBEL, GAUSSIAN = 0, 1, 2
 """Kinds of noise; constant noise changes no softmax."""

@@ -1,7 +1,6 @@
 """Clusters and pages on CPU tensors: which cases the compiled kernels cover, and their calls.
 
-`select_kernel` scores and chooses, `kmeans_kernel` clusters. Importing this does not import Numba;
-the first call does.
+Importing this does not import Numba; the first call does.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
-from ...arguments import DTYPE_CODES, address, contiguous_rows, strides
-from ...limits import Coverage, dtype_problem, head_dim_problem
-from .. import reference as ref
+from .. import dispatch
+from ..arguments import DTYPE_CODES, address, contiguous_rows, strides
+from ..limits import Coverage, dtype_problem, head_dim_problem
+from . import reference as ref
 from .arguments import BOUND, NEAREST, SCORE, SELECT, SUM
 
 _NUMBERS_PER_THREAD = 1 << 18
@@ -36,12 +35,12 @@ def kmeans(
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
     """As `reference.nearest`."""
     b, h, n, d = x.shape
-    kernels = kmeans_kernels()
+    panel = kernels().PANEL
     weights, offset = ref.linear(centroids, distance, alive, x.dtype)
-    panels = -(-weights.shape[2] // kernels.PANEL)
-    missing = panels * kernels.PANEL - weights.shape[2]
+    panels = -(-weights.shape[2] // panel)
+    missing = panels * panel - weights.shape[2]
     offset = F.pad(offset, (0, missing), value=-torch.inf)
-    weights = F.pad(weights, (0, 0, 0, missing)).view(b, h, panels, kernels.PANEL, d)
+    weights = F.pad(weights, (0, 0, 0, missing)).view(b, h, panels, panel, d)
     kernel, _, pairs = compiled_kmeans(d, x.dtype)
     if pairs:  # two channels of a centroid beside each other
         weights = weights.to(x.dtype).unflatten(-1, (-1, 2)).transpose(3, 4).contiguous()
@@ -179,40 +178,32 @@ def _flat(x: Any) -> Any:
 
 
 @cache
-def kmeans_kernels() -> Any:
-    """Import the clustering kernels, which are compiled by head size and dtype."""
-    with dispatch.loading():
-        from . import kmeans_kernel
-    return kmeans_kernel
-
-
-@cache
 def compiled_kmeans(d: int, dtype: torch.dtype) -> tuple[Any, Any, bool]:
     """Compile the kernels of `nearest` and `means`; True: keys are multiplied in pairs."""
-    kernels, dtype_code = kmeans_kernels(), DTYPE_CODES[dtype]
-    pairs = kernels.takes_pairs(d, dtype_code)
-    return kernels.nearest(d, dtype_code, pairs), kernels.sums(d, dtype_code), pairs
+    module, dtype_code = kernels(), DTYPE_CODES[dtype]
+    pairs = module.takes_pairs(d, dtype_code)
+    return module.nearest(d, dtype_code, pairs), module.sums(d, dtype_code), pairs
 
 
 @cache
-def select_kernels() -> Any:
-    """Import the kernels that score and choose."""
+def kernels() -> Any:
+    """Import the kernels, which are compiled by head size and dtype."""
     with dispatch.loading():
-        from . import select_kernel
-    return select_kernel
+        from . import cpu_kernel
+    return cpu_kernel
 
 
 @cache
 def _scoring(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
-    kernels = select_kernels()
-    return kernels.scoring(kernels.SelectVariant(d, w, DTYPE_CODES[dtype], bounds))
+    variant = kernels().SelectVariant(d, w, DTYPE_CODES[dtype], bounds)
+    return kernels().scoring(variant)
 
 
 @cache
 def _selecting() -> Any:
-    return select_kernels().selecting()
+    return kernels().selecting()
 
 
 @cache
 def _bounding(d: int, dtype: torch.dtype) -> Any:
-    return select_kernels().bounding(d, DTYPE_CODES[dtype])
+    return kernels().bounding(d, DTYPE_CODES[dtype])

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import triton_runtime as cuda
-from ...arguments import contiguous_rows
-from ...limits import MAX_STEP, Coverage, dtype_problem
-from ..noise import Noise
-from ..reference import MassOptions, later_problem
+from .. import triton_runtime as cuda
+from ..arguments import contiguous_rows
+from ..limits import MAX_STEP, Coverage, dtype_problem
+from .noise import Noise
+from .reference import MassOptions, later_problem
 
 _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
@@ -125,6 +125,6 @@ def _options(
 @cache
 def kernels() -> Any:
     """Import the kernels, and with them Triton."""
-    from . import mass_kernel as gpu_mass
+    from . import triton_kernel as gpu_mass
 
     return gpu_mass

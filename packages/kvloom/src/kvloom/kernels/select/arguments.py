@@ -3,7 +3,7 @@
 Heads count batch rows times heads; strides are in bytes. Importing this does not import Numba.
 """
 
-from ...arguments import MATRIX, TOKENS, VECTOR, Arguments
+from ..arguments import MATRIX, TOKENS, VECTOR, Arguments
 
 SCORE = Arguments(
     heads=int,

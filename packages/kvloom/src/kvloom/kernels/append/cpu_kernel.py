@@ -14,9 +14,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_runtime import Kernel, load_int, read_arguments
-from ...simd import I64, WIDTH, broadcast, constant, read
-from .arguments import STEP
+from ..arguments import APPEND
+from ..cpu_runtime import Kernel, load_int, read_arguments
+from ..simd import I64, WIDTH, broadcast, constant, read
 
 
 @intrinsic(prefer_literal=True)
@@ -47,7 +47,7 @@ def kernel(width: int) -> Kernel:
 
     Reference: `reference.append`; results are the same bytes.
     """
-    layout = STEP.dtype
+    layout = APPEND.dtype
 
     def append(args):  # type: ignore[no-untyped-def]
         a = read_arguments(args, layout)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import dispatch
-from ...limits import MAX_STEP, Coverage, dtype_problem
-from ..reference import Sides, WriteTarget
-from .arguments import SIDE, STEP
+from .. import dispatch
+from ..arguments import APPEND, APPEND_SIDE
+from ..limits import MAX_STEP, Coverage, dtype_problem
+from .reference import Sides, WriteTarget
 
 _INTS = {torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -62,24 +62,24 @@ def append(
     (k_out, k_row), (v_out, v_row) = targets
     k_rows = (k_row, 0) if isinstance(k_row, int) else (0, k_row.data_ptr())
     v_rows = (v_row, 0) if isinstance(v_row, int) else (0, v_row.data_ptr())
-    arguments = STEP.pack(
+    arguments = APPEND.pack(
         batch=b, heads=h, tokens=t, head_dim=d,
-        keys=SIDE.pack(
+        keys=APPEND_SIDE.pack(
             (k.data_ptr(), *k_steps), (k_out.data_ptr(), *k_out.stride()), *k_rows, limits[0]
         ),
-        values=SIDE.pack(
+        values=APPEND_SIDE.pack(
             (v.data_ptr(), *v_steps), (v_out.data_ptr(), *v_out.stride()), *v_rows, limits[1]
         ),
         exceeded=0,
     )  # fmt: skip
-    return not compiled(dtype).run(arguments, 0, 1)[STEP.numbers]
+    return not compiled(dtype).run(arguments, 0, 1)[APPEND.numbers]
 
 
 @cache
 def compiled(dtype: torch.dtype) -> Any:
     """Compile the kernel for tokens of a dtype."""
     with dispatch.loading():
-        from .append_kernel import kernel
+        from .cpu_kernel import kernel
     return kernel(dtype.itemsize)
 
 

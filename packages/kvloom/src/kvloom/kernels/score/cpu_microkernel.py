@@ -12,8 +12,8 @@ from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from ...cpu_runtime import kernel_step
-from ...simd import (
+from ..cpu_runtime import kernel_step
+from ..simd import (
     F32,
     I32,
     I64,
@@ -32,7 +32,7 @@ from ...simd import (
     read,
     write,
 )
-from ..noise import M1, M2, TOP, C
+from .noise import M1, M2, TOP, C
 
 # Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
 # vector takes two registers (AVX2) or four (NEON), 12 of 16 or 24 of 32.

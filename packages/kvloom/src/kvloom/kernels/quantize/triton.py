@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
-from ... import triton_runtime as cuda
-from ...limits import Coverage, dtype_problem
-from ..reference import PackedTensors, RopeAngles, apply_rope
+from ...encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
+from .. import triton_runtime as cuda
+from ..limits import Coverage, dtype_problem
+from .reference import PackedTensors, RopeAngles, apply_rope
 
 _KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope"
 _TILE = 2048  # numbers a program owns, about
@@ -198,6 +198,6 @@ def _tile(
 @cache
 def kernels() -> Any:
     """Import the kernels, and with them Triton."""
-    from . import pack_kernel as gpu_pack
+    from . import triton_kernel as gpu_pack
 
     return gpu_pack

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ... import dispatch
-from ...arguments import DTYPE_CODES, address, padded, strides
-from ...limits import DTYPES, Coverage
-from ..noise import Noise
-from ..reference import MassOptions, later_problem
+from .. import dispatch
+from ..arguments import DTYPE_CODES, address, padded, strides
+from ..limits import DTYPES, Coverage
 from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
+from .noise import Noise
+from .reference import MassOptions, later_problem
 
 _NOISE = {"constant": NO_NOISE, "gumbel": GUMBEL, "gaussian": GAUSSIAN}
 _PRODUCTS_PER_THREAD = 1 << 21
@@ -191,14 +191,14 @@ def compiled(pairs: bool = False) -> _Kernels:
     pairs: multiply pairs of bf16 if possible.
     """
     with dispatch.loading():
-        from ...simd import has_pairs
-        from . import mass_kernel, microkernel
-    rows, vectors = microkernel.AT_ONCE
+        from ..simd import has_pairs
+        from . import cpu_kernel, cpu_microkernel
+    rows, vectors = cpu_microkernel.AT_ONCE
     pairs = pairs and has_pairs()
     return _Kernels(
-        mass_kernel.panels(vectors),
-        mass_kernel.mass(rows, vectors, pairs),
-        mass_kernel.TILE,
+        cpu_kernel.panels(vectors),
+        cpu_kernel.mass(rows, vectors, pairs),
+        cpu_kernel.TILE,
         rows,
         pairs,
     )
@@ -208,13 +208,13 @@ def compiled(pairs: bool = False) -> _Kernels:
 def step_kernel() -> Any:
     """Compile the kernel of `step_mass`."""
     with dispatch.loading():
-        from . import mass_kernel
-    return mass_kernel.step()
+        from . import cpu_kernel
+    return cpu_kernel.step()
 
 
 @cache
 def lowest_kernel() -> Any:
     """Compile the kernel of `lowest`."""
     with dispatch.loading():
-        from . import mass_kernel
-    return mass_kernel.lowest()
+        from . import cpu_kernel
+    return cpu_kernel.lowest()

@@ -1,1 +1,0 @@
-"""CPU kernels compiled by Numba of the `score` family."""

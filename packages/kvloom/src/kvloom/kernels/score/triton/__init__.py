@@ -1,1 +1,0 @@
-"""Triton kernels of the `score` family."""

@@ -4,12 +4,13 @@ A step of few queries attends to regions in one pass, straight from where tokens
 exact tokens, then a packed prefix with an exact tail, then tokens of which heads have different
 numbers (`decode_kernel`); or pages; or chosen tokens (`gathered_kernel`). Other regions take a call
 each, whose states are merged. `coverage` names the encodings. Importing this does not import Numba;
-making an `Attend` does.
+`bind` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,37 +118,34 @@ def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None)
     return reasons
 
 
-class Attend:
-    """Attention of one layer: keeps what does not change between its steps."""
-
-    def __init__(self, q: Tensor, regions: Sequence[Region]) -> None:
-        self._calls = [_BoundCall(q, regions, call) for call in kernel_calls(regions)]
-
-    def __call__(
-        self,
-        q: Tensor,
-        regions: Sequence[Region],
-        scale: float,
-        *,
-        softcap: float | None = None,
-        products: bool = False,
-        sink_logits: Tensor | None = None,
-    ) -> AttentionState:
-        """Attend as `reference.attend_regions` does; packed tokens are not rounded."""
-        first, *others = self._calls
-        if not others:
-            return first.run(q, regions, scale, softcap, products, sink_logits)
-        states = [first.run(q, regions, scale, softcap, False, sink_logits)]
-        return merge([*states, *(call.run(q, regions, scale, softcap, False) for call in others)])
-
-
 def bind(q: Tensor, regions: Sequence[Region], *_: Any, **__: Any) -> Callable[..., AttentionState]:
-    """Return what attends to such regions at every step of a layer."""
-    many = q.shape[2] > MAX_STEP
-    return many_queries.attend if many else Attend(q, regions)
+    """Return what attends to such regions at every step of a layer.
+
+    It keeps what does not change between these steps. Packed tokens are not rounded.
+    """
+    if q.shape[2] > MAX_STEP:
+        return many_queries.attend
+    calls = [BoundCall(q, regions, call) for call in kernel_calls(regions)]
+    return calls[0].run if len(calls) == 1 else partial(_run_all, calls)
 
 
-class _BoundCall:
+def _run_all(
+    calls: Sequence[BoundCall],
+    q: Tensor,
+    regions: Sequence[Region],
+    scale: float,
+    *,
+    softcap: float | None = None,
+    products: bool = False,
+    sink_logits: Tensor | None = None,
+) -> AttentionState:
+    """Attend as `reference.attend_regions` does, by several runs of kernels."""
+    first, *others = calls
+    states = [first.run(q, regions, scale, softcap=softcap, sink_logits=sink_logits)]
+    return merge([*states, *(call.run(q, regions, scale, softcap=softcap) for call in others)])
+
+
+class BoundCall:
     """A kernel, its workspace and the packed arguments of a layer's keys and values.
 
     Bound to the heads, queries, dtype, device, encodings and kinds of regions of the arguments it
@@ -188,11 +186,12 @@ class _BoundCall:
         q: Tensor,
         regions: Sequence[Region],
         scale: float,
-        softcap: float | None,
-        products: bool,
+        *,
+        softcap: float | None = None,
+        products: bool = False,
         sink_logits: Tensor | None = None,
     ) -> AttentionState:
-        """Attend q [B, Hq, T, D] to the regions of this call."""
+        """Attend q to the regions of this call, as `reference.attend_regions` does to all."""
         keys, values, where, visible, bias, step_tokens = regions[self.main]
         b, hq, t, d = q.shape
         queries = q.float().contiguous()

@@ -64,7 +64,7 @@ class Scratch(NamedTuple):
 
 @cache
 def kernel(variant: Variant) -> Any:
-    """Compile the kernel of a variant; see `attend.Attend` for the call."""
+    """Compile the kernel of a variant; see `attend.BoundCall` for the call."""
     d, w, own_queries = variant.d, variant.w, variant.keys.own_space
     sets = 1 + variant.values.own_space
     (per_row, fixed), split_scratch = _scratch(variant)

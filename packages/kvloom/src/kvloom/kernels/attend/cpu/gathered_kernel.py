@@ -56,7 +56,7 @@ class Sources(NamedTuple):
 
 @cache
 def kernel(variant: Variant) -> Any:
-    """Compile the kernel of a variant; see `attend.Attend` for the call."""
+    """Compile the kernel of a variant; see `attend.BoundCall` for the call."""
     d, w, own_queries = variant.d, variant.w, variant.keys.own_space
     sets = 1 + variant.values.own_space
     k_first, v_first = (side.first_group_size for side in variant.sides)

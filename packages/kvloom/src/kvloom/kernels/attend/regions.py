@@ -66,10 +66,10 @@ class KVView(NamedTuple):
         if self.packed is None:
             return self.tail[:, :, lo:hi]
         end, parts = self.packed.hi, []
-        if lo < end:
+        if lo < min(hi, end):
             parts.append(self.packed.cut(lo, min(hi, end)).tensor())
         if hi > end or not parts:
-            parts.append(self.tail[:, :, max(0, lo - end) : hi - end])
+            parts.append(self.tail[:, :, max(0, lo - end) : max(0, hi - end)])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -171,6 +171,21 @@ class Region(NamedTuple):
     def exact(cls, k: Tensor, v: Tensor, **options: Any) -> Region:
         """Return exact tokens k, v [B, Hk, N, D] as a region."""
         return cls(KVView(None, k), KVView(None, v), **options)
+
+    def masks(self, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return `visible` and `bias` of the tokens lo to hi that are read."""
+        visible, bias = self.visible, self.bias
+        return (
+            None if visible is None else visible[..., lo:hi],
+            None if bias is None else bias[..., lo:hi],
+        )
+
+    def unpacked(self, lo: int, hi: int) -> Region:
+        """Return the tokens lo to hi of a region without addressing, exact in the model's dtype."""
+        k, v = self.keys.tensor(lo, hi), self.values.tensor(lo, hi)
+        visible, bias = self.masks(lo, hi)
+        step_tokens = self.step_tokens if hi == self.keys.tokens else 0  # they are the newest
+        return Region.exact(k, v, visible=visible, bias=bias, step_tokens=step_tokens)
 
     @property
     def tokens(self) -> float:

@@ -152,7 +152,7 @@ class KVSide(Stateful):
     def view_offloaded(self, removed: Sequence[Tensor], n: int) -> KVView:
         """Return n offloaded tokens as `kv_view` returns the others."""
         if self.packed is None:
-            return KVView(None, *removed)
+            return KVView(None, removed[0])
         assert self.tail.allocation is not None
         packed, no_tail = self.packed, self.tail.allocation.data[:, :, :0]
         return KVView(packed.view(0, n, offloaded=removed), no_tail, packed.fmt.encoding)

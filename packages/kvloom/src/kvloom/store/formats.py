@@ -137,8 +137,8 @@ class Format:
         return 8 * self.nbytes(self.block_tokens, head_dim) / (self.block_tokens * head_dim)
 
     @property
-    def gathered(self) -> int:
-        """Tokens that gather before a step packs them: the field `residual`, or else a unit."""
+    def packed_at_once(self) -> int:
+        """Tokens that decoding packs at once: the field `residual`, or else a unit."""
         tokens: int = getattr(self, "residual", self.unit)
         return tokens
 

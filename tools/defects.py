@@ -248,7 +248,7 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/latents.py",
-        "cuts = [0, *range(UNPACK, n - step_tokens, UNPACK), n]",
+        "cuts = [0, *range(UNPACK, n - region.step_tokens, UNPACK), n]",
         "cuts = [0, *range(UNPACK, n, UNPACK), n]",
         "some tokens of a long chunk over latents are cut from those that they see causally",
         "packages/kvloom/tests/models/test_latents.py",
@@ -290,7 +290,7 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/ragged.py",
-        "            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()\n",
+        "            self.logical_index = self.logical_index.view(-1, self.unit)[units].flatten()\n",
         "            self.logical_index = self.logical_index.view(-1, self.unit).flatten()\n",
         "rows that moved have the padding of other rows",
         "packages/kvloom/tests/laws/test_every_family.py",

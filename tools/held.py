@@ -23,9 +23,7 @@ from kvloom.cache.step import StepInputs
 from kvloom.hf.routed import RoutedCache, RoutedLayer
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
-from kvloom.store.format_tokens import FormatTokens
 from kvloom.store.kv_side import KVSide
-from kvloom.store.packed import PackedTokens
 
 
 class Held(NamedTuple):
@@ -224,8 +222,8 @@ class CheckedLayer(RoutedLayer):
                 at = index[row : row + 1, head : head + 1, :count]
                 exact = _gathered(given[row : row + 1, head : head + 1], at)
                 want = exact
-                if count and isinstance(side.packed, PackedTokens):
-                    again = PackedTokens(side.packed.fmt)
+                if count and side.packed is not None:
+                    again = side.packed.empty()
                     with dispatch.use("ref"):
                         again.append(exact, _at(visible[row : row + 1], at))
                         want = again.view().tensor()
@@ -299,10 +297,8 @@ class CheckedLayer(RoutedLayer):
         packed = side.packed
         if packed is None or not x.shape[2]:
             return x
-        if isinstance(packed, FormatTokens):
-            return packed.fmt.unpack(packed.fmt.pack(x), x.dtype)
         at = tokens.positions(0, index.shape[2]) if side.needs_positions else None
-        again = PackedTokens(packed.fmt, packed.calibrated, packed.rope)
+        again = packed.empty()
         with dispatch.use("ref"):
             again.append(x, _at(visible, index), at)
             return again.view(positions=at).tensor()

@@ -68,7 +68,7 @@ def test_the_check_sees_what_it_should():
     assert len(LEVELS) <= MOST_LEVELS
     assert "store" in imported_parts(SOURCE / "cache" / "layer_state.py")
     assert imported_parts(SOURCE / "store" / "packed.py") == {
-        "encoding", "errors", "kernels", "positions", "state", "store",
+        "encoding", "errors", "kernels", "positions", "store",
     }  # fmt: skip
     assert "errors" in imported_parts(SOURCE / "keep" / "policy.py")
     assert "cache" in imported_parts(SOURCE / "hf" / "cache.py")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvloom
 from kvloom.errors import NotFinite
 from kvloom.kernels import operations_run, use_backend
-from kvloom.recipe import RECIPES, Geometry, resolve
+from kvloom.recall import Tier
+from kvloom.recipe import RECIPES, Geometry, Protect, Recipe, resolve
 from kvloom.store import FORMATS, FormatView
 
 RECIPE_NAMES = [
@@ -169,6 +171,35 @@ def test_a_saved_cache_continues(tmp_path):
     step = ids[:, :1]
     a, b = (model(step, past_key_values=one).logits for one in (cache, loaded))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES[:3])  # the last one rotates values in groups
+def test_a_tier_changes_no_answer(name):
+    model, ids = llama(), torch.randint(2, 97, (2, 90))
+    recall = replace(resolve("quest:page=4,tokens=40,sinks=4,recent=8").recall, full_layers=0)
+    recipe = replace(resolve(name), recall=recall, protect=Protect(4))
+    tier = replace(recipe, recall=replace(recall, tier=Tier()))
+    caches = [kvloom.Cache(model, one) for one in (recipe, tier)]
+    with torch.no_grad():
+        for lo, hi in ((0, 80), *((i, i + 1) for i in range(80, 90))):
+            plain, stored = (model(ids[:, lo:hi], past_key_values=one).logits for one in caches)
+            torch.testing.assert_close(stored, plain, rtol=1e-4, atol=1e-4)
+    assert caches[1].traffic.misses > 0
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_heads_of_different_lengths_have_predicted_bytes(name):
+    model, ids = llama(), torch.randint(2, 97, (2, 90))
+    keep = resolve("snapkv:tokens=60,window=8,head_share=0.2").keep
+    recipe, outputs = Recipe(keep=keep, store=resolve(name).store), []
+    for backend in ("ref", "auto"):
+        cache = kvloom.Cache(model, recipe)
+        with use_backend(backend), torch.no_grad():
+            model(ids[:, :80], past_key_values=cache)
+            assert cache.nbytes == cache.recipe.nbytes(80, cache.geometry, 2)
+            steps = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(80, 90)]
+        outputs.append(torch.cat(steps))
+    torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
 
 
 def test_entry_points_register_the_recipes():

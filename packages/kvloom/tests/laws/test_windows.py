@@ -136,8 +136,8 @@ def test_a_crop_that_needs_tokens_before_the_window_is_refused():
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ("full", "packs windows in kvloom's own format"),
-        ("keyformer", "packs windows in kvloom's own format"),
+        ("full", "in the formats of the store, which has none"),
+        ("keyformer", "in the formats of the store, which has none"),
         ("skvq", "without pre_rope and without calibration"),
     ],
 )

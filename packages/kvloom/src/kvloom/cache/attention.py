@@ -1,7 +1,12 @@
 """How a step attends to the regions of a layer.
 
-Chooses, in this order: a kernel that reads tokens as stored; torch's fused attention if all tokens
-are exact; else, per region, the format's kernel or the reference.
+Chooses the first of these that reads the regions:
+
+1. One kernel of the operation `attend`, which reads all regions as they are stored.
+2. For exact tokens alone: the kernel of a prompt, else torch's fused attention.
+3. Region by region, by the kernel of a format, or by `attend`: a kernel, else the reference.
+
+A first prompt begins at the second. The attention states of the third are merged.
 """
 
 from __future__ import annotations
@@ -15,10 +20,11 @@ from torch import Tensor
 
 from ..kernels import dispatch, ops
 from ..kernels.attend import reference
+from ..kernels.attend.reference import AttentionState
 from ..kernels.attend.regions import Region
 from ..kernels.limits import MAX_STEP
 from ..kernels.plan import OpPlan
-from ..store.formats import Format, FormatView
+from ..store.formats import FormatView
 
 
 def attend_to(
@@ -27,9 +33,9 @@ def attend_to(
     scale: float,
     softcap: float | None,
     products: bool = False,
-    plan: OpPlan[..., reference.AttentionState] | None = None,
+    plan: OpPlan[..., AttentionState] | None = None,
     sink_logits: Tensor | None = None,
-    to_later: reference.AttentionState | None = None,
+    to_later: AttentionState | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attend q [B, Hq, T, D] to all regions.
 
@@ -40,6 +46,7 @@ def attend_to(
     and the log-sum-exp of a prompt's logits, fp32 [B, Hq, T], without attention sinks.
     """
     sole_region = regions[0] if len(regions) == 1 else None
+    bound = None
     if sole_region is None or not _is_first_prompt(sole_region):
         plan = OpPlan(ops.attend) if plan is None else plan
         bound = plan.choose(q, regions, scale, softcap=softcap, sink_logits=sink_logits)
@@ -49,45 +56,21 @@ def attend_to(
             )
             out = state.out if to_later is None else reference.merge([state, to_later]).out
             return out if out.dtype == q.dtype else out.to(q.dtype), state.products, None
-        if sole_region is not None and not _has_format(sole_region):
+    if sole_region is not None and to_later is None and _fits_torch(q, sole_region, softcap):
+        if bound is not None:
             dispatch.ran[bound.counted] += 1
-    if sole_region is not None and to_later is None and _fused(sole_region, q.shape[2], softcap):
-        prompt_state = _of_prompt(q, sole_region, scale)
-        if prompt_state is not None:
-            lse = prompt_state.lse
-            if sink_logits is not None:
-                prompt_state = reference.with_sinks(prompt_state, sink_logits)
-            return prompt_state.out.to(q.dtype), None, lse
-        out = reference.sdpa(
-            q, sole_region.keys.tail, sole_region.values.tail, scale,
-            causal=sole_region.step_tokens > 1, visible=sole_region.visible, bias=sole_region.bias,
-            sink_logits=sink_logits,
-        )  # fmt: skip
-        return out, None, None
+        out, lse = _exact_attention(q, sole_region, scale, sink_logits)
+        return out, None, lse
     states = [] if to_later is None else [to_later]
     for region in regions:
         if _has_format(region):
             states += _by_format(q, region, scale, softcap)
-        elif sole_region is None or _is_first_prompt(sole_region):
+        else:
             states.append(ops.attend(q, [region], scale, softcap=softcap))
-        else:  # no kernel covers this case; `operations_run` has counted the reason
-            states.append(reference.attend_regions(q, regions, scale, softcap=softcap))
     state = reference.merge(states)
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
     return state.out.to(q.dtype), None, None
-
-
-def _of_prompt(q: Tensor, region: Region, scale: float) -> reference.AttentionState | None:
-    """Attend to a region whose last tokens the queries are; None if no kernel covers it."""
-    k, v = region.keys.tail, region.values.tail
-    if region.step_tokens != q.shape[2] or region.step_tokens <= MAX_STEP:
-        return None
-    bound = ops.attend_prompt.choose(q, k, v, scale)
-    if bound.kernel is None:
-        return None
-    state: reference.AttentionState = bound.run(q, k, v, scale, visible=region.visible)
-    return state
 
 
 def _is_first_prompt(region: Region) -> bool:
@@ -95,72 +78,87 @@ def _is_first_prompt(region: Region) -> bool:
     return region.where is None and region.step_tokens == region.keys.tokens
 
 
+def _is_exact(region: Region) -> bool:
+    """Return whether all tokens of a region are exact, and all are read."""
+    return region.where is None and region.keys.packed is None and region.values.packed is None
+
+
+def _fits_torch(q: Tensor, region: Region, softcap: float | None) -> bool:
+    """Return whether torch's fused attention reads this region."""
+    return _is_exact(region) and softcap is None and (region.bias is None or q.shape[2] == 1)
+
+
+def _exact_attention(
+    q: Tensor, region: Region, scale: float, sink_logits: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Attend to exact tokens; the second value is the log-sum-exp, where a kernel returns it."""
+    k, v = region.keys.tail, region.values.tail
+    if MAX_STEP < region.step_tokens == q.shape[2]:
+        bound = ops.attend_prompt.choose(q, k, v, scale)
+        if bound.kernel is not None:
+            state = bound.run(q, k, v, scale, visible=region.visible)
+            lse = state.lse
+            state = state if sink_logits is None else reference.with_sinks(state, sink_logits)
+            return state.out.to(q.dtype), lse
+    out = reference.sdpa(
+        q, k, v, scale, causal=region.step_tokens > 1, visible=region.visible, bias=region.bias,
+        sink_logits=sink_logits,
+    )  # fmt: skip
+    return out, None
+
+
 def _has_format(region: Region) -> bool:
-    """Return whether keys or values are packed in a format of another distribution."""
+    """Return whether all tokens are read, some packed in a format of another distribution."""
     packed = region.keys.packed, region.values.packed
     return region.where is None and any(isinstance(x, FormatView) for x in packed)
 
 
 def _by_format(
     q: Tensor, region: Region, scale: float, softcap: float | None
-) -> Iterator[reference.AttentionState]:
-    """Attend to stretches of a region in which keys, and values, are all packed or all exact."""
+) -> Iterator[AttentionState]:
+    """Attend to stretches of a region in which keys, and values, are all packed or all exact.
+
+    The kernel of a format reads packed tokens as they are stored; without one, they are unpacked.
+    """
     keys, values = region.keys, region.values
     for lo, hi in pairwise(sorted({0, keys.prefix, values.prefix, keys.tokens})):
-        sides: tuple[Any, Any] = keys.stored(lo, hi), values.stored(lo, hi)
-        visible, bias = _masks(region, lo, hi)
-        masks: dict[str, Any] = {"visible": visible, "bias": bias, "softcap": softcap}
-        refused: list[str] = []
-        for fmt in _formats(q, sides):
-            problems = fmt.attend_problems(q, *sides, **masks)
-            if not problems:
-                dispatch.ran["attend", fmt.kind, "; ".join(refused)] += 1
-                yield fmt.attend(q, *sides, scale, **masks)
-                break
-            refused += [f"{fmt.kind}: {problem}" for problem in problems]
-        else:
-            if refused:
-                dispatch.ran["attend", "ref", "; ".join(dict.fromkeys(refused))] += 1
-            packed = lo < max(keys.prefix, values.prefix)
-            yield from _unpacked(
-                q, region, lo, hi, reference.UNPACK if packed else hi, scale, softcap
-            )
+        state = _by_kernel_of_format(q, region, lo, hi, scale, softcap)
+        if state is not None:
+            yield state
+            continue
+        at_once = reference.UNPACK if lo < max(keys.prefix, values.prefix) else hi
+        for begin in range(lo, hi, at_once):
+            part = region.unpacked(begin, min(hi, begin + at_once))
+            yield ops.attend(q, [part], scale, softcap=softcap)
 
 
-def _formats(q: Tensor, sides: tuple[Any, Any]) -> list[Format]:
-    """Return the formats of other distributions whose kernels may attend to these tokens."""
+def _by_kernel_of_format(
+    q: Tensor, region: Region, lo: int, hi: int, scale: float, softcap: float | None
+) -> AttentionState | None:
+    """Attend to the tokens lo to hi by the kernel of their format; None if there is none.
+
+    Counts in `operations_run` which format it was, or why each has no kernel.
+    """
     if dispatch.setting() == "ref" or dispatch.differentiated(q):
-        return []
-    return [side.fmt for side in sides if isinstance(side, FormatView)]
-
-
-def _unpacked(
-    q: Tensor, region: Region, lo: int, hi: int, at_once: int, scale: float, softcap: float | None
-) -> Iterator[reference.AttentionState]:
-    """Attend to tokens lo to hi of a region, of which so many are unpacked at once."""
-    for begin in range(lo, hi, at_once):
-        end = min(hi, begin + at_once)
-        k, v = region.keys.tensor(begin, end), region.values.tensor(begin, end)
-        visible, bias = _masks(region, begin, end)
-        step_tokens = (
-            region.step_tokens if end == region.keys.tokens else 0
-        )  # packed tokens are of the past
-        part = Region.exact(k, v, visible=visible, bias=bias, step_tokens=step_tokens)
-        yield ops.attend(q, [part], scale, softcap=softcap)
-
-
-def _masks(region: Region, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask and the bias of tokens lo to hi of a region."""
-    visible, bias = region.visible, region.bias
-    return (
-        None if visible is None else visible[..., lo:hi],
-        None if bias is None else bias[..., lo:hi],
-    )
+        return None
+    sides: tuple[Any, Any] = region.keys.stored(lo, hi), region.values.stored(lo, hi)
+    visible, bias = region.masks(lo, hi)
+    masks: dict[str, Any] = {"visible": visible, "bias": bias, "softcap": softcap}
+    refused: list[str] = []
+    for fmt in [side.fmt for side in sides if isinstance(side, FormatView)]:
+        problems = fmt.attend_problems(q, *sides, **masks)
+        if not problems:
+            dispatch.ran["attend", fmt.kind, "; ".join(refused)] += 1
+            return fmt.attend(q, *sides, scale, **masks)
+        refused += [f"{fmt.kind}: {problem}" for problem in problems]
+    if refused:
+        dispatch.ran["attend", "ref", "; ".join(dict.fromkeys(refused))] += 1
+    return None
 
 
 def one_region(regions: Sequence[Region]) -> Sequence[Region]:
     """Return exact regions as one, which torch's fused attention reads; others as they are."""
-    if len(regions) == 1 or not all(map(_exact, regions)):
+    if len(regions) == 1 or not all(map(_is_exact, regions)):
         return regions
     heads = max(1 if region.visible is None else region.visible.shape[1] for region in regions)
     masks = [_full_mask(region, heads) for region in regions]
@@ -174,16 +172,6 @@ def one_region(regions: Sequence[Region]) -> Sequence[Region]:
             step_tokens=regions[-1].step_tokens,
         )
     ]
-
-
-def _exact(region: Region) -> bool:
-    packed = region.keys.packed, region.values.packed
-    return region.where is None and packed == (None, None)
-
-
-def _fused(region: Region, queries: int, softcap: float | None) -> bool:
-    """Return whether torch's fused attention reads this region."""
-    return _exact(region) and softcap is None and (region.bias is None or queries == 1)
 
 
 def _full_mask(region: Region, heads: int) -> Tensor:

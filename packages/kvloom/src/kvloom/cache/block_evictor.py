@@ -30,8 +30,12 @@ from .step import KV, Queries, Trace
 class DueBlock(NamedTuple):
     """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
 
-    used: the exact tokens, those of the block included, that score it. queries: The number of these
-    tokens that still have queries. Tokens of an earlier block have none.
+    Attributes:
+        tokens: Of the block.
+        granted: That stay, of all heads.
+        used: The exact tokens, those of the block included, that score it.
+        queries: The number of these tokens that still have queries. Tokens of an earlier block
+            have none.
     """
 
     tokens: int
@@ -43,9 +47,14 @@ class DueBlock(NamedTuple):
 class BlockEvictor(ScoreEvictor):
     """Evicts from each block of tokens once: see the module.
 
-    sinks_store: the layer's first tokens. offered, granted: tokens of a head that were in blocks so
-    far, and those that all heads kept. queries, norms: of the steps since the last block,
-    [B, Hq, N, D] and [B, 1, N, 1]. block: the one that waits for the scores of other layers.
+    Attributes:
+        sinks_store: The layer's first tokens.
+        ragged: The tokens that stay of the blocks so far.
+        queries: Of the steps since the last block, [B, Hq, N, D].
+        norms: Of the layer's input at these queries, [B, 1, N, 1].
+        offered: The tokens of a head that were in blocks so far.
+        granted: Those of them that all heads kept.
+        block: The one that waits for the scores of other layers.
     """
 
     counters = (*ScoreEvictor.counters, "offered", "granted")

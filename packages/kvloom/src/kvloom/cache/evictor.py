@@ -1,7 +1,7 @@
 """What a layer asks of its evictor, and eviction by age.
 
-An evictor drops the tokens of a layer down to a budget. `Phase` says where it is in its life;
-`score_evictor` has those that decide by scores.
+An evictor drops the tokens of a layer down to a budget. `Phase` says where it is in its life.
+Those that decide by scores derive from `ScoreEvictor`.
 """
 
 from __future__ import annotations

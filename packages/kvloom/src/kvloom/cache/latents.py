@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attend.reference import UNPACK
-from ..kernels.attend.regions import Region, Slots
+from ..kernels.attend.regions import KVView, Region, Slots
 from ..kernels.select.reference import gather
 
 
@@ -67,11 +67,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 def _whole_key_regions(region: Region) -> Iterator[Region]:
     """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
-    n, step_tokens, visible = region.keys.tokens, region.step_tokens, region.visible
-    cuts = [0, *range(UNPACK, n - step_tokens, UNPACK), n]
+    n = region.keys.tokens
+    cuts = [0, *range(UNPACK, n - region.step_tokens, UNPACK), n]
     for lo, hi in pairwise(cuts):
-        k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
-        mask = None if visible is None else visible[..., lo:hi]
-        yield Region.exact(
-            whole_keys(k, v), v, visible=mask, step_tokens=step_tokens if hi == n else 0
-        )
+        part = region.unpacked(lo, hi)
+        keys = whole_keys(part.keys.exact, part.values.exact)
+        yield part._replace(keys=KVView(None, keys))

@@ -30,12 +30,16 @@ from .verification import Verification
 class LayerCache:
     """The cache of one layer, for all batch rows.
 
-    recipe: the recipe of this layer alone, without overrides for other layers. name: of the layer
-    in errors. place, count: the layer is number `place` of the `count` layers of the cache.
-    budget_group: its place among the layers that share one budget (default: all). rope: rotates
-    keys where the recipe renumbers positions. facts: what the store's formats need of this layer.
-    window: the tokens that a query sees, its own included (None: all); the recipe is then
-    `Recipe.in_windows`.
+    Args:
+        recipe: Of this layer alone, without overrides for other layers.
+        name: Of the layer in errors.
+        place: The number of the layer among the `count` layers of the cache.
+        count: The layers of the cache.
+        rope: Rotates keys where the recipe renumbers positions.
+        facts: What the store's formats need of this layer.
+        budget_group: The layer's place among those that share one budget (default: all).
+        window: The tokens that a query sees, its own included (None: all); the recipe is then
+            `Recipe.in_windows`.
     """
 
     def __init__(

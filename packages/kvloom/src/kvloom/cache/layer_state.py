@@ -23,21 +23,23 @@ from ..store import KVSide, LayerFacts
 from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
+from .prompt_evictor import PromptEvictor
 from .retriever import Retriever
-from .score_evictor import LimitEvictor, PromptEvictor, RunningEvictor, StepEvictor
+from .score_evictor import ScoreEvictor
 from .scoring import RepetitionScores
 from .segment import Segment
 from .sinks import Sinks
 from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
+from .step_evictor import StepEvictor
 
 VERSION = 9
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
-STRATEGIES: dict[str, type[RunningEvictor] | type[BlockEvictor]] = {
+STRATEGIES: dict[str, type[ScoreEvictor]] = {
     "prompt": PromptEvictor,
     "step": StepEvictor,
-    "limit": LimitEvictor,
+    "limit": StepEvictor,
     "block": BlockEvictor,
 }
 """The evictor of each `Keep.when`."""
@@ -46,12 +48,18 @@ STRATEGIES: dict[str, type[RunningEvictor] | type[BlockEvictor]] = {
 class LayerState(Stateful):
     """The tokens of one layer, for all batch rows; the first keys set the number of heads.
 
-    recipe, name, place, budget_group, rope, facts, window: as for `LayerCache`. joint_layers: the
-    layers that decide together, in the order in which a step runs them; empty where this one
-    decides alone. trace: the decisions of each step; None if `observe` was not called.
+    The arguments are those of `LayerCache`.
 
-    storage: of the tokens, a `Segment` or a `SlotStorage`. sinks, evictor, retriever, outliers:
-    None where the recipe has none. uncommitted: the newest tokens while their commit waits.
+    Attributes:
+        joint_layers: The layers that decide together, in the order in which a step runs them;
+            empty where this one decides alone.
+        trace: The decisions of each step; None if `observe` was not called.
+        storage: Of the tokens.
+        sinks: The first tokens, where they are stored by themselves; else None.
+        evictor: None where the recipe evicts nothing; as for the next two.
+        retriever: What finds the tokens that a step reads.
+        outliers: The tokens of the first prompt that stay exact.
+        uncommitted: The newest tokens while their commit waits; else None.
     """
 
     tensors = ("like",)
@@ -120,9 +128,9 @@ class LayerState(Stateful):
         return self.storage
 
     @property
-    def score_evictor(self) -> RunningEvictor | BlockEvictor:
+    def score_evictor(self) -> ScoreEvictor:
         """The evictor, where it evicts by score."""
-        assert isinstance(self.evictor, (RunningEvictor, BlockEvictor))
+        assert isinstance(self.evictor, ScoreEvictor)
         return self.evictor
 
     @property

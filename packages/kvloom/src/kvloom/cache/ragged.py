@@ -156,12 +156,12 @@ class RaggedTokens(Stateful):
         self._take(_ranges(starts.flatten() // self.unit, parts.flatten() // self.unit))
         self.spans = _spans(parts.sum(dim=-1))
 
-    def _take(self, blocks: Tensor) -> None:
-        """Keep only some blocks of `unit` tokens, in a new order: see `KVSide.take`."""
-        self.keys.take(blocks, self.unit)
-        self.values.take(blocks, self.unit)
+    def _take(self, units: Tensor) -> None:
+        """Keep only some units of `unit` tokens, in a new order: see `KVSide.take`."""
+        self.keys.take(units, self.unit)
+        self.values.take(units, self.unit)
         if self.logical_index is not None:
-            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()
+            self.logical_index = self.logical_index.view(-1, self.unit)[units].flatten()
 
     def regions(self, visible: Tensor | None) -> list[Region]:
         """Return the tokens as a region; an empty list before they are stored.

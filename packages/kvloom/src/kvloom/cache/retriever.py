@@ -19,7 +19,6 @@ from ..positions.alibi import Alibi
 from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
 from ..state import Stateful
-from ..store import Packed
 from .latents import whole_keys
 from .segment import Segment
 from .step import Queries, Trace
@@ -45,12 +44,9 @@ class Retriever(Stateful):
         self.side_stream = SideStream()  # where the index grows
         self.store: OffloadStore | None = None
         if self.recall.tier is not None:
-            keys, values = (
-                fmt.encoding if isinstance(fmt, Packed) else None
-                for fmt in (recipe.store.keys, recipe.store.values)
-            )
-            unit = recipe.store.block_tokens
-            self.store = OffloadStore(self.recall.tier, (keys, values), unit)
+            stored = recipe.store
+            formats = stored.keys, stored.values
+            self.store = OffloadStore(self.recall.tier, formats, stored.block_tokens)
         self.visible: Tensor | None = None  # padding so far, bool [B, 1, seen]
 
     @property
@@ -182,8 +178,8 @@ class Retriever(Stateful):
             hi = min(lo + step, self.store.tokens)
             sides = (segment.keys, segment.values)
             keys, values = (
-                side.view_offloaded(block, hi - lo)
-                for side, block in zip(sides, self.store.raw(lo, hi), strict=True)
+                side.view_offloaded(tensors, hi - lo)
+                for side, tensors in zip(sides, self.store.raw(lo, hi), strict=True)
             )
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
             regions.append(Region(keys, values, None, segment.mask(visible, lo, hi), bias))

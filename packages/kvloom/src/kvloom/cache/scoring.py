@@ -25,9 +25,13 @@ from .step import Queries, StepInputs
 class StepScorer(Stateful):
     """A scorer, and the number of steps of this layer that it has scored.
 
-    query_heads: how those of a key/value head are joined. sinks: how many first tokens the
-    recipe protects. seed: of the noise, by layer. head: the model's number of the first key/value
-    head, which seeds noise, too. rope: the model's rotary embedding, for scores that rotate keys.
+    Attributes:
+        query_heads: How those of a key/value head are joined.
+        sinks: How many first tokens the recipe protects.
+        seed: Of the noise, by layer.
+        head: The model's number of the first key/value head, which seeds noise, too.
+        rope: The model's rotary embedding, for scores that rotate keys.
+        steps: Those scored so far, the prompt included.
     """
 
     counters = ("steps",)
@@ -44,7 +48,7 @@ class StepScorer(Stateful):
         self.scorer, self.query_heads, self.sinks = scorer, query_heads, sinks
         self.seed, self.head, self.rope = seed, head, rope
         self.built_in = built_in(scorer)  # then its scores need no check
-        self.steps = 0  # the prompt included
+        self.steps = 0
 
     def score(self, step: Step) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of a step that `step` returned."""

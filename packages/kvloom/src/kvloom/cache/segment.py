@@ -18,7 +18,6 @@ from ..kernels.plan import OpPlan
 from ..positions.alibi import Alibi
 from ..state import Stateful
 from ..store import KVSide
-from ..store.kv_side import Block
 
 
 class Segment(Stateful):
@@ -157,15 +156,15 @@ class Segment(Stateful):
         self.keys.tail.drop_back(n)
         self.values.tail.drop_back(n)
 
-    def offload(self, n: int) -> list[Block]:
-        """Remove the n oldest tokens that are not offloaded; return their keys and their values."""
+    def offload(self, n: int) -> list[Sequence[Tensor]]:
+        """Remove the n oldest tokens that are not offloaded; return the tensors of each side."""
         self.offloaded += n
         return [side.offload(n) for side in (self.keys, self.values)]
 
-    def restore(self, blocks: Sequence[Block]) -> None:
-        """Prepend all offloaded tokens: keys and values as `offload` returned them."""
-        for side, block in zip((self.keys, self.values), blocks, strict=True):
-            side.restore(block, self.offloaded)
+    def restore(self, removed: Sequence[Sequence[Tensor]]) -> None:
+        """Prepend all offloaded tokens, as `offload` returned them."""
+        for side, tensors in zip((self.keys, self.values), removed, strict=True):
+            side.restore(tensors, self.offloaded)
         self.offloaded = 0
 
     def pack(self, visible: Tensor | None = None, prompt: bool = False) -> None:

@@ -25,14 +25,17 @@ _SAVED = "q", "scale", "visible", "softcap", *_BY_QUERY  # the next step brings 
 class Queries(NamedTuple):
     """One step's queries [B, Hq, T, D], which are the last T of seen + T tokens.
 
-    visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding). alibi: of
-    seen + T tokens, where the model has it. ids: int64 [B, T], token ids, where a rule reads them.
-    products: scale * q @ k, if the attention kernel returned it (see `ops.step_mass`). lse: fp32
-    [B, Hq, T], the log-sum-exp of the logits, if the kernel of a prompt returned it. sink_logits:
-    fp32 [Hq], of attention sinks, where the model has them; scores leave them out. norms: fp32
-    [B, T], the norm of the layer's input at each query, where a score reads it. later_seen: int64
-    [B, T], how many later tokens each query sees by a mask of the model, as those of an image do
-    (None: none). sees_past: False where such a mask hides earlier tokens, which no score supports.
+    Attributes:
+        visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding).
+        alibi: Of seen + T tokens, where the model has it.
+        ids: int64 [B, T], token ids, where a rule reads them.
+        products: scale * q @ k, if the attention kernel returned it (see `ops.step_mass`).
+        lse: fp32 [B, Hq, T], the log-sum-exp of the logits, if the kernel of a prompt returned it.
+        sink_logits: fp32 [Hq], of attention sinks, where the model has them; scores leave them out.
+        norms: fp32 [B, T], the norm of the layer's input at each query, where a score reads it.
+        later_seen: int64 [B, T], how many later tokens each query sees by a mask of the model, as
+            those of an image do (None: none).
+        sees_past: False where such a mask hides earlier tokens, which no score supports.
     """
 
     q: Tensor
@@ -141,10 +144,14 @@ KV = tuple[Tensor, Tensor]
 class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
-    k, v: [B, Hk, T, D], new keys and values that the layer has not stored yet. attended: attention
-    [B, Hq, T, D] that the model computes itself: of a first prompt over latents or by a mask that
-    is not causal, and of several tokens in a sliding window. expand: of a layer of latents, returns
-    the output of the heads [B, Hq, T, D] for attention to latents, [B, Hq, T, r].
+    Attributes:
+        queries: Of these tokens.
+        k: New keys [B, Hk, T, D], which the layer has not stored yet.
+        v: New values, likewise.
+        attended: Attention [B, Hq, T, D] that the model computes itself: of a first prompt over
+            latents or by a mask that is not causal, and of several tokens in a sliding window.
+        expand: Of a layer of latents, returns the output of the heads [B, Hq, T, D] for attention
+            to latents, [B, Hq, T, r].
     """
 
     queries: Queries

@@ -1,81 +1,104 @@
 """The oldest tokens of a layer in a tier, and which of them are resident on the device.
 
-Exact keys and values of a token are adjacent. Packed ones are stored as codes and metadata, in
-whole groups. The tokens that the last steps read stay on the device, unpacked; a step copies only
+Exact keys and values of a token are adjacent. Packed ones are stored as their format packs them, in
+whole units. The tokens that the last steps read stay on the device, unpacked; a step copies only
 the others. Reordering a batch moves row numbers, not rows. Does not decide which tokens are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..encoding import META, Encoding
-from ..kernels.select.reference import gather, gather_packed
+from ..kernels.select.reference import gather
 from ..state import Stateful
 from .tiers import FileRows, Rows, Tier, Traffic
 
-Block = Tensor | Sequence[Tensor]
-"""Keys or values of tokens [B, Hk, T, D]: exact, or their codes, scales and zeros."""
+
+class PackedFormat(Protocol):
+    """What a tier asks of a format in which tokens are packed."""
+
+    def gather(
+        self, tensors: Sequence[Tensor], tokens: int, index: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the tokens [n, D] at `index`, int64 [n], of `tokens` packed ones."""
+        ...
 
 
 class OffloadBuffer(Stateful):
-    """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head."""
+    """Keys, values, or both concatenated, in blocks: `unit` tokens of one row and head.
 
-    counters = ("widths",)
+    Attributes:
+        fmt: The format in which tokens are packed; None: they are exact, in one tensor.
+        rows: One for each tensor; the block is the row number.
+        shapes: The dimensions of each tensor after the tokens.
+    """
+
     children = ("rows",)
 
-    def __init__(self, rows: Callable[[], Rows], encoding: Encoding | None, unit: int) -> None:
-        self.encoding, self.unit = encoding, unit
-        self.rows = [rows() for _ in range(1 if encoding is None else 3)]
-        self.widths: list[int] = []  # last dimension of each of the rows' contents
+    def __init__(self, new_rows: Callable[[], Rows], fmt: PackedFormat | None, unit: int) -> None:
+        self.new_rows, self.fmt, self.unit = new_rows, fmt, unit
+        self.rows = [new_rows()]  # the others follow once their number is known
+        self.shapes: list[list[int]] = []
 
-    def put(self, part: Block, blocks: int) -> None:
+    def put(self, tensors: Sequence[Tensor], blocks: int) -> None:
         """Append a number of whole blocks."""
-        parts = [part] if isinstance(part, Tensor) else part
-        self.widths = [x.shape[-1] for x in parts]
-        for rows, x in zip(self.rows, parts, strict=True):
+        self._make_rows(len(tensors))
+        self.shapes = [list(x.shape[3:]) for x in tensors]
+        for rows, x in zip(self.rows, tensors, strict=True):
             b, h = x.shape[:2]
             by_block = x.reshape(b, h, blocks, -1).permute(2, 0, 1, 3)
             rows.append(by_block.reshape(blocks * b * h, -1))
 
     def get(self, blocks: Tensor) -> list[Tensor]:
-        """Return the contents of blocks int64 [B, Hk, n]: parts [B, Hk, rows, width]."""
+        """Return the contents of blocks int64 [B, Hk, n]: tensors [B, Hk, rows, ...]."""
         return [
-            rows.view().index_select(0, blocks.flatten()).view(*blocks.shape[:2], -1, width)
-            for rows, width in zip(self.rows, self.widths, strict=True)
+            rows.view().index_select(0, blocks.flatten()).view(*blocks.shape[:2], -1, *shape)
+            for rows, shape in zip(self.rows, self.shapes, strict=True)
         ]
 
     def fetch(self, addresses: Tensor, dtype: torch.dtype) -> Tensor:
         """Return tokens [n, D] at addresses int64 [n]: block * unit + token."""
-        flat = [
-            rows.view().view(-1, width) for rows, width in zip(self.rows, self.widths, strict=True)
+        tensors = [
+            rows.view().view(1, 1, -1, *shape)
+            for rows, shape in zip(self.rows, self.shapes, strict=True)
         ]
-        if self.encoding is None:
-            return flat[0].index_select(0, addresses)
-        encoding = self.encoding
-        codes, scale, zero = (x[None, None] for x in flat)
-        scale, zero = scale.view(META[encoding.meta]), zero.view(META[encoding.meta])
-        group = encoding.group or self.widths[0]
-        slots = addresses[None, None]
-        bits, axis = encoding.bits, encoding.axis
-        return gather_packed(codes, scale, zero, bits, axis, group, slots, dtype)[0, 0]
+        if self.fmt is None:
+            return tensors[0][0, 0].index_select(0, addresses)
+        return self.fmt.gather(tensors, self.rows[0].count * self.unit, addresses, dtype)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state; `widths` has the number of a shape of one dimension."""
+        shapes = [shape[0] if len(shape) == 1 else shape for shape in self.shapes]
+        return {**super().state(), "widths": shapes}
+
+    def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
+        """Load a state that `state` returned."""
+        self._make_rows(len(state["rows"]))
+        super().load_state(state, like)
+        self.shapes = [[x] if isinstance(x, int) else list(x) for x in state["widths"]]
+
+    def _make_rows(self, count: int) -> None:
+        """Make the rows of `count` tensors, as far as they are missing."""
+        self.rows = [*self.rows, *(self.new_rows() for _ in range(count - len(self.rows)))]
 
 
 class OffloadStore(Stateful):
     """Keys and values of the oldest tokens, by slot, in a tier.
 
-    formats: of keys and of values, None where they are exact. unit: the store appends tokens in
-    multiples of it, so that a format's bytes and groups are whole.
+    An extent is a run of tokens offloaded while the batch stayed the same.
 
-    On the device: `resident` [B, H, steps * M, 2 D], the tokens that the last steps read, M each;
-    `resident_index` int32 [B, H, N], the index in `resident` of a slot's token, -1 for none.
-
-    An extent is a run of tokens offloaded while the batch stayed the same. `extents` int64 [E, 3]:
-    its first slot, batch rows, first block; `source` int64 [B, E]: which of these rows is b's own.
+    Attributes:
+        formats: Of keys and of values, None where they are exact.
+        unit: The store appends tokens in multiples of it, so that a format's units are whole.
+        resident: [B, H, steps * M, 2 D] on the device, the tokens that the last steps read, M each.
+        resident_index: int32 [B, H, N], the index in `resident` of a slot's token, -1 for none.
+        extents: int64 [E, 3], of each its first slot, its batch rows and its first block.
+        source: int64 [B, E], which of these rows is b's own.
     """
 
     tensors = ("resident", "resident_index", "read_slots")
@@ -86,7 +109,7 @@ class OffloadStore(Stateful):
     def __init__(
         self,
         tier: Tier,
-        formats: tuple[Encoding | None, Encoding | None],
+        formats: tuple[PackedFormat | None, PackedFormat | None],
         unit: int,
     ) -> None:
         self.tier, self.formats, self.unit = tier, formats, unit
@@ -105,9 +128,10 @@ class OffloadStore(Stateful):
         self.read_slots: list[Tensor] = []  # int32 [B, H, M], of each of the last steps
         self.reads = 0
 
-    def append(self, parts: Sequence[Block], tokens: int, like: Tensor) -> None:
-        """Add keys and values of `tokens` tokens, whole units; like: an empty tensor of such keys.
+    def append(self, sides: Sequence[Sequence[Tensor]], tokens: int, like: Tensor) -> None:
+        """Add `tokens` tokens, whole units; like: an empty tensor of such keys.
 
+        sides: the tensors of keys, and of values: one of exact tokens, or those of their format.
         Raises `TierError` if a file cannot store them; the store is then unusable.
         """
         self.like, b = like, like.shape[0]
@@ -118,11 +142,14 @@ class OffloadStore(Stateful):
             new = torch.tensor([[self.tokens, b, self._blocks]])
             self.source = torch.cat([self.source.expand(b, -1), rows], dim=1)
             self.extents = torch.cat([self.extents, new])
-        for buffer, part in zip(self.buffers, self._joined(parts), strict=True):
-            buffer.put(part, blocks)
+        if len(self.buffers) == 1:
+            (k,), (v,) = sides
+            sides = [[torch.cat([k, v], dim=-1)]]
+        for buffer, tensors in zip(self.buffers, sides, strict=True):
+            buffer.put(tensors, blocks)
         self.tokens += tokens
 
-    def raw(self, lo: int, hi: int) -> list[Block]:
+    def raw(self, lo: int, hi: int) -> list[list[Tensor]]:
         """Return keys and values of tokens lo to hi as `append` took them, on the device.
 
         lo, hi: whole units.
@@ -132,16 +159,16 @@ class OffloadStore(Stateful):
         blocks = torch.arange(lo // self.unit, hi // self.unit) * self.unit
         row, head = torch.arange(b)[:, None, None], torch.arange(h)[:, None]
         block_indices = self._addresses(blocks.expand(b, h, -1), row, head) // self.unit
-        result: list[Block] = []
+        sides: list[list[Tensor]] = []
         nbytes = 0
         for buffer in self.buffers:
             tensors = [x.to(self.like.device, non_blocking=True) for x in buffer.get(block_indices)]
             nbytes += sum(x.nbytes for x in tensors)
-            joint = len(self.buffers) == 1
-            halves = (x.contiguous() for x in tensors[0].split(d, dim=-1))
-            result += halves if joint else [tensors if buffer.encoding else tensors[0]]
+            sides.append(tensors)
+        if len(sides) == 1:
+            sides = [[x.contiguous()] for x in sides[0][0].split(d, dim=-1)]
         self._count(0, (hi - lo) * b * h, nbytes)
-        return result
+        return sides
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, H, M, D] at slots int64 [B, H, M], H a multiple of Hk."""
@@ -196,12 +223,11 @@ class OffloadStore(Stateful):
 
     def empty_buffers(self, pinned: bool) -> list[OffloadBuffer]:
         """Return empty buffers: one where keys and values are exact, else one for each."""
-
-        def rows() -> Rows:
-            return FileRows(self.tier.folder) if self.tier.kind == "file" else Rows(pinned)
-
+        new_rows: Callable[[], Rows] = partial(Rows, pinned)
+        if self.tier.kind == "file":
+            new_rows = partial(FileRows, self.tier.folder)
         formats = (None,) if self.formats == (None, None) else self.formats
-        return [OffloadBuffer(rows, fmt, self.unit) for fmt in formats]
+        return [OffloadBuffer(new_rows, fmt, self.unit) for fmt in formats]
 
     @property
     def _blocks(self) -> int:
@@ -211,15 +237,6 @@ class OffloadStore(Stateful):
         assert self.like is not None
         begin, batch, block = self.extents[-1].tolist()
         return block + (self.tokens - begin) // self.unit * batch * self.like.shape[1]
-
-    def _joined(self, parts: Sequence[Block]) -> Sequence[Block]:
-        """Return the parts as the buffers store them."""
-        if len(self.buffers) == 2:
-            return parts
-        k, v = parts
-        assert isinstance(k, Tensor)
-        assert isinstance(v, Tensor)
-        return [torch.cat([k, v], dim=-1)]
 
     def _compact(self) -> None:
         """Offload all tokens again, for the present rows alone."""

@@ -10,7 +10,6 @@ from ..errors import RecipeError
 from ..keep import Keep
 from ..keep.policy import FLOOR_TOKENS
 from ..recall import Recall
-from ..store import Packed
 from .parts import AnyRecipe
 
 
@@ -44,11 +43,10 @@ def _check_sliding(recipe: AnyRecipe) -> None:
             f"compress_after={recipe.compress_after} keeps tokens exact that "
             'sliding="packed" packs; leave out one of the two'
         )
-    formats = recipe.store.formats
-    if not formats or formats.keys() != recipe.store.quantized.keys():
+    if recipe.store.exact:
         raise RecipeError(
-            'sliding="packed" packs windows in kvloom\'s own format, but this store uses another '
-            'format; leave it out, or use a recipe that packs, such as "near-lossless"'
+            'sliding="packed" packs windows in the formats of the store, which has none; leave it '
+            'out, or use a recipe that packs, such as "near-lossless"'
         )
     if recipe.store.pre_rope or recipe.store.calibrated:
         raise RecipeError(
@@ -110,12 +108,7 @@ def _check_heads(recipe: AnyRecipe, heads: str) -> None:
             f"{heads} leaves heads with different numbers of tokens, and recall reads equal "
             "numbers; leave one of the two out"
         )
-    for side, fmt in recipe.store.formats.items():
-        if not isinstance(fmt, Packed):
-            raise RecipeError(
-                f"{side}: {heads} takes tokens of kvloom's own format, not of {fmt.kind!r}; "
-                "leave out head_share, or use Packed"
-            )
+    for side, fmt in recipe.store.quantized.items():
         if fmt.pre_rope or fmt.regroups:
             raise RecipeError(
                 f"{side}: {heads} takes tokens that are packed after RoPE, each head by "
@@ -152,12 +145,7 @@ def _check_recall(recipe: AnyRecipe, recall: Recall) -> None:
 
 def _check_tier(recipe: AnyRecipe, recall: Recall) -> None:
     """Check which formats and indexes a tier takes."""
-    for side, fmt in recipe.store.formats.items():
-        if not isinstance(fmt, Packed):
-            raise RecipeError(
-                f"{side}: a tier takes packed tokens of kvloom's own format, not of "
-                f"{fmt.kind!r}; leave out the tier, or use Packed"
-            )
+    for side, fmt in recipe.store.quantized.items():
         if not fmt.plain:
             raise RecipeError(
                 f"{side}: a tier takes tokens that are packed after RoPE, each head by "

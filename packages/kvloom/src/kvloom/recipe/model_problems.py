@@ -48,7 +48,7 @@ def _sliding_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     """Return why windows cannot be packed, one sentence each."""
     layers_of: dict[str, list[int]] = {}
     exact = max(
-        recent + (1 if fmt is None else getattr(fmt, "residual", 1))
+        recent + (1 if fmt is None else fmt.packed_at_once)
         for fmt, recent in recipe.formats_and_recents
     )
     for layer in geometry.sliding:

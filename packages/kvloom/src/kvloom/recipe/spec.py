@@ -231,7 +231,7 @@ class Recipe:
         """
         unit = self.store.block_tokens * -(-EXPIRED // self.store.block_tokens)
         if prompt:
-            unit = math.lcm(unit, *(fmt.residual for fmt in self.store.quantized.values()))
+            unit = math.lcm(unit, *(fmt.packed_at_once for fmt in self.store.formats.values()))
         return max(0, tokens - (window - 1)) // unit * unit
 
     def budget_groups(self, layer_indices: Sequence[int]) -> list[BudgetGroup]:

@@ -162,6 +162,16 @@ class Buffer(Stateful):
             self.replace(self.view())
 
 
+def take_units(x: Tensor, units: Tensor, stored: int) -> Tensor:
+    """Return x [B, Hk, N, ...], of `stored` equal units along N, with only these units, in order.
+
+    units: int64 [M], which may name a unit several times.
+    """
+    if x.shape[2] == 0:
+        return x
+    return x.unflatten(2, (stored, -1)).index_select(2, units).flatten(2, 3)
+
+
 def grown_capacity(need: int, tight: bool) -> int:
     """Return the capacity of a tensor that grows to hold `need` tokens, or rows of them."""
     return need if tight else need + max(16, need // 16)

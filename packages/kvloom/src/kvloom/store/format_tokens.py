@@ -6,32 +6,26 @@ decides what is in them. Its own kernel attends to them; without one, each step 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..state import Stateful
 from .buffer import Buffer
 from .formats import Format, FormatView
+from .prefix import PackedPrefix
 
 
-class FormatTokens(Stateful):
-    """The packed prefix of keys or values in any format."""
+class FormatTokens(PackedPrefix):
+    """The packed prefix of keys or values in any format; keys are packed after RoPE."""
 
     counters = ("count",)
     children = ("buffers",)
-    rope = None  # such a format packs keys after RoPE
 
     def __init__(self, fmt: Format) -> None:
-        self.fmt = fmt
-        self.buffers: list[Buffer] = []
-        self.count = 0
-        self.dtype = torch.float32
-
-    def __len__(self) -> int:
-        return self.count
+        super().__init__(fmt)
+        self.buffers: list[Buffer] = []  # one for each tensor that the format packs
 
     def empty(self) -> FormatTokens:
         """Return a prefix of this format without tokens."""
@@ -40,7 +34,9 @@ class FormatTokens(Stateful):
     def append(
         self, x: Tensor, nonpadding: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        """Pack and add x [B, Hk, T, D], whole units. Raises `RecipeError` for unfit tensors."""
+        """Pack and add x [B, Hk, T, D]. Raises `RecipeError` for unfit tensors."""
+        if not x.shape[2]:
+            return
         packed = self.fmt.pack(x, nonpadding)
         units = x.shape[2] // self.fmt.unit
         for tensor in packed:
@@ -59,12 +55,31 @@ class FormatTokens(Stateful):
         self.dtype = x.dtype
 
     def view(
-        self, lo: int = 0, hi: int | None = None, positions: Tensor | None = None
+        self,
+        lo: int = 0,
+        hi: int | None = None,
+        positions: Tensor | None = None,
+        offloaded: Sequence[Tensor] | None = None,
     ) -> FormatView:
-        """Return tokens lo to hi."""
-        tensors = tuple(buffer.view() for buffer in self.buffers)
-        whole = FormatView(tensors, self.fmt, 0, self.count, self.dtype)
-        return whole.cut(lo, self.count if hi is None else hi)
+        """Return tokens lo to hi, as the format's kernel reads them."""
+        end = self.count if hi is None else hi
+        tensors, stored = (self.live, self.count) if offloaded is None else (offloaded, end)
+        return FormatView(tuple(tensors), self.fmt, 0, stored, self.dtype).cut(lo, end)
+
+    @property
+    def live(self) -> tuple[Tensor, ...]:
+        """The tensors that the format packed, without spare room; views."""
+        return tuple(buffer.view() for buffer in self.buffers)
+
+    def _rows(self, tokens: int) -> list[int]:
+        """Return how much of dimension 2 the first tokens have in each tensor."""
+        return [len(buffer) * tokens // self.count for buffer in self.buffers]
+
+    def _replace(self, tensors: Iterable[Tensor], count: int) -> None:
+        """Store a copy of the tensors of `count` tokens."""
+        for buffer, x in zip(self.buffers, tensors, strict=True):
+            buffer.replace(x)
+        self.count = count
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: an empty tensor such as the layer's keys."""

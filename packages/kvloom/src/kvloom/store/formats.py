@@ -6,6 +6,7 @@ How kvloom's own quantizer packs them is its `Encoding`; formats of others bring
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -13,12 +14,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..encoding import Encoding
+from ..encoding import META, Encoding
 from ..errors import RecipeError
 from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.packed_view import PackedView
+from ..kernels.select.reference import gather_packed
 from ..registry import Registry
 from ..registry.fields import check_fields
+from .buffer import take_units
 
 F = TypeVar("F", bound="Format")
 
@@ -28,8 +31,9 @@ class Format:
     """Base class of formats; derive a frozen dataclass whose fields are the format's options.
 
     A format of another distribution defines `pack`, `unpack` and `nbytes`, for exact tokens x [B,
-    Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. The built-in quantizer
-    `Packed` is packed and unpacked by kvloom's kernels instead.
+    Hk, T, D] in the model's dtype, after RoPE; T is a multiple of `unit`. Packing treats all rows,
+    heads and units alike: a cache may join, reorder and drop them. The built-in quantizer `Packed`
+    is packed and unpacked by kvloom's kernels instead.
 
     Attributes:
         kind: The name in recipes.
@@ -104,6 +108,17 @@ class Format:
         """
         raise NotImplementedError
 
+    def gather(
+        self, tensors: Sequence[Tensor], tokens: int, index: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the tokens [n, D] at `index`, int64 [n], of `tokens` packed ones, in dtype.
+
+        tensors: Of one row and head. A tier reads by it; the base class unpacks whole units.
+        """
+        units, place = (index // self.unit).unique(return_inverse=True)
+        found = tuple(take_units(x, units, tokens // self.unit) for x in tensors)
+        return self.unpack(found, dtype)[0, 0, place * self.unit + index % self.unit]
+
     def problems(self, head_dim: int, heads: int = 1) -> list[str]:
         """Return why this format does not fit a layer, one sentence each; empty if it does."""
         return []
@@ -120,6 +135,17 @@ class Format:
         if not head_dim:
             raise RecipeError(f"give bits_per_value of format {self.kind!r} its head_dim")
         return 8 * self.nbytes(self.block_tokens, head_dim) / (self.block_tokens * head_dim)
+
+    @property
+    def packed_at_once(self) -> int:
+        """Tokens that decoding packs at once: the field `residual`, or else a unit."""
+        tokens: int = getattr(self, "residual", self.unit)
+        return tokens
+
+    @property
+    def encoding(self) -> Any:
+        """What kernels are bound to by a layer's keys or values in this format."""
+        return self
 
     @property
     def block_tokens(self) -> int:
@@ -235,6 +261,17 @@ class Packed(Encoding, Format):
         """How tokens are packed, without when; one object for all equal encodings."""
         values = {field.name: getattr(self, field.name) for field in fields(Encoding)}
         return _interned(Encoding(**values))
+
+    def gather(
+        self, tensors: Sequence[Tensor], tokens: int, index: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Return the tokens [n, D] at `index`, int64 [n], and unpack no others."""
+        codes, *numbers = tensors
+        scale, zero = (x.view(META[self.meta]) for x in numbers)
+        return gather_packed(
+            codes, scale, zero, self.bits, self.axis, self.group or codes.shape[3],
+            index[None, None], dtype,
+        )[0, 0]  # fmt: skip
 
     @property
     def packs_rarely(self) -> bool:

@@ -20,16 +20,14 @@ from ..encoding import LayerEncoding
 from ..kernels.attend.regions import KVView
 from ..positions.rope import Rope
 from ..state import Stateful
-from .buffer import Buffer
+from .buffer import Buffer, take_units
 from .format_tokens import FormatTokens
 from .formats import Format, Packed
-from .packed import PackedTokens, take_blocks
+from .packed import PackedTokens
+from .prefix import PackedPrefix
 
 Positions = Callable[[int, int], Tensor]
 """Returns the positions of tokens lo..hi of a side, int64 [B or 1, Hk or 1, hi - lo]."""
-
-Block = Tensor | Sequence[Tensor]
-"""Tokens [B, Hk, T, D]: exact, or the tensors in which they are packed."""
 
 
 class KVSide(Stateful):
@@ -49,17 +47,17 @@ class KVSide(Stateful):
         calibrated: LayerEncoding | None = None,
         rope: Rope | None = None,
     ) -> None:
-        self.packed: PackedTokens | FormatTokens | None = None
-        blocks = 0  # a tail that is packed in large blocks has room for one block
+        self.packed: PackedPrefix | None = None
+        gathered = 0  # a tail that is packed rarely has room for the tokens that gather
         if isinstance(fmt, Packed):
             self.packed = PackedTokens(fmt, calibrated, rope)
-            blocks = fmt.residual if fmt.packs_rarely else 0
+            gathered = fmt.residual if fmt.packs_rarely else 0
         elif fmt is not None:
             self.packed = FormatTokens(fmt)
         self.recent = recent
         self.needs_positions = self.packed is not None and self.packed.rope is not None
         """Whether packing depends on the tokens' positions."""
-        self.tail = Buffer(most=recent + blocks if blocks else 0)
+        self.tail = Buffer(most=recent + gathered if gathered else 0)
 
     def __len__(self) -> int:
         return self.packed_count + len(self.tail)
@@ -102,7 +100,7 @@ class KVSide(Stateful):
         """Drop the n oldest tokens, as far as they are packed; return how many are."""
         n = min(n, self.packed_count)
         if n:
-            assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
+            assert self.packed is not None
             self.packed.drop_front(n)
         return n
 
@@ -133,33 +131,31 @@ class KVSide(Stateful):
         places = positions(begin, end) if positions and self.needs_positions else None
         self.packed.append(x, nonpadding, places)
 
-    def offload(self, n: int) -> Block:
-        """Remove and return the n oldest tokens: all packed (whole groups), or all exact."""
+    def offload(self, n: int) -> Sequence[Tensor]:
+        """Remove the n oldest tokens, which are all packed (whole units) or all exact.
+
+        Returns the tensors in which they are packed, or one of exact tokens.
+        """
         if self.packed is not None:
-            assert isinstance(self.packed, PackedTokens), "recipes refuse a tier for other formats"
             return self.packed.offload(n)
         x = self.tail.view()
         self.tail.replace(x[:, :, n:])
-        return x[:, :, :n]
+        return (x[:, :, :n],)
 
-    def restore(self, block: Block, n: int) -> None:
+    def restore(self, removed: Sequence[Tensor], n: int) -> None:
         """Prepend n offloaded tokens, as `offload` returned them."""
-        if self.packed is None:
-            assert isinstance(block, Tensor)
-            self.tail.replace(torch.cat([block, self.tail.view()], dim=2))
+        if self.packed is not None:
+            self.packed.restore(removed, n)
         else:
-            assert isinstance(self.packed, PackedTokens)
-            assert not isinstance(block, Tensor)
-            self.packed.restore(block, n)
+            self.tail.replace(torch.cat([*removed, self.tail.view()], dim=2))
 
-    def view_offloaded(self, block: Block, n: int) -> KVView:
+    def view_offloaded(self, removed: Sequence[Tensor], n: int) -> KVView:
         """Return n offloaded tokens as `kv_view` returns the others."""
-        if isinstance(block, Tensor):
-            return KVView(None, block)
-        assert isinstance(self.packed, PackedTokens)
+        if self.packed is None:
+            return KVView(None, removed[0])
         assert self.tail.allocation is not None
-        empty_tail = self.tail.allocation.data[:, :, :0]
-        return KVView(self.packed.view(0, n, offloaded=block), empty_tail, self.packed.fmt.encoding)
+        packed, no_tail = self.packed, self.tail.allocation.data[:, :, :0]
+        return KVView(packed.view(0, n, offloaded=removed), no_tail, packed.fmt.encoding)
 
     def kv_view(self, positions: Positions | None = None, gaps: bool = False) -> KVView:
         """Return all tokens, packed and exact, as one view that kernels read.
@@ -174,17 +170,14 @@ class KVSide(Stateful):
         if positions and count and self.needs_positions:
             places = positions(0, count if gaps else 1)
         packed = self.packed.view(positions=places) if count else None
-        fmt = self.packed.fmt
-        encoding = fmt.encoding if isinstance(fmt, Packed) else fmt
-        return KVView(packed, exact.data, encoding, exact.start, tail)
+        return KVView(packed, exact.data, self.packed.fmt.encoding, exact.start, tail)
 
     def add(self, x: Tensor, nonpadding: Tensor | None = None) -> None:
         """Add x [B, Hk, N, D] to a side that `add` alone fills: all of it packed, or all exact.
 
-        Packed tokens fill whole groups and bytes. nonpadding: bool [B, Hk, N], False for padding.
+        Packed tokens fill whole units and bytes. nonpadding: bool [B, Hk, N], False for padding.
         """
         if self.packed is not None:
-            assert isinstance(self.packed, PackedTokens), "recipes refuse other formats"
             self.packed.append(x, nonpadding)
             x = x[:, :, :0]
         self.tail.replace(x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2))
@@ -208,14 +201,13 @@ class KVSide(Stateful):
         trial.append(x, nonpadding)
         return trial.view().tensor()
 
-    def take(self, blocks: Tensor, unit: int) -> None:
-        """Keep only some blocks of `unit` tokens, in a new order, of a side that `add` filled.
+    def take(self, units: Tensor, unit: int) -> None:
+        """Keep only some units of `unit` tokens, in a new order, of a side that `add` filled.
 
-        blocks: int64 [M], which may name a block several times.
+        units: int64 [M], which may name a unit several times.
         """
         if self.packed is None:
             x = self.tail.view()
-            self.tail.replace(take_blocks(x, blocks, x.shape[2] // unit))
+            self.tail.replace(take_units(x, units, x.shape[2] // unit))
         else:
-            assert isinstance(self.packed, PackedTokens)
-            self.packed.take(blocks, unit)
+            self.packed.take(units, unit)

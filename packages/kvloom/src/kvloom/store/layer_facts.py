@@ -9,11 +9,17 @@ from ..positions.rope import Rope
 
 
 class LayerFacts(NamedTuple):
-    """Calibrated encodings of a layer's keys and values, and the rope.
+    """What a layer needs of its model before its first token.
 
-    head: the model's number of the first key/value head, where this process holds a part of them.
-    value_dim: channels of a value, None where keys have as many. latent: whether the layer stores
-    latents (MLA): the positional part of keys as keys, and latents as values.
+    Attributes:
+        keys: Their calibrated encoding; None without one.
+        values: Likewise.
+        rope: The model's rotary embedding, for keys that are packed before RoPE.
+        head: The model's number of the first key/value head, where this process holds a part of
+            them.
+        value_dim: Channels of a value; None where keys have as many.
+        latent: Whether the layer stores latents (MLA): the positional part of keys as keys, and
+            latents as values.
     """
 
     keys: LayerEncoding | None = None

@@ -10,7 +10,6 @@ from ..positions.rope import Rope
 from .formats import Format, Packed, Store
 from .kv_side import KVSide
 from .layer_facts import LayerFacts
-from .packed import PackedTokens
 
 
 def round_trip(x: Tensor, store: Store, side: str, facts: LayerFacts) -> Tensor:
@@ -30,15 +29,12 @@ def round_trip(x: Tensor, store: Store, side: str, facts: LayerFacts) -> Tensor:
         return x
     block = fmt.tokens_per_scale if isinstance(fmt, Packed) else fmt.unit
     whole = x.shape[2] // block * block
-    if not isinstance(fmt, Packed):
-        unpacked = fmt.unpack(fmt.pack(x[:, :, :whole]), x.dtype)
-        return torch.cat([unpacked, x[:, :, whole:]], dim=2)
-    if not whole:
+    packed = KVSide(fmt, calibrated=getattr(facts, side), rope=facts.rope).packed
+    if not whole or packed is None:
         return x
     positions = torch.arange(whole).view(1, 1, -1)
-    tokens = PackedTokens(fmt, getattr(facts, side), facts.rope)
-    tokens.append(x[:, :, :whole], positions=positions)
-    return torch.cat([tokens.view(positions=positions).tensor(), x[:, :, whole:]], dim=2)
+    packed.append(x[:, :, :whole], positions=positions)
+    return torch.cat([packed.view(positions=positions).tensor(), x[:, :, whole:]], dim=2)
 
 
 def calibrated_groups(facts: LayerFacts, side: str) -> Tensor | None:

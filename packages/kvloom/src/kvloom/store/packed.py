@@ -19,9 +19,9 @@ from ..kernels.plan import OpPlan
 from ..kernels.quantize.packed_view import PackedView
 from ..kernels.quantize.reference import PackedTensors, RopeAngles
 from ..positions.rope import Rope
-from ..state import Stateful
 from .buffer import grown_capacity
 from .formats import Packed
+from .prefix import PackedPrefix
 
 # Tokens quantized at once, which bounds the temporary fp32 copies and angles.
 _CHUNK = 4096
@@ -39,22 +39,20 @@ class PackedAllocation:
     capacity: int
 
 
-class PackedTokens(Stateful):
+class PackedTokens(PackedPrefix):
     """The packed prefix of keys or values, in kvloom's own quantized format."""
+
+    fmt: Packed
 
     def __init__(
         self, fmt: Packed, calibrated: LayerEncoding | None = None, rope: Rope | None = None
     ) -> None:
-        self.fmt, self.calibrated = fmt, calibrated
+        super().__init__(fmt)
+        self.calibrated = calibrated
         self.rope = rope if fmt.pre_rope else None
         self.layer_encoding: LayerEncoding | None = None  # bound by the first token
         self.allocation: PackedAllocation | None = None  # None before the first token
-        self.count = 0
-        self.dtype = torch.float32
         self.pack_plan = OpPlan(ops.pack)
-
-    def __len__(self) -> int:
-        return self.count
 
     def held(self) -> Iterator[Tensor]:
         """Yield codes, scales and zeros, spare room included."""
@@ -75,11 +73,7 @@ class PackedTokens(Stateful):
     def append(
         self, x: Tensor, nonpadding: Tensor | None = None, positions: Tensor | None = None
     ) -> None:
-        """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group.
-
-        nonpadding: bool [B, 1 or Hk, T], False for padding. positions: int64 [B or 1, Hk or 1, T],
-        of the tokens, for keys that are packed before RoPE.
-        """
+        """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group."""
         layer_encoding = self._bind(x)
         packed = self._with_room(x)
         for tokens, mask, chunk_positions in _chunks(x, nonpadding, positions):
@@ -98,10 +92,7 @@ class PackedTokens(Stateful):
         positions: Tensor | None = None,
         offloaded: Sequence[Tensor] | None = None,
     ) -> PackedView:
-        """Return tokens lo..hi of this prefix, or of tensors that `offload` returned.
-
-        positions: of these tokens, as in `append`.
-        """
+        """Return tokens lo to hi, as kernels read them."""
         assert self.allocation is not None, "no tokens yet"
         assert self.layer_encoding is not None, "no tokens yet"
         codes, scale, zero = self.allocation.tensors if offloaded is None else offloaded
@@ -111,27 +102,6 @@ class PackedTokens(Stateful):
             codes, scale, zero, self.layer_encoding, lo, self.count if hi is None else hi,
             self.dtype, self.rope, positions,
         )  # fmt: skip
-
-    def offload(self, n: int) -> Sequence[Tensor]:
-        """Remove and return codes, scales and zeros of the n oldest tokens: whole groups."""
-        removed = tuple(x[:, :, :end] for x, end in zip(self.live, self._rows(n), strict=True))
-        self.drop_front(n)
-        return removed
-
-    def drop_front(self, n: int) -> None:
-        """Drop the n oldest tokens: whole groups."""
-        pairs = zip(self.live, self._rows(n), strict=True)
-        self._replace((x[:, :, end:] for x, end in pairs), self.count - n)
-
-    def restore(self, removed: Sequence[Tensor], n: int) -> None:
-        """Prepend n offloaded tokens, as `offload` returned them."""
-        pairs = zip(removed, self.live, strict=True)
-        self._replace((torch.cat(pair, dim=2) for pair in pairs), self.count + n)
-
-    def take(self, blocks: Tensor, unit: int) -> None:
-        """Keep only some blocks of `unit` tokens, of whole groups and bytes: see `KVSide.take`."""
-        stored = self.count // unit
-        self._replace((take_blocks(x, blocks, stored) for x in self.live), unit * len(blocks))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
@@ -181,7 +151,7 @@ class PackedTokens(Stateful):
         return allocation.tensors
 
     def _replace(self, tensors: Iterable[Tensor], count: int) -> None:
-        """Store a copy of codes, scales and zeros of `count` tokens, without spare room."""
+        """Store a copy of codes, scales and zeros of `count` tokens."""
         self._allocate(x.clone(memory_format=torch.contiguous_format) for x in tensors)
         self.count = count
 
@@ -197,7 +167,7 @@ class PackedTokens(Stateful):
         return min(codes // rows * per_block, min(scale, zero) * self.fmt.tokens_per_scale)
 
     def _rows(self, tokens: int) -> tuple[int, int, int]:
-        """Return the rows of codes, scales and zeros that the first tokens have."""
+        """Return the rows of codes, scales and zeros of the first tokens."""
         groups = tokens // self.fmt.tokens_per_scale
         return rows_for(tokens, self.fmt.bits), groups, groups
 
@@ -217,16 +187,6 @@ class PackedTokens(Stateful):
             assert layer_encoding.encoding == self.fmt.encoding, "calibrated for another encoding"
             self.layer_encoding = layer_encoding.to(x.device)
         return self.layer_encoding
-
-
-def take_blocks(x: Tensor, blocks: Tensor, stored: int) -> Tensor:
-    """Return x [B, Hk, N, D], of `stored` equal blocks along N, with only these blocks, in order.
-
-    blocks: int64 [M], which may name a block several times.
-    """
-    if x.shape[2] == 0:
-        return x
-    return x.unflatten(2, (stored, -1)).index_select(2, blocks).flatten(2, 3)
 
 
 def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:

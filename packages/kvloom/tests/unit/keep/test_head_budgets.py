@@ -174,10 +174,13 @@ def test_what_a_recipe_refuses():
     for name in ("skvq", "rptq", "smoothquant"):
         with pytest.raises(RecipeError, match=r"(keys|values): head_share=0\.2 takes tokens that"):
             Recipe(KEEP, store=resolve(name).store)
-    with pytest.raises(RecipeError, match=r"values: .* not of 'whole'"):
-        Recipe(KEEP, store=Store(values=Whole()))
-    with pytest.raises(RecipeError, match=r"layers 'last 1': values: .* not of 'whole'"):
-        Recipe(KEEP, layers=(LayerOverride("last 1", store=Store(values=Whole())),))
+        with pytest.raises(RecipeError, match=r"layers 'last 1': (keys|values): head_share=0\.2"):
+            Recipe(KEEP, layers=(LayerOverride("last 1", store=resolve(name).store),))
+
+
+def test_a_format_of_another_distribution_may_have_budgets_per_head():
+    store = Store(values=Whole())
+    assert Recipe(KEEP, store=store).store == store
 
 
 @pytest.mark.parametrize(

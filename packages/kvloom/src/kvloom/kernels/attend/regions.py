@@ -24,9 +24,13 @@ First = tuple[Tensor, Tensor]
 class KVView(NamedTuple):
     """Keys or values: an encoded prefix, and the exact tokens after it.
 
-    packed is None while no token is packed; encoding is None if none ever will be, and a format of
-    another distribution where its own code packs. exact: [B, Hk, any, D], of which the `length`
-    tokens from `first` on follow the prefix (None: all).
+    Attributes:
+        packed: The prefix; None while no token is packed.
+        exact: [B, Hk, any, D], of which the `length` tokens from `first` on follow the prefix.
+        encoding: None if no token ever will be packed; a format of another distribution where its
+            own code packs.
+        first: See `exact`.
+        length: None: all tokens of `exact`.
     """
 
     packed: PackedView | Any | None
@@ -66,10 +70,10 @@ class KVView(NamedTuple):
         if self.packed is None:
             return self.tail[:, :, lo:hi]
         end, parts = self.packed.hi, []
-        if lo < end:
+        if lo < min(hi, end):
             parts.append(self.packed.cut(lo, min(hi, end)).tensor())
         if hi > end or not parts:
-            parts.append(self.tail[:, :, max(0, lo - end) : hi - end])
+            parts.append(self.tail[:, :, max(0, lo - end) : max(0, hi - end)])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
@@ -111,9 +115,13 @@ class PageTable:
     An engine with paged memory gives each request a list of blocks. A full page is packed in its
     block; the exact tokens of a page that is not full are in a block of their own.
 
-    blocks: int64 [B, width], of its packed pages in order. packed: int64 [B], tokens in these,
-    whole pages. tokens: int64 [B], packed and exact ones. tails: int64 [B], the block of its exact
-    tokens. page: tokens of a page. longest: the most tokens of a row.
+    Attributes:
+        blocks: int64 [B, width], of a row's packed pages in order.
+        packed: int64 [B], tokens in these, whole pages.
+        tokens: int64 [B], packed and exact ones.
+        tails: int64 [B], the block of the exact tokens.
+        page: Tokens of a page.
+        longest: The most tokens of a row.
     """
 
     blocks: Tensor
@@ -154,10 +162,15 @@ class Paged(NamedTuple):
 class Region(NamedTuple):
     """Stored tokens of a layer that a step attends to.
 
-    where: which of them are read, and where they are; None: all of the views, [B, Hk, N, D]. The
-    last `step_tokens` are those of the step itself (0: all are in the past of all queries).
-    visible: bool [B, 1 or heads, tokens read], False hides a token: of each key/value head, or of
-    each head that chose. bias: fp32 [B or 1, Hq, tokens read], added to the logits (ALiBi).
+    Attributes:
+        keys: Views [B, Hk, N, D], as are the values.
+        values: Of the same tokens.
+        where: Which of them are read, and where they are; None: all of the views.
+        visible: bool [B, 1 or heads, tokens read], False hides a token: of each key/value head, or
+            of each head that chose.
+        bias: fp32 [B or 1, Hq, tokens read], added to the logits (ALiBi).
+        step_tokens: The last tokens, which are of the step itself (0: all are in the past of all
+            queries).
     """
 
     keys: KVView
@@ -171,6 +184,21 @@ class Region(NamedTuple):
     def exact(cls, k: Tensor, v: Tensor, **options: Any) -> Region:
         """Return exact tokens k, v [B, Hk, N, D] as a region."""
         return cls(KVView(None, k), KVView(None, v), **options)
+
+    def masks(self, lo: int, hi: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return `visible` and `bias` of the tokens lo to hi that are read."""
+        visible, bias = self.visible, self.bias
+        return (
+            None if visible is None else visible[..., lo:hi],
+            None if bias is None else bias[..., lo:hi],
+        )
+
+    def unpacked(self, lo: int, hi: int) -> Region:
+        """Return the tokens lo to hi of a region without addressing, exact in the model's dtype."""
+        k, v = self.keys.tensor(lo, hi), self.values.tensor(lo, hi)
+        visible, bias = self.masks(lo, hi)
+        step_tokens = self.step_tokens if hi == self.keys.tokens else 0  # they are the newest
+        return Region.exact(k, v, visible=visible, bias=bias, step_tokens=step_tokens)
 
     @property
     def tokens(self) -> float:

@@ -400,7 +400,7 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_rotary.py",
     ),
     _defect(
-        "hf", "hf/routed.py",
+        "hf", "hf/routed_layer.py",
         "return -tokens if tokens <= 0 else max(0, seen - tokens)",
         "return -tokens if tokens <= 0 else tokens",
         "the older form of crop removes as many tokens as it should leave",
@@ -450,8 +450,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/attention.py",
-        "check_arguments(layer, arguments)",
-        "check_arguments(layer, dict.fromkeys(arguments))",
+        "check_arguments(layer, kwargs)",
+        "check_arguments(layer, dict.fromkeys(kwargs))",
         "attention sinks and other arguments are dropped",
         "packages/kvloom/tests/models/test_refused_steps.py", "packages/kvloom/tests/models/test_self_check.py",
     ),

@@ -20,7 +20,8 @@ from ..errors import CacheMisuse, UnsupportedModel
 from ..positions.alibi import Alibi
 from . import attention, compat, masks
 from .models import Adapter, adapter_of
-from .routed import RoutedCache, RoutedLayer
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer
 
 _OWN = "_kvloom_own_forward"
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")

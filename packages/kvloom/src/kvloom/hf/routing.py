@@ -21,7 +21,7 @@ from ..errors import CacheMisuse
 from ..recipe.spec import Recipe
 from . import adapters, attention, compat
 from .forward import RoutedForward, nothing_new
-from .routed import RoutedCache
+from .routed_cache import RoutedCache
 
 
 class Attached(NamedTuple):

@@ -36,8 +36,9 @@ from ..recipe.spec import Recipe
 from ..store import files
 from ..store.calibration import checksum
 from . import compat, shard, stock
+from .hybrid import compressed_part, stock_part
 from .layer_facts import identity
-from .routed import RoutedCache, compressed_part, stock_part
+from .routed_cache import RoutedCache
 from .routing import attachment, set_attachment
 from .supported import supported_model
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...cache.layer_state import VERSION
 from ...errors import RecipeError, StoreError
 from .. import compat, rotary, save
-from ..routed import RoutedCache
+from ..routed_cache import RoutedCache
 
 BLOCK = 64
 """Tokens of a block: an entry of a store covers whole blocks."""

@@ -23,7 +23,8 @@ from ...recipe.spec import Recipe
 from ...units import parse_bytes, parse_seconds
 from .. import save
 from ..cache import Cache
-from ..routed import RoutedCache, outside_inference_mode
+from ..guard import outside_inference_mode
+from ..routed_cache import RoutedCache
 from .folder import Entry, PromptFolder, read_entry
 from .identity import BLOCK, chain, seed
 

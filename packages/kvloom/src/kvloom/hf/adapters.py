@@ -52,10 +52,10 @@ def uninstall(model: PreTrainedModel) -> None:
     for module in _attentions(model):
         if _OWN in vars(module):
             name, forward = _name(module), getattr(module, _OWN)
-            delattr(module, _OWN)
-            delattr(module, name)
+            vars(module).pop(name, None)
             if getattr(module, name, None) != forward:  # it was replaced before `install`
                 setattr(module, name, forward)
+            delattr(module, _OWN)
 
 
 def attend(

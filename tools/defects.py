@@ -38,14 +38,14 @@ DEFECTS = [
         "older.masked_fill(~visible[..., : n - recent], -torch.inf)",
         "older.masked_fill(~visible[..., recent:], -torch.inf)",
         "the padding mask is read from the wrong end, so real tokens go and padding stays",
-        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/select.py",
         "visible & (visible.cumsum(dim=-1) <= count)",
         "visible & (visible.cumsum(dim=-1) < count)",
         "a padded row protects one sink fewer than a row without padding",
-        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/scorers.py",
@@ -73,7 +73,7 @@ DEFECTS = [
         "self.visible_queries[:, :, skip:]",
         "self.visible_queries[:, :, : t - skip]",
         "which queries of an observation window are padding is read from the oldest ones",
-        "packages/kvloom/tests/unit/keep/test_scorers.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_scorers.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/budgets.py",
@@ -293,7 +293,7 @@ DEFECTS = [
         "            self.logical_index = self.logical_index.view(-1, self.unit)[blocks].flatten()\n",
         "            self.logical_index = self.logical_index.view(-1, self.unit).flatten()\n",
         "rows that moved have the padding of other rows",
-        "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/laws/test_state.py",
     ),
     _defect(
         "cache", "cache/evictor.py",

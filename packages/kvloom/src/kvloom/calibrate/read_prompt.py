@@ -3,7 +3,8 @@
 A pass is one batch with another candidate in each row. Decides what the layers beside the
 candidates hold in a pass. How a layer stores the prompt changes no activation in front of it, so
 the layers in front are not computed again; a model whose layers cannot be found is computed from
-the start.
+the start. It is of the library, not of the tuner that uses it: it exchanges layers of a cache,
+which are not public.
 """
 
 from __future__ import annotations

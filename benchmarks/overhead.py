@@ -25,7 +25,7 @@ from transformers import DynamicCache
 import kvloom
 import kvloom_lab
 import record
-from kvloom.hf.routed import RoutedLayer
+from kvloom.hf.routed_layer import RoutedLayer
 from kvloom.kernels import cpu_runtime
 
 STOCK = "DynamicCache"

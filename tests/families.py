@@ -17,7 +17,8 @@ from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerFacts, Packed, Store
 from sampling import slow_except
-from steps import D, draw, feed, state
+from steps import CORE as CORE_STORES
+from steps import RECIPES, D, draw, feed, state
 
 LAYERS = 2  # of which the last one recalls
 ROPE = Rope(1e4 ** (-torch.arange(0, D, 2) / D))
@@ -186,7 +187,12 @@ CORE = (
 )
 """Families with every part of a layer between them."""
 
-every_family = pytest.mark.parametrize("recipe", slow_except(FAMILIES, *CORE))
+scored_recipes = pytest.mark.parametrize("recipe", slow_except(FAMILIES, *CORE))
+"""Every family with `-m slow`; those of CORE by default."""
+all_recipes = pytest.mark.parametrize(
+    "recipe", slow_except(RECIPES | FAMILIES, *CORE, *CORE_STORES)
+)
+"""These, and the recipes of `core_recipes`."""
 
 
 def layers(recipe: Recipe | str, count: int = LAYERS) -> list[LayerCache]:
@@ -218,3 +224,8 @@ def held(caches: list[LayerCache], *without: str) -> dict:
     """All that the layers hold, by name."""
     states = enumerate(state(cache, *without) for cache in caches)
     return {f"{i}.{name}": x for i, each in states for name, x in each.items()}
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    """Both are the same but for rounding."""
+    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)

@@ -29,7 +29,7 @@ from kvloom.cache.build import build_layers
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError
-from kvloom.hf.routed import RoutedCache
+from kvloom.hf.routed_cache import RoutedCache
 from kvloom.hf.save import flat, nested
 from kvloom.keep import SCORERS, Budget, Keep, Outliers
 from kvloom.keep.budgets import POLICIES

@@ -38,14 +38,14 @@ DEFECTS = [
         "older.masked_fill(~visible[..., : n - recent], -torch.inf)",
         "older.masked_fill(~visible[..., recent:], -torch.inf)",
         "the padding mask is read from the wrong end, so real tokens go and padding stays",
-        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/select.py",
         "visible & (visible.cumsum(dim=-1) <= count)",
         "visible & (visible.cumsum(dim=-1) < count)",
         "a padded row protects one sink fewer than a row without padding",
-        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/scorers.py",
@@ -73,7 +73,7 @@ DEFECTS = [
         "self.visible_queries[:, :, skip:]",
         "self.visible_queries[:, :, : t - skip]",
         "which queries of an observation window are padding is read from the oldest ones",
-        "packages/kvloom/tests/unit/keep/test_scorers.py", "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/unit/keep/test_scorers.py", "packages/kvloom/tests/laws/test_padding.py",
     ),
     _defect(
         "keep", "keep/budgets.py",
@@ -293,7 +293,7 @@ DEFECTS = [
         "            self.logical_index = self.logical_index.view(-1, self.unit)[units].flatten()\n",
         "            self.logical_index = self.logical_index.view(-1, self.unit).flatten()\n",
         "rows that moved have the padding of other rows",
-        "packages/kvloom/tests/laws/test_every_family.py",
+        "packages/kvloom/tests/laws/test_state.py",
     ),
     _defect(
         "cache", "cache/evictor.py",
@@ -400,7 +400,7 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_rotary.py",
     ),
     _defect(
-        "hf", "hf/routed.py",
+        "hf", "hf/routed_layer.py",
         "return -tokens if tokens <= 0 else max(0, seen - tokens)",
         "return -tokens if tokens <= 0 else tokens",
         "the older form of crop removes as many tokens as it should leave",
@@ -450,8 +450,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/attention.py",
-        "check_arguments(layer, arguments)",
-        "check_arguments(layer, dict.fromkeys(arguments))",
+        "check_arguments(layer, kwargs)",
+        "check_arguments(layer, dict.fromkeys(kwargs))",
         "attention sinks and other arguments are dropped",
         "packages/kvloom/tests/models/test_refused_steps.py", "packages/kvloom/tests/models/test_self_check.py",
     ),

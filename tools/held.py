@@ -20,7 +20,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.cache.slot_storage import SlotStorage
 from kvloom.cache.step import StepInputs
-from kvloom.hf.routed import RoutedCache, RoutedLayer
+from kvloom.hf.routed_cache import RoutedCache
+from kvloom.hf.routed_layer import RoutedLayer
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.store.kv_side import KVSide

@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import probe
+from families import close, held, layers, run, scored_recipes, tokens
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import NotFinite
 from kvloom.recipe import resolve
@@ -189,3 +190,37 @@ def test_cropping_everything_is_a_new_cache(recipe, n, more, seed):
     probe.record(cache, False)
     feed(cache, q, k, v)
     assert_same_state(state(cache), state(build(recipe, q, k, v)))
+
+
+@pytest.mark.sample
+@scored_recipes
+@pytest.mark.parametrize("rejected", [0, 2, 5])
+@pytest.mark.parametrize("sizes", [[5], [120], [120, *[1] * 22]])
+def test_a_rejected_draft_leaves_no_trace_where_layers_decide_together(recipe, rejected, sizes):
+    if sizes == [5] and recipe.keep is not None and recipe.keep.block is not None:
+        sizes = [60]  # a draft is read in one step, in which no block may be due
+    at, draft, later = sum(sizes), 5, 30
+    kept = draft - rejected
+    qkv, new = tokens(at + draft), tokens(2 * later, seed=1)
+    cropped, never = layers(recipe), layers(recipe)
+    for caches in (cropped, never):
+        run(caches, qkv, sizes)
+    record(cropped, True)
+    got = run(cropped, qkv, [draft], at=at)
+    for cache in cropped:
+        cache.crop(rejected)
+    record(cropped, False)
+    if kept:
+        close(got[..., :kept, :], run(never, qkv, [1] * kept, at=at))
+    assert_same_state(held(cropped), held(never))
+    close(*(run(caches, new, [1] * later) for caches in (cropped, never)))
+    record(cropped, True)  # as in assisted generation: all the time, settled every round
+    for at in range(later, 2 * later):
+        close(*(run(caches, new, [1], at=at) for caches in (cropped, never)))
+        for cache in cropped:
+            cache.crop(0)
+
+
+def record(caches: list[LayerCache], on: bool) -> None:
+    for cache in caches:
+        probe.record(cache, on)

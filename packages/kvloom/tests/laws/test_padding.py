@@ -1,4 +1,7 @@
-"""Left padding: what stands in padded slots, and how long other rows are, changes nothing."""
+"""Left padding: what stands in padded slots, and how long other rows are, changes nothing.
+
+`core_recipes` store in one layer; those of `families` have two layers, which may decide together.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from hypothesis import strategies as st
 
 import probe
 from backends import by_reference
+from families import FAMILIES, all_recipes, layers, tokens
+from families import run as run_layers
 from kvloom.cache.layer import LayerCache
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
@@ -17,9 +22,15 @@ from steps import RECIPES, SOME, SOME_TOKENS, core_recipes, draw, feed, padded
 PROMPT = 75
 ANSWER = SOME  # the steps after the prompt
 TOKENS = PROMPT + SOME_TOKENS
-# Formats in which a token is stored alike wherever it stands (keys per channel are not).
 FREE_OF_PLACE = ["full", "rtn:group=16", "rtn:bits=3,residual=5", "window:tokens=20", "values only"]
 FREE_OF_PLACE += ["streaming:tokens=24,sinks=4"]
+"""Recipes in which a token is stored alike wherever it stands (keys per channel are not)."""
+SCORED_ANYWHERE = [
+    name for name, recipe in FAMILIES.items()
+    if recipe.store.exact and not any(x in name for x in ("pages", "dilated", "keyformer:fixed"))
+    and (recipe.keep is None or recipe.keep.budget.fraction is None)
+]  # fmt: skip
+"""Families in which nothing depends on the place of a token, or on the length of the prompt."""
 
 pads = st.lists(st.integers(0, PROMPT - 1), min_size=3, max_size=3)
 cuts = st.sampled_from([[PROMPT], [40, 35], [10, 64, 1], [7] * 10 + [5]])
@@ -43,12 +54,14 @@ def litter(qkv, visible, size: float, seed: int):
     return [torch.where(at, x, size * torch.randn(x.shape, generator=g).clamp(-1, 1)) for x in qkv]
 
 
-@core_recipes
+@all_recipes
 @given(pads, st.sampled_from([1.0, 6e4]), st.integers(0, 999))
 def test_content_of_padding_is_irrelevant(recipe, pads, size, seed):
-    qkv, visible = draw(seed, TOKENS, batch=3), padded(pads, TOKENS)
-    want, got = run(recipe, qkv, visible), run(recipe, litter(qkv, visible, size, seed), visible)
-    assert torch.equal(got, want)
+    qkv, visible = tokens(TOKENS, 3, seed), padded(pads, TOKENS)
+    littered = [litter(each, visible, size, seed) for each in qkv]
+    sizes = [PROMPT, *ANSWER]
+    outs = [run_layers(layers(recipe), x, sizes, visible) for x in (qkv, littered)]
+    assert torch.equal(*(real(out, visible) for out in outs))
 
 
 @core_recipes
@@ -120,6 +133,18 @@ def test_padding_a_row_is_leaving_it_shorter(name, pads, cuts, seed):
         short = [x[i : i + 1, :, pad:] for x in qkv]
         alone = feed(LayerCache(recipe), *short, [PROMPT - pad, *ANSWER])
         torch.testing.assert_close(together[i : i + 1, :, pad:], alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", SCORED_ANYWHERE)
+@pytest.mark.parametrize("pad", [7, 45])
+def test_padding_a_row_is_leaving_it_shorter_where_scores_decide(name, pad):
+    """Each row is longer than every budget: padding takes room until a row evicts."""
+    recipe, prompt, later = FAMILIES[name], 120, 30
+    visible, qkv = padded([0, pad], prompt + later), tokens(prompt + later)
+    together = run_layers(layers(recipe), qkv, [prompt, *[1] * later], visible)
+    short = [[x[1:, :, pad:] for x in each] for each in qkv]
+    alone = run_layers(layers(recipe), short, [prompt - pad, *[1] * later])
+    torch.testing.assert_close(together[:, 1:, :, pad:], alone, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["full", "window:tokens=200", "streaming:tokens=200"])

@@ -15,7 +15,7 @@ import probe
 from backends import by_reference
 from kvloom.calibrate.read_prompt import ReadPrompt
 from kvloom.errors import CacheMisuse, SavedCacheError, UnsupportedModel
-from kvloom.hf import Follower, observe_steps, prefill_many, state_nbytes
+from kvloom.hf import Follower, observe_steps, prefill_many, save, state_nbytes
 from kvloom.recipe.resolve import resolve
 
 pytestmark = [by_reference, pytest.mark.filterwarnings("ignore")]
@@ -289,7 +289,7 @@ def test_a_state_in_a_module_is_refused():
 def test_states_of_another_transformers_are_refused(tmp_path, monkeypatch):
     model = zoo.build("lfm2")
     prefilled(model, "full").save(tmp_path / "cache.kv")
-    monkeypatch.setattr(tf, "__version__", "5.0.0")
+    monkeypatch.setattr(save.transformers, "__version__", "5.0.0")
     with pytest.raises(SavedCacheError, match=r"this model is .* with transformers=5\.0\.0"):
         kvloom.Cache.load(model, tmp_path / "cache.kv")
     assert probe.layers(kvloom.Cache(model, "full"))

@@ -10,7 +10,7 @@ import zoo
 
 import kvloom
 from kvloom.errors import CacheMisuse
-from kvloom.hf.routed import RoutedLayer
+from kvloom.hf.routed_layer import RoutedLayer
 
 RECIPES = [
     "full", "near-lossless:group=16,residual=16", "kivi:group=16,residual=16",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
+import sys
 import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import zoo
 
 import kvloom
 from backends import by_reference
+from kvloom.hf import routing
 from kvloom.hf.forward import input_norms
 from kvloom.hf.implementation import FIELD, use_kvloom
 
@@ -39,6 +44,70 @@ def test_a_model_works_after_an_interrupt_between_two_statements():
         torch.testing.assert_close(model(ids).logits, want)
         torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
         torch.testing.assert_close(model(ids).logits, want)
+
+
+CHANGING = [str(Path(routing.__file__).with_name(f"{name}.py"))
+            for name in ("adapters", "forward", "implementation", "routing")]  # fmt: skip
+"""Files of kvloom that change a model."""
+
+
+def interrupted(fn, number: int) -> bool:
+    """Interrupt a function before its statement `number` in these files; whether it has so many."""
+    left = number
+
+    def trace(frame, event, argument):
+        nonlocal left
+        code = frame.f_code
+        if event == "line":
+            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            left -= not line.startswith("with ")  # it comes again as the block ends, uninterrupted
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace if code.co_filename in CHANGING else None
+
+    sys.settrace(trace)
+    try:
+        fn()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def attributes(model) -> dict:
+    """What `attach` and a step may change: attributes of modules, and of configs."""
+    configs = {id(x): x for m in model.modules() if (x := getattr(m, "config", None)) is not None}
+    things = [*model.modules(), *configs.values(), model.generation_config]
+    return {(i, name): x for i, thing in enumerate(things) for name, x in vars(thing).items()}
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mpt"])
+@pytest.mark.parametrize("at", ["attach", "call", "detach"])
+def test_detach_restores_a_model_after_an_interrupt_anywhere(name, at):
+    """MPT has an adapter, and a config that names use_cache=False."""
+    model, ids = zoo.build(name), zoo.batch(1, 5, (0,))["input_ids"]
+    model.config.use_cache = name != "mpt"
+    attach, detach = partial(kvloom.attach, model, "full"), partial(kvloom.detach, model)
+    attach()
+    detach()
+    before, number = attributes(model), 0
+    steps = {"attach": attach, "call": partial(model, ids), "detach": detach}
+    with torch.no_grad():
+        while True:
+            if at != "attach":
+                attach()
+            stopped = interrupted(steps[at], number)
+            if stopped and number % 2:  # what was stopped can begin again
+                attach()
+                model(ids)
+            if hasattr(model, "_kvloom"):
+                detach()
+            assert attributes(model) == before, number
+            if not stopped:
+                break
+            number += 1
+    assert number > 15
 
 
 def test_a_step_of_another_thread_ends_no_running_one():

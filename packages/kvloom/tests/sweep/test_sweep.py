@@ -14,7 +14,7 @@ from comparison import CRASH, DIFFERENT, EQUAL, NOT_BUILT, PLAIN_FAILS, REFUSED,
 from workers import Worker
 
 import kvloom
-from kvloom.hf.routed import RoutedLayer
+from kvloom.hf.routed_layer import RoutedLayer
 from sampling import slow_except
 
 # One of each kind of layer, mask, position and refusal.

@@ -3,7 +3,8 @@
 A pass is one batch with another candidate in each row. Decides what the layers beside the
 candidates hold in a pass. How a layer stores the prompt changes no activation in front of it, so
 the layers in front are not computed again; a model whose layers cannot be found is computed from
-the start.
+the start. It is of the library, not of the tuner that uses it: it exchanges layers of a cache,
+which are not public.
 """
 
 from __future__ import annotations
@@ -23,15 +24,12 @@ from ..errors import CacheMisuse
 from ..hf import compat, stock
 from ..hf.cache import Cache
 from ..hf.forward import read_tokens
+from ..hf.guard import outside_inference_mode
+from ..hf.hybrid import stock_part, with_compressed
 from ..hf.implementation import use_kvloom
 from ..hf.repetition import of_prompt
-from ..hf.routed import (
-    RoutedCache,
-    RoutedLayer,
-    outside_inference_mode,
-    stock_part,
-    with_compressed,
-)
+from ..hf.routed_cache import RoutedCache
+from ..hf.routed_layer import RoutedLayer
 from ..hf.shared_pass import BatchedLayer
 from ..recipe.spec import Recipe
 from .recorder import attend_causally
@@ -152,7 +150,7 @@ class ReadPrompt:
     def _repeat(self, recipe: Recipe) -> None:
         """Let the model repeat the prompt; note each layer's scores, as `recipe` takes them."""
         cache = Cache(self.model, Recipe(keep=recipe.keep, protect=recipe.protect))
-        repetition = of_prompt(self.model, cache, (), {"input_ids": self.ids})
+        repetition = of_prompt(self.model, cache, {"input_ids": self.ids})
         assert repetition is not None
         members = {layer_index: self._stored(layer_index, cache) for layer_index in self.numbers}
         with use_kvloom(self.model._kvloom.configs):
@@ -186,7 +184,7 @@ def can_repeat(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:
     """Return whether a model has the positions to repeat a prompt, where a recipe needs it."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     try:
-        of_prompt(model, Cache(model, recipe), (), {"input_ids": ids})
+        of_prompt(model, Cache(model, recipe), {"input_ids": ids})
     except CacheMisuse:
         return False
     return True

@@ -18,7 +18,7 @@ from ..cache.step import StepInputs
 from ..errors import UnsupportedModel
 from ..hf.cache import Cache
 from ..hf.observe import alibi_bias
-from ..hf.routed import RoutedLayer
+from ..hf.routed_layer import RoutedLayer
 from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
 

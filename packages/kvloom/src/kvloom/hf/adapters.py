@@ -20,7 +20,8 @@ from ..errors import CacheMisuse, UnsupportedModel
 from ..positions.alibi import Alibi
 from . import attention, compat, masks
 from .models import Adapter, adapter_of
-from .routed import RoutedCache, RoutedLayer
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer
 
 _OWN = "_kvloom_own_forward"
 _DROPOUTS = ("attention_dropout", "attn_dropout", "attn_dropout_p", "dropout")
@@ -51,10 +52,10 @@ def uninstall(model: PreTrainedModel) -> None:
     for module in _attentions(model):
         if _OWN in vars(module):
             name, forward = _name(module), getattr(module, _OWN)
-            delattr(module, _OWN)
-            delattr(module, name)
+            vars(module).pop(name, None)
             if getattr(module, name, None) != forward:  # it was replaced before `install`
                 setattr(module, name, forward)
+            delattr(module, _OWN)
 
 
 def attend(

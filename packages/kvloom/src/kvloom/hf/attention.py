@@ -24,14 +24,14 @@ from ..errors import CacheMisuse
 from . import latents
 from .implementation import NAME, stock_implementation
 from .masks import later_tokens, mask, not_causal, stock_mask, visible_tokens
-from .routed import RoutedLayer, expanding_layer
+from .routed_layer import RoutedLayer
 
-_WITHOUT_EFFECT = frozenset({
+_KNOWN = frozenset({
     "cache_position", "is_causal", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "sliding_window",
-    "use_cache",
+    "use_cache", "s_aux", "softcap",
 })  # fmt: skip
-"""Arguments of attention that change nothing in a layer whose mask is plainly causal."""
+"""Arguments that change nothing under a plainly causal mask, and two that kvloom computes."""
 
 
 def attention(
@@ -47,7 +47,7 @@ def attention(
 
     Raises `CacheMisuse` where a kvloom layer would have to drop the mask or an argument.
     """
-    layer = getattr(key, "_kvloom_layer", None) or expanding_layer(module)
+    layer = getattr(key, "_kvloom_layer", None) or latents.expanding_layer(module)
     if layer is None:
         attention_mask = stock_mask(attention_mask)
         if kwargs.get("block_indices") is not None:
@@ -61,8 +61,7 @@ def attention(
     visible = visible_tokens(layer, attention_mask)
     if attention_mask is None and several and not _causal(module, kwargs):
         raise not_causal(layer)
-    arguments = {name: x for name, x in kwargs.items() if name not in ("softcap", "s_aux")}
-    check_arguments(layer, arguments)
+    check_arguments(layer, kwargs)
     if (in_window and several) or (first and (layer.latents is not None or not causal)):
         k, v = (key, value) if first else layer.behind_window(key, value)
         attended = _by_model(module, query, k, v, attention_mask, scaling, kwargs)
@@ -128,7 +127,7 @@ def _to_latents(module: torch.nn.Module, layer: RoutedLayer, step: StepInputs) -
 def check_arguments(layer: RoutedLayer, arguments: dict[str, Any]) -> None:
     """Raise `CacheMisuse` for an argument of attention that changes its result."""
     for name, argument in arguments.items():
-        if name in _WITHOUT_EFFECT or argument is None or argument is False:
+        if name in _KNOWN or argument is None or argument is False:
             continue
         if name == "dropout":
             if argument == 0.0:

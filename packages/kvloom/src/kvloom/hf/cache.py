@@ -16,8 +16,10 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
 from .guard import ModelRef
+from .hybrid import with_compressed
 from .layer_facts import load_layer_facts, recipe_for
-from .routed import RoutedCache, RoutedLayer
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer
 from .routing import route
 from .supported import supported_model
 
@@ -63,15 +65,14 @@ class Cache(RoutedCache):
         ranks = shard.running()
         heads = self.geometry.kv_heads if ranks else None
         shared = compat.shared_layers(model)
-        super().__init__([layer for _, layer in stock], compat.fingerprint(model))
+        layers = [layer for _, layer in stock]
         for i, compressed in zip(layer_indices, built, strict=True):
-            self.replace(i, RoutedLayer(compressed, heads, i in shared))
+            layers[i] = with_compressed(layers[i], RoutedLayer(compressed, heads, i in shared))
         for layer in self.geometry.sliding if self.recipe.packs_windows else ():
-            window = LayerCache(
-                self.recipe.in_windows, f"layer {layer.layer_index}", window=layer.window
-            )
-            heads = layer.geometry.kv_heads if ranks else None
-            self.replace(layer.layer_index, RoutedLayer(window, heads))
+            i, heads = layer.layer_index, layer.geometry.kv_heads if ranks else None
+            window = LayerCache(self.recipe.in_windows, f"layer {i}", window=layer.window)
+            layers[i] = with_compressed(layers[i], RoutedLayer(window, heads))
+        super().__init__(layers, compat.fingerprint(model))
         self.learned_positions = learned
         route(model)
         companion.expect(WeakMethod(self.rehearsals))

@@ -1,7 +1,7 @@
 """The forward of a routed model: one call is one step of its cache, whole or not at all.
 
 Decides which cache a call uses, and that a failure or an interrupt anywhere in the call leaves that
-cache as it was. The model and its decoder both get such a forward, as callers may call either.
+cache as it was.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from ..errors import CacheMisuse
 from . import attention, compat, repetition
 from .freed import return_freed
 from .implementation import use_kvloom
-from .routed import RoutedCache, RoutedLayer, compressed_part
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer
 
 
 class RoutedForward:
     """Replaces the forward of `module`, which is `model` or its decoder.
 
-    Does nothing if `model` is not routed, and in calls without a kvloom cache.
+    Both have one, as callers may call either: the outer call is the step, in which the model's call
+    of its decoder is a part. Does nothing if `model` is not routed, and in calls without a kvloom
+    cache.
     """
 
     def __init__(self, model: PreTrainedModel, module: torch.nn.Module) -> None:
@@ -54,42 +57,41 @@ class RoutedForward:
         """
         if getattr(self.model, "_kvloom", None) is None:
             return self.forward(*args, **kwargs)
-        if len(args) > 1:
-            kwargs = {**dict(zip(self.__signature__.parameters, args, strict=False)), **kwargs}
-            args = ()
+        if args:
+            signature = _signature(type(self.module).forward)
+            _, *named = signature.bind_partial(self.module, *args).arguments.items()
+            kwargs = dict(named, **kwargs)
         cache = kwargs.get("past_key_values")
-        if isinstance(cache, RoutedCache) and cache.guard.running:  # called by the model's forward
-            return self._run(args, kwargs)
+        if isinstance(cache, RoutedCache) and cache.guard.running:  # within the model's call
+            return self._run(kwargs)
         if isinstance(cache, RoutedCache) and cache.read_prompt is not None:
             read_prompt, cache.read_prompt = cache.read_prompt, None
-            named = dict(zip(self.__signature__.parameters, args, strict=False))
-            return read_prompt(self, cache, {**named, **kwargs})
-        changes = _prepared(self.model, args, kwargs)
-        kwargs = {**kwargs, **changes}
+            return read_prompt(self, cache, kwargs)
+        kwargs = {**kwargs, **_prepared(self.model, kwargs)}
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RoutedCache):
-            return self.forward(*args, **kwargs)
+            return self.forward(**kwargs)
         check_mask(kwargs.get("attention_mask"))
         _check_arguments(self.model, cache, kwargs)
-        repeated = repetition.of_prompt(self.model, cache, args, kwargs)
+        repeated = repetition.of_prompt(self.model, cache, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         kernels = use_kvloom(self.model._kvloom.configs if cache.compressed else ())
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
-        with token_ids(cache, args, kwargs), input_norms(self.model, cache), cache.step(), kernels:
+        with token_ids(cache, kwargs), input_norms(self.model, cache), cache.step(), kernels:
             with reading:
-                out = self._run(args, kwargs)
+                out = self._run(kwargs)
             if repeated is not None:
                 repeated.run()
         return_freed(cache.get_seq_length() - seen)
         return out
 
-    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run(self, kwargs: dict[str, Any]) -> Any:
         """Run the module with a kvloom cache."""
         _check_positions(kwargs)
         if self.refuses_caches:
             kwargs = {**kwargs, "use_cache": False}
-        return self.forward(*args, **kwargs)
+        return self.forward(**kwargs)
 
     def install(self) -> None:
         """Replace the module's forward."""
@@ -107,10 +109,9 @@ class RoutedForward:
             self.module._old_forward = self.forward
 
 
-def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepared(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call to change: the cache, or the positions of new tokens."""
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    cache = kwargs.get("past_key_values")
+    ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     if ids is not None and ids.shape[-1] == 0:
         raise nothing_new(cache)
     if isinstance(cache, RoutedCache):
@@ -119,7 +120,7 @@ def _prepared(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> di
         if new is None:
             return {}  # the model's own error names what is missing
         cache.check_batch(new.shape[0])
-        changes = _without_cached(cache, {**kwargs, "input_ids": ids})
+        changes = _without_cached(cache, kwargs)
         if changes:
             kwargs, new = {**kwargs, **changes}, changes["input_ids"]
         if cache.learned_positions:
@@ -223,13 +224,13 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
 
 
 @contextmanager
-def token_ids(cache: RoutedCache, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+def token_ids(cache: RoutedCache, kwargs: dict[str, Any]) -> Iterator[None]:
     """Give the layers that need them the token ids of a call, and take them away after it.
 
     Raises `CacheMisuse` for a call by embeddings, before anything is changed.
     """
     layers = [layer for layer in cache.full_layers if layer.needs_ids]
-    ids = kwargs.get("input_ids", args[0] if args else None)
+    ids = kwargs.get("input_ids")
     if layers and ids is None:
         raise CacheMisuse(
             "the recipe protects tokens by a rule that reads token ids, not inputs_embeds; give "
@@ -250,12 +251,12 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
 
     A model whose layers are not one list of modules that take hidden states [B, T, D] gives none.
     """
-    reading = any(layer.uses_input_norms for layer in cache.compressed)
+    reading = {i: layer for i, layer in cache.by_index.items() if layer.uses_input_norms}
     modules = compat.decoder_layers(model) if reading else []
     with ExitStack() as hooks:
-        for module, layer in zip(modules, map(compressed_part, cache.layers), strict=False):
-            if layer is not None and layer.uses_input_norms:
-                note = partial(_note_norms, layer, threading.get_ident())
+        for i, module in enumerate(modules):
+            if i in reading:
+                note = partial(_note_norms, reading[i], threading.get_ident())
                 hook = module.register_forward_pre_hook(note, with_kwargs=True)
                 hooks.callback(hook.remove)
         yield
@@ -306,12 +307,13 @@ def last_logits(model: PreTrainedModel, cache: Any, **inputs: Any) -> Tensor:
     The logits of a whole prompt may take more memory than its cache, so the model computes the last
     ones alone where it can.
     """
-    last_only = {"logits_to_keep": 1} if _takes_logits_to_keep(type(model).forward) else {}
+    takes = _signature(type(model).forward).parameters
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
     out = model(past_key_values=cache, use_cache=True, **inputs, **last_only)
     logits: Tensor = out.logits[:, -1]
     return logits
 
 
 @lru_cache
-def _takes_logits_to_keep(forward: Callable[..., Any]) -> bool:
-    return "logits_to_keep" in inspect.signature(forward).parameters
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(forward)

@@ -1,4 +1,4 @@
-"""Who may use a cache: one thread at a time, and the model that it belongs to.
+"""How a cache may be used: by one thread at a time, with its own model, outside inference mode.
 
 The cache decides what a step is and how to undo it.
 """
@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def outside_inference_mode(method: _F) -> _F:
+    """Run a method outside inference mode, so that its tensors can be changed later."""
+
+    @wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 class Guard:

@@ -26,7 +26,7 @@ def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
     """Make the modules of these configs call kvloom's functions, within one step.
 
     An interrupt between two statements may leave an entry in `_STOCK`; with it, calls of the model
-    find its own implementation, whatever its config names.
+    find its own implementation, whatever its config names. `restore_stock` removes it.
     """
     with _LOCK:
         for config in configs:
@@ -39,12 +39,24 @@ def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
     finally:
         with _LOCK:
             for config in configs:
-                implementation, steps, _ = _STOCK[id(config)]
+                implementation, steps, _ = _STOCK.get(id(config), ("", 0, config))
                 if steps > 1:
                     _STOCK[id(config)] = implementation, steps - 1, config
-                else:
-                    vars(config)[FIELD] = implementation
-                    del _STOCK[id(config)]
+                elif steps:
+                    _restore(config)
+
+
+def restore_stock(configs: Sequence[Any]) -> None:
+    """Name the model's own implementation in configs that no step will use again."""
+    with _LOCK:
+        for config in configs:
+            _restore(config)
+
+
+def _restore(config: Any) -> None:
+    if id(config) in _STOCK:
+        vars(config)[FIELD] = _STOCK[id(config)][0]
+        del _STOCK[id(config)]
 
 
 def stock_implementation(config: Any) -> str:

@@ -8,6 +8,7 @@ which models this covers.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -40,6 +41,22 @@ def _absorbable(linear: nn.Module) -> bool:
     """Return whether a module is a product with its weight, which is in memory."""
     offloaded = getattr(getattr(linear, "_hf_hook", None), "offload", False)  # by accelerate
     return type(linear) is nn.Linear and linear.bias is None and not offloaded
+
+
+expanding = threading.local()
+"""layer: a weak reference to the one whose latents the model of this thread expands.
+
+Other layers mark their key, as layers that share keys attend without an `update` of their own. The
+mark on a latent would be lost where the model expands it.
+"""
+
+
+def expanding_layer(module: nn.Module) -> Any:
+    """Return the layer whose latents a module has expanded; None if it attends to none."""
+    reference = getattr(expanding, "layer", None)
+    layer = None if reference is None else reference()
+    waits = layer is not None and layer.latents is not None and hasattr(module, "expand_kv")
+    return layer if waits else None
 
 
 def absorb(module: Any, query: Tensor) -> Tensor:

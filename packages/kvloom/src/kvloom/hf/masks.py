@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from ..errors import CacheMisuse
 from .implementation import stock_implementation
 from .models import ADAPTERS
-from .routed import RoutedLayer
+from .routed_layer import RoutedLayer
 
 
 @dataclass

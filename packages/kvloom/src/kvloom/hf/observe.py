@@ -18,7 +18,8 @@ from ..cache.step import Queries, StepInputs
 from ..errors import UnsupportedModel
 from ..kernels import ops
 from ..store.buffer import Buffer
-from .routed import RoutedCache, RoutedLayer, compressed_part
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer
 
 
 class ObservedStep(NamedTuple):
@@ -110,8 +111,7 @@ def observe_steps(cache: RoutedCache, on_step: Callable[[ObservedStep], None]) -
             "kvloom holds no layer of this model, as sliding windows bound all of them already; "
             "there is nothing to observe, so give another model"
         )
-    parts = map(compressed_part, cache.layers)
-    full_layers = [(i, x) for i, x in enumerate(parts) if x is not None and x.window is None]
+    full_layers = [(i, x) for i, x in cache.by_index.items() if x.window is None]
     for layer, (layer_index, routed) in enumerate(full_layers):
         routed.cache.observe()
         cache.replace(layer_index, ObservedLayer(routed, layer, on_step))

@@ -20,8 +20,9 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from ..keep import Keep, Reconstruction
 from . import compat, stock
+from .guard import outside_inference_mode
 from .masks import padding_mask
-from .routed import RoutedCache, outside_inference_mode
+from .routed_cache import RoutedCache
 
 # A chunk follows this many tokens before it, so that the model can find its place.
 _LEAD = 8
@@ -229,7 +230,7 @@ class Repetition:
 
 
 def of_prompt(
-    model: PreTrainedModel, cache: RoutedCache, args: tuple, kwargs: dict[str, Any]
+    model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]
 ) -> Repetition | None:
     """Return the repetition of the prompt in a call's arguments; None if no layer needs one.
 
@@ -245,7 +246,7 @@ def of_prompt(
             "layers of one recipe repeat the prompt in different chunks or by different "
             "instructions; give all of them the same"
         )
-    prompt = kwargs.get("input_ids", args[0] if args else None)
+    prompt = kwargs.get("input_ids")
     prompt = kwargs.get("inputs_embeds") if prompt is None else prompt
     if prompt is None:
         return None  # the model's own error names what is missing

@@ -21,7 +21,8 @@ from ..errors import CacheMisuse
 from ..recipe.spec import Recipe
 from . import adapters, attention, compat
 from .forward import RoutedForward, nothing_new
-from .routed import RoutedCache
+from .implementation import restore_stock
+from .routed_cache import RoutedCache
 
 
 class Attached(NamedTuple):
@@ -40,13 +41,15 @@ class Attached(NamedTuple):
 class Routing:
     """What `unroute` restores, and what is attached.
 
-    configs: of the modules that attend, or make masks, in a step with a kvloom cache.
+    configs: of the modules that attend, or make masks, in a step with a kvloom cache. whole: the
+    model is routed; False: an interrupt has stopped `route` or `unroute`.
     """
 
     configs: list[Any]
     changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
     forwards: list[RoutedForward]
     attached: Attached = field(default_factory=Attached)
+    whole: bool = False
 
     def __deepcopy__(self, memo: dict) -> Routing:
         """Copy together with the model that this belongs to."""
@@ -71,17 +74,19 @@ def route(model: PreTrainedModel) -> None:
     """Send the model's attention through kvloom; other caches work as before.
 
     A model whose default is use_cache=False (MPT) would ignore even a cache that it is given, so
-    this becomes True.
+    this becomes True. After an interrupt, `route` begins again, and `unroute` undoes what was done.
     """
     if attachment(model) is not None:
-        return
+        if model._kvloom.whole:
+            return
+        unroute(model)
     if compat.has_adapter(model):
         adapters.check(model)
     modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
-    model._prepare_cache_for_generation = partial(_prepare_cache, model)
     attention.register()
     model._kvloom = Routing(attention_configs(model), [], forwards)
+    model._prepare_cache_for_generation = partial(_prepare_cache, model)
     for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
             model._kvloom.changed.append((config, "use_cache", False))
@@ -90,6 +95,7 @@ def route(model: PreTrainedModel) -> None:
         forward.install()
     if compat.has_adapter(model):
         adapters.install(model)
+    model._kvloom.whole = True
 
 
 def unroute(model: PreTrainedModel) -> None:
@@ -97,13 +103,15 @@ def unroute(model: PreTrainedModel) -> None:
     routing = getattr(model, "_kvloom", None)
     if routing is None:
         raise CacheMisuse("nothing is attached to this model; call kvloom.attach(model) first")
+    routing.whole = False
     for forward in routing.forwards:
         forward.uninstall()
     for config, attribute, former in routing.changed:
         setattr(config, attribute, former)
     if compat.has_adapter(model):
         adapters.uninstall(model)
-    del model._prepare_cache_for_generation
+    restore_stock(routing.configs)
+    vars(model).pop("_prepare_cache_for_generation", None)
     del model._kvloom
 
 

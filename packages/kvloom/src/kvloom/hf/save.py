@@ -36,8 +36,9 @@ from ..recipe.spec import Recipe
 from ..store import files
 from ..store.calibration import checksum
 from . import compat, shard, stock
+from .hybrid import compressed_part, stock_part
 from .layer_facts import identity
-from .routed import RoutedCache, compressed_part, stock_part
+from .routed_cache import RoutedCache
 from .routing import attachment, set_attachment
 from .supported import supported_model
 
@@ -59,21 +60,36 @@ def save(
     prompt: the key and the token ids of an entry of a prompt store. publish: as for `files.write`.
     """
     _check_committed(cache)
+    tensors: dict[str, Tensor] = {}
+    layers = [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)]
+    write({**origin(cache), "layers": layers}, tensors, path, refusal, prompt, publish)
+
+
+def origin(cache: RoutedCache) -> dict[str, Any]:
+    """Return what a file says of the model and the recipe; raises `SavedCacheError`."""
     try:
         recipe = cache.recipe.to_dict()
     except RecipeError as error:
         raise SavedCacheError(
             f"recipe {cache.recipe.name!r} has a part of your own: {error}"
         ) from error
-    tensors: dict[str, Tensor] = {}
-    about = {
+    return {
         "format": VERSION, "kvloom": __version__, "recipe": recipe,
-        "model": _traits(cache.owner.model),
-        "calibration": calibration(cache),
-        "layers": [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)],
+        "model": _traits(cache.owner.model), "calibration": calibration(cache),
     }  # fmt: skip
+
+
+def write(
+    about: dict[str, Any],
+    tensors: dict[str, Tensor],
+    path: Path,
+    refusal: type[Exception],
+    prompt: tuple[str, Tensor] | None = None,
+    publish: Callable[[str], None] | None = None,
+) -> None:
+    """Write a file with these metadata and tensors; the rest as for `save`."""
     if prompt is not None:
-        about["prompt"], tensors[_IDS] = prompt
+        about, tensors = {**about, "prompt": prompt[0]}, {**tensors, _IDS: prompt[1]}
     files.write(path, tensors, {_KEY: json.dumps(about)}, refusal, True, publish)
 
 

@@ -26,7 +26,7 @@ from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat
 from .implementation import FIELD, stock_implementation
-from .routed import RoutedCache
+from .routed_cache import RoutedCache
 from .routing import Attached, attachment, set_attachment
 
 _PROMPT, _PADDING, _STEPS = 24, 7, 4

@@ -31,17 +31,12 @@ from ..errors import CacheMisuse
 from . import compat
 from .cache import Cache
 from .forward import last_logits, token_ids
+from .guard import outside_inference_mode
+from .hybrid import compressed_part, stock_part, with_compressed
 from .implementation import use_kvloom
 from .repetition import Repetition, of_prompt
-from .routed import (
-    RoutedCache,
-    RoutedLayer,
-    compressed_part,
-    on_one_device,
-    outside_inference_mode,
-    stock_part,
-    with_compressed,
-)
+from .routed_cache import RoutedCache
+from .routed_layer import RoutedLayer, on_one_device
 from .supported import unwrap
 
 
@@ -101,7 +96,7 @@ def prefill_many(
     model = unwrap(model)
     for follower in followers:
         with follower.failing(CacheMisuse):
-            follower.repetition = of_prompt(model, follower.cache, (), inputs)
+            follower.repetition = of_prompt(model, follower.cache, inputs)
     windows = any(cache.packs_windows for cache in caches)
     for follower in followers:
         follower.reads_alone = windows or _other_positions(leader, follower.cache, inputs)
@@ -111,7 +106,7 @@ def prefill_many(
                 running.enter_context(cache.guard.step())
             for follower in followers:
                 with follower.failing(CacheMisuse):
-                    running.enter_context(token_ids(follower.cache, (), inputs))
+                    running.enter_context(token_ids(follower.cache, inputs))
                 if follower.repetition is not None:
                     running.enter_context(follower.repetition.reading())
             logits, seconds = _read_prompt(model, leader, followers, clock, inputs)

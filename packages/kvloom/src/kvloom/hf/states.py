@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import compat, stock
-from .routed import RoutedCache
+from .routed_cache import RoutedCache
 
 _TOKENS = 8  # a state has one size after any prompt
 

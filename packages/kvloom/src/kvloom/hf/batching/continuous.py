@@ -18,6 +18,8 @@ from ...paged import check_pages_hold
 from ...recipe import Recipe, resolve
 from .. import compat
 from ..cache import Cache
+from ..prompts.pages import StoredPages
+from ..prompts.store import PromptStore
 from ..routing import attachment_restored
 from ..supported import supported_model
 
@@ -29,7 +31,9 @@ ENGINE = "continuous batching"
 
 @contextmanager
 def continuous(
-    model: PreTrainedModel, recipe: Recipe | str | Path = "near-lossless"
+    model: PreTrainedModel,
+    recipe: Recipe | str | Path = "near-lossless",
+    store: PromptStore | None = None,
 ) -> Iterator[None]:
     """Pack the pages of the model's continuous batching, in a `with` statement.
 
@@ -40,6 +44,7 @@ def continuous(
     Args:
         model: As for `Cache`, on a CPU. Each layer attends to all tokens.
         recipe: As for `Cache`; one that keeps and reads every token.
+        store: Full pages are stored in it, and prompts begin with the stored pages of their tokens.
 
     Raises:
         InputError: The version of transformers is not tested. In the block, from transformers'
@@ -48,6 +53,7 @@ def continuous(
         RecipeError: There is no such recipe.
         IncompatibleRecipe: The recipe does not fit the model, or pages.
         CacheMisuse: The model batches continuously already. In the block: its weights have changed.
+        StoreError: The store cannot identify the model or the recipe.
     """
     if transformers.__version__ not in TESTED:
         raise InputError(
@@ -60,8 +66,9 @@ def continuous(
     check_pages_hold(named, ENGINE)
     _check_model(model)
     with attachment_restored(model):
-        Cache(model, named)  # which refuses what does not fit
-    batching = PackedBatching(model, named, ENGINE)
+        cache = Cache(model, named)  # which refuses what does not fit
+    stored = None if store is None else StoredPages(store, cache)
+    batching = PackedBatching(model, named, ENGINE, stored)
     model.init_continuous_batching = batching.manager
     try:
         yield

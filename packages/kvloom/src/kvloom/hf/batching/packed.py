@@ -21,6 +21,9 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
 )
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    compute_block_hash,
+)
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
@@ -29,6 +32,7 @@ from ...recipe import Recipe
 from .. import compat
 from ..implementation import FIELD
 from ..layer_facts import load_layer_facts
+from ..prompts.pages import StoredPages
 from ..routing import attention_configs
 
 NAME = "kvloom_flash"
@@ -49,7 +53,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
     A request's block table has its full pages in order, then its tail blocks. So transformers
     shares, hashes, frees, forks and copies them as its own. A page that is not full has no block.
 
-    plans: of all layers. The others are those of transformers.
+    plans: of all layers. stored: where pages are stored, too. The others are those of transformers.
     """
 
     supports_block_table = False
@@ -57,6 +61,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def __init__(
         self,
         plans: list[LayerPlan],
+        stored: StoredPages | None,
         *,
         index: int,
         config: Any,
@@ -66,7 +71,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         layer_indices: list[int],
         allow_block_sharing: bool,
     ) -> None:
-        head_dim, self.dtype = stock.find_head_dim(config), cache_dtype
+        head_dim, self.dtype, self.stored = stock.find_head_dim(config), cache_dtype, stored
         self.layouts = [
             PageLayout(plan, page_size, num_key_value_heads, head_dim, cache_dtype)
             for plan in plans
@@ -131,6 +136,59 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.rows.clear()
         self.untailed.discard(request_id)
         super().free_blocks(request_id, no_cache)
+
+    # --- stored pages
+
+    def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
+        """Return the blocks of a prompt's first pages: those in memory, and those in the store."""
+        if self.stored is None:
+            return super().match_prefix_blocks(prompt_ids)
+        size, blocks, digest = self.tokens_per_page, [], None
+        for i, key in enumerate(self.stored.keys(prompt_ids[:-1], size)):
+            tokens = prompt_ids[i * size : (i + 1) * size]
+            digest = compute_block_hash(digest, tokens)
+            block = self.ledger.hash_to_block.get(digest)
+            block = self._load(key, tokens, digest) if block is None else block
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _load(self, key: str, tokens: list[int], digest: int) -> int | None:
+        """Load a stored page into a free block, which no request has yet; None: there is none."""
+        assert self.stored is not None
+        pool, sizes = self.pool, [layout.nbytes for layout in self.layouts]
+        has_room = pool.count_free_blocks(self.index) or pool.num_free_sectors
+        page = self.stored.load(key, tokens, sum(sizes)) if has_room else None
+        if page is None:
+            return None
+        if not pool.count_free_blocks(self.index):
+            pool.allocate_sector(self.index)
+        (block,) = pool.get_free_blocks(self.index, 1)
+        for begin, part in zip(self.begins, page.split(sizes), strict=False):
+            self._copy_view[block, begin : begin + len(part)] = part
+        self.ledger.register_new_hash(block, digest)
+        self.ledger.cached_blocks[block] = None
+        return block
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new: int) -> None:
+        """Note the full pages of a request as shareable, and store them."""
+        if self.stored is None:
+            return super().mark_complete_blocks(request_id, token_ids, new)
+        table, hashed = self.block_table[request_id], self.ledger.block_to_hash
+        before = sum(block in hashed for block in table)
+        super().mark_complete_blocks(request_id, token_ids, new)
+        numbers = range(before, sum(block in hashed for block in table))
+        size = self.tokens_per_page
+        keys = self.stored.keys(token_ids, size)
+        return self.stored.put(
+            [(keys[i], token_ids[i * size : (i + 1) * size], self._page(table[i])) for i in numbers]
+        )
+
+    def _page(self, block: int) -> Tensor:
+        """Return the bytes of a block's pages, without those between them."""
+        parts = zip(self.begins, self.layouts, strict=False)
+        return torch.cat([self._copy_view[block, x : x + y.nbytes] for x, y in parts])
 
     # --- one step
 
@@ -207,7 +265,7 @@ def attention(
 
 
 @contextmanager
-def _packed(plans: list[LayerPlan], config: Any) -> Iterator[None]:
+def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> Iterator[None]:
     """Let transformers make packed blocks for the model of a config, and its own for others."""
     with _TABLE:
         table = stock.ATTN_TYPE_TO_ALLOCATOR
@@ -218,7 +276,11 @@ def _packed(plans: list[LayerPlan], config: Any) -> Iterator[None]:
 
             def __new__(cls, **options: Any) -> Any:
                 is_this_model = options["config"] is config
-                return PackedAllocator(plans, **options) if is_this_model else former(**options)
+                return (
+                    PackedAllocator(plans, stored, **options)
+                    if is_this_model
+                    else former(**options)
+                )
 
         table[compat.FULL] = Chosen
         try:
@@ -311,7 +373,7 @@ class PackedManager(ContinuousBatchingManager):
         if self.batch_processor is not None:  # transformers resets it
             return super()._create_batch_processor()
         try:
-            with _packed(self.plans, self.model.config.get_text_config()):
+            with _packed(self.plans, self.batching.stored, self.model.config.get_text_config()):
                 self.batch_processor = super()._create_batch_processor()
             self._check_fits(1, 1)
             if self.hints is not None:
@@ -344,11 +406,13 @@ class PackedManager(ContinuousBatchingManager):
 class PackedBatching:
     """The packed pages of a model in a block of `continuous`.
 
-    engine: what errors call continuous batching.
+    engine: what errors call continuous batching. stored: as for `PackedAllocator`.
     """
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe, engine: str) -> None:
-        self.model, self.recipe, self.engine = model, recipe, engine
+    def __init__(
+        self, model: PreTrainedModel, recipe: Recipe, engine: str, stored: StoredPages | None
+    ) -> None:
+        self.model, self.recipe, self.engine, self.stored = model, recipe, engine, stored
         self.managers: list[PackedManager] = []
         self.using: set[PackedManager] = set()  # kvloom's attention
         self.former: list[tuple[Any, str]] = []  # configs, and their attention without kvloom
@@ -372,6 +436,11 @@ class PackedBatching:
             generation.eos_token_id = -1  # as transformers does
         config = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
         _check_settings(config, getattr(self.model.config, "compile_config", None))
+        if self.stored is not None and not config.allow_block_sharing:
+            raise InputError(
+                "a prompt store shares pages, and allow_block_sharing is False; leave it out, or "
+                "the store"
+            )
         config.use_cuda_graph = config.use_async_batching = False
         found = paged(self.recipe, config.page_size, self.engine, "page_size=")
         layer_indices = compat.geometry(self.model).layer_indices

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def problem(model: PreTrainedModel) -> str | None:

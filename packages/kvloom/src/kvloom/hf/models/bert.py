@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ...errors import UnsupportedModel
 from ...positions.rope import Rope
 from .. import adapters, compat
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def problem(model: PreTrainedModel) -> str | None:

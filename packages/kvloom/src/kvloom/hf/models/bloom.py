@@ -16,7 +16,7 @@ from transformers.models.bloom.modeling_bloom import (
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def alibi(config: BloomConfig) -> bool:

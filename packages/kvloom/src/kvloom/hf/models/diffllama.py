@@ -20,7 +20,7 @@ from transformers.models.diffllama.modeling_diffllama import (
 
 from ...positions.rope import Rope
 from .. import adapters, rotary
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def problem(model: PreTrainedModel) -> str | None:

@@ -21,7 +21,7 @@ from transformers.models.falcon.modeling_falcon import (
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def heads(config: FalconConfig) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
 
 from .. import adapters
 from ..implementation import stock_implementation
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def windows(config: GPTNeoConfig) -> list[int | None]:

@@ -12,7 +12,7 @@ from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import (
 )
 
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def attend(

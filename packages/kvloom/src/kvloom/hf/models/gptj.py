@@ -11,7 +11,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
 from ...positions.rope import Rope
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def rope(config: GPTJConfig | CodeGenConfig) -> Rope:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeAttention, apply_rotary_pos_emb
 
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def attend(

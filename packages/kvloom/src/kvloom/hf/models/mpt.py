@@ -10,7 +10,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention
 
 from ...positions.alibi import Alibi, positions
 from .. import adapters
-from ..routed import RoutedLayer
+from ..routed_layer import RoutedLayer
 
 
 def alibi(config: MptConfig) -> bool:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ...cache.layer_state import VERSION
 from ...errors import RecipeError, StoreError
 from .. import compat, rotary, save
-from ..routed import RoutedCache
+from ..routed_cache import RoutedCache
 
 BLOCK = 64
 """Tokens of a block: an entry of a store covers whole blocks."""
@@ -42,12 +42,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _DIGESTS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[tuple, bytes]]] = WeakKeyDictionary()
 
 
-def chain(seed: bytes, ids: Tensor) -> list[bytes]:
-    """Return the digest after each whole block of token ids [1, N]."""
+def chain(seed: bytes, ids: Tensor, size: int = BLOCK) -> list[bytes]:
+    """Return the digest after each whole block of `size` token ids [1, N]."""
     digests, digest = [], seed
     canonical = ids.reshape(-1).to("cpu", torch.int64).numpy().astype("<i8")
-    for end in range(BLOCK, len(canonical) + 1, BLOCK):
-        block = canonical[end - BLOCK : end].tobytes()
+    for end in range(size, len(canonical) + 1, size):
+        block = canonical[end - size : end].tobytes()
         digest = hashlib.sha256(digest + _framed(block)).digest()
         digests.append(digest)
     return digests

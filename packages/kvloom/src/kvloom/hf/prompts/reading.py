@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import StoreError
-from ..routed import RoutedCache
+from ..routed_cache import RoutedCache
 from .identity import BLOCK
 from .store import PromptStore
 

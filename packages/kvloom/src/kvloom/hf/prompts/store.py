@@ -9,7 +9,9 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
@@ -23,10 +25,13 @@ from ...recipe.spec import Recipe
 from ...units import parse_bytes, parse_seconds
 from .. import save
 from ..cache import Cache
-from ..routed import RoutedCache, outside_inference_mode
+from ..guard import outside_inference_mode
+from ..routed_cache import RoutedCache
 from .folder import Entry, PromptFolder, read_entry
 from .identity import BLOCK, chain, seed
 
+PAGE = "page"
+"""What the file of a page says of its layers: see `pages`."""
 _LACKS = (OSError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -148,28 +153,31 @@ class PromptStore:
 
     @outside_inference_mode
     def load(self, cache: RoutedCache, chain: list[bytes], ids: Tensor) -> int:
-        """Fill an empty cache with the longest entry of a chain; return its tokens.
-
-        A file that is not what its key says is set aside, with a warning. One that cannot be read
-        now, as memory or open files are lacking, stays.
-        """
+        """Fill an empty cache with the longest entry of a chain; return its tokens."""
         chain = list(chain)
         while blocks := self.index.longest(chain):
             key, tokens = chain[blocks - 1].hex(), blocks * BLOCK
             try:
                 self._fill(cache, key, ids[:, :tokens])
             except SavedCacheError as error:
-                exists = self.index.path(key).exists()  # or another process has removed it
-                cause = error.__cause__
-                lacks = isinstance(cause, _LACKS) or "unable to open file" in str(cause)
-                if exists and lacks:
-                    self.warn(str(error))
-                self.index.remove(key, str(error) if exists and not lacks else None)
+                self.forget(key, error)
                 chain = chain[: blocks - 1]
                 continue
             self.index.touch(key)
             return tokens
         return 0
+
+    def forget(self, key: str, error: SavedCacheError) -> None:
+        """Set the file of an entry aside that is not what its key says, with a warning.
+
+        One that cannot be read now, as memory or open files are lacking, stays.
+        """
+        exists = self.index.path(key).exists()  # or another process has removed it
+        cause = error.__cause__
+        lacks = isinstance(cause, _LACKS) or "unable to open file" in str(cause)
+        if exists and lacks:
+            self.warn(str(error))
+        self.index.remove(key, str(error) if exists and not lacks else None)
 
     def _fill(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
         """Load an entry into an empty cache; raises `SavedCacheError`, and empties it again."""
@@ -194,27 +202,33 @@ class PromptStore:
 
     def store(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
         """Write the entry of a key, unless there is one; raises `StoreError`."""
+        with cache.guard.step():
+            self.add(cache, key, ids, cache.nbytes, partial(save.save, cache))
+        self.index.evict(self.max_bytes, self.max_age)
+
+    def add(
+        self, cache: RoutedCache, key: str, ids: Tensor, nbytes: int, write: Callable[..., None]
+    ) -> None:
+        """Write the entry of a key and of ids [1, n], unless there is one; raises `StoreError`.
+
+        cache: of its model and recipe. nbytes: about the size of its file. write: as `save.save` of
+        a cache.
+        """
         path, now = self.index.path(key), time.time()
         if path.exists() and self.index.longest([bytes.fromhex(key)]):
             return
-        if cache.nbytes > self.max_bytes:
+        if nbytes > self.max_bytes:
             raise StoreError(
-                f"a cache of {cache.nbytes:,} bytes does not fit a prompt store of "
-                f"{self.max_bytes:,}; set a larger max_bytes"
+                f"a cache of {nbytes:,} bytes does not fit a prompt store of {self.max_bytes:,}; "
+                "set a larger max_bytes"
             )
         names = type(cache.owner.model).__name__, cache.recipe.name
         entry = Entry(key, ids.shape[1], 0, now, now, *names)
         prompt = key, ids[0].to("cpu", torch.int64).contiguous()
-
-        def publish(temporary: str) -> None:
-            self.index.publish(temporary, entry)
-
         try:
-            with cache.guard.step():
-                save.save(cache, path, StoreError, prompt, publish)
+            write(path, StoreError, prompt, partial(self.index.publish, entry=entry))
         except SavedCacheError as error:
             raise StoreError(f"a prompt cannot be stored: {error}") from error
-        self.index.evict(self.max_bytes, self.max_age)
 
     def count(self, **counts: int) -> None:
         """Add to the numbers of the report."""
@@ -282,9 +296,15 @@ class PromptStore:
         The file has the token ids of the prompt.
 
         Raises:
-            StoreError: There is no such entry, or the file cannot be written.
+            StoreError: There is no such entry, it is a page, or the file cannot be written.
+            SavedCacheError: The entry's file is missing or damaged.
         """
         entry = self.entry(key)
+        if save.read(self.index.path(entry.key), whole=False)["layers"] == PAGE:
+            raise StoreError(
+                f"{entry.key} is a page of kvloom.continuous, which no cache reads; give the key "
+                "of a prompt of generate()"
+            )
         try:
             copyfile(self.index.path(entry.key), path)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Laws of every recipe that evicts by score or recalls: `families` has the recipes."""
+"""What layers hold that evict by score or recall: of rows, after failures, in copies, in bytes."""
 
 from __future__ import annotations
 
@@ -8,59 +8,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-import probe
 from backends import by_reference
-from families import BY_AGE, FAMILIES, every_family, held, layers, run, tokens
+from families import BY_AGE, FAMILIES, close, held, layers, run, scored_recipes, tokens
 from kvloom.cache import cycle
-from kvloom.cache.layer import LayerCache
 from kvloom.errors import NotFinite
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from steps import RECIPES, D, assert_same_state, feed, padded
 
-PROMPT, DRAFT, LATER = 120, 5, 30
+PROMPT, LATER = 120, 30
 
 
-def close(a: Tensor, b: Tensor) -> None:
-    torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
-
-
-@pytest.mark.sample
-@every_family
-@pytest.mark.parametrize("rejected", [0, 2, DRAFT])
-@pytest.mark.parametrize("sizes", [[5], [PROMPT], [PROMPT, *[1] * 22]])
-def test_a_rejected_draft_leaves_no_trace(recipe, rejected, sizes):
-    if sizes == [5] and recipe.keep is not None and recipe.keep.block is not None:
-        sizes = [60]  # a draft is read in one step, in which no block may be due
-    at, kept = sum(sizes), DRAFT - rejected
-    qkv, new = tokens(at + DRAFT), tokens(2 * LATER, seed=1)
-    drafted, never = layers(recipe), layers(recipe)
-    for caches in (drafted, never):
-        run(caches, qkv, sizes)
-    record(drafted, True)
-    got = run(drafted, qkv, [DRAFT], at=at)
-    for cache in drafted:
-        cache.crop(rejected)
-    record(drafted, False)
-    if kept:
-        close(got[..., :kept, :], run(never, qkv, [1] * kept, at=at))
-    assert_same_state(held(drafted), held(never))
-    close(*(run(caches, new, [1] * LATER) for caches in (drafted, never)))
-    record(drafted, True)  # as in assisted generation: all the time, settled every round
-    for at in range(LATER, 2 * LATER):
-        close(*(run(caches, new, [1], at=at) for caches in (drafted, never)))
-        for cache in drafted:
-            cache.crop(0)
-
-
-def record(caches: list[LayerCache], on: bool) -> None:
-    for cache in caches:
-        probe.record(cache, on)
-
-
-@every_family
+@scored_recipes
 def test_rows_do_not_see_each_other(recipe):
     qkv, sizes = tokens(PROMPT + LATER, batch=3), [PROMPT, *[1] * LATER]
     together = run(layers(recipe), qkv, sizes)
@@ -70,7 +30,7 @@ def test_rows_do_not_see_each_other(recipe):
 
 
 @pytest.mark.sample
-@every_family
+@scored_recipes
 @pytest.mark.parametrize("rows", [[2, 0, 0], [1], [0, 1, 1, 2]])
 @pytest.mark.parametrize("pads", [None, [0, 9, 40]])
 def test_what_a_row_holds_moves_with_it(recipe, rows, pads):
@@ -88,38 +48,7 @@ def test_what_a_row_holds_moves_with_it(recipe, rows, pads):
 
 
 @pytest.mark.sample
-@every_family
-@pytest.mark.parametrize("pads", [[90, 7], [0, PROMPT - 2]])
-def test_content_of_padding_is_irrelevant(recipe, pads):
-    n = PROMPT + LATER
-    visible, qkv = padded(pads, n), tokens(n)
-    real = visible[:, None, :, None]
-    litter = [[torch.where(real, x, 6e4 * torch.sign(torch.sin(x * 99))) for x in each]
-              for each in qkv]  # fmt: skip
-    outputs = [run(layers(recipe), x, [PROMPT, *[1] * LATER], visible) for x in (qkv, litter)]
-    assert torch.equal(*(torch.where(real, out, 0.0) for out in outputs))
-
-
-FREE_OF_PLACE = [
-    name for name, recipe in FAMILIES.items()
-    if recipe.store.exact and not any(x in name for x in ("pages", "dilated", "keyformer:fixed"))
-    and (recipe.keep is None or recipe.keep.budget.fraction is None)
-]  # fmt: skip
-"""Families in which nothing depends on the place of a token, or on the length of the prompt."""
-
-
-@pytest.mark.parametrize("name", FREE_OF_PLACE)
-@pytest.mark.parametrize("pad", [7, 45])
-def test_padding_a_row_is_leaving_it_shorter(name, pad):
-    recipe, n = FAMILIES[name], PROMPT + LATER
-    visible, qkv = padded([0, pad], n), tokens(n)
-    outs = run(layers(recipe), qkv, [PROMPT, *[1] * LATER], visible)
-    short = [[x[1:, :, pad:] for x in each] for each in qkv]
-    close(outs[:, 1:, :, pad:], run(layers(recipe), short, [PROMPT - pad, *[1] * LATER]))
-
-
-@pytest.mark.sample
-@every_family
+@scored_recipes
 @pytest.mark.parametrize("steps", [0, LATER])
 def test_a_step_that_fails_changes_nothing(recipe, steps, monkeypatch):
     """NaN is found before a layer changes; another error comes after all layers have evicted."""
@@ -150,7 +79,7 @@ def test_a_step_that_fails_changes_nothing(recipe, steps, monkeypatch):
     assert_same_state(before, held(caches, tier))
 
 
-@every_family
+@scored_recipes
 def test_a_saved_state_and_a_copy_continue_alike(recipe):
     qkv = tokens(PROMPT + 2 * LATER)
     caches, loaded = layers(recipe), layers(recipe)
@@ -164,7 +93,7 @@ def test_a_saved_state_and_a_copy_continue_alike(recipe):
     assert_same_state(held(caches), held(loaded))
 
 
-@every_family
+@scored_recipes
 def test_a_layer_reset_is_a_new_one(recipe):
     used, new = layers(recipe), layers(recipe)
     run(used, tokens(PROMPT + LATER), [PROMPT, *[1] * LATER])

@@ -1,0 +1,91 @@
+"""Pages of continuous batching in a prompt store.
+
+A page is an entry of its own: its bytes in all layers, under a key that covers all tokens up to its
+end. Decides what identifies a page, and that a file is what its key says before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...errors import SavedCacheError, StoreError
+from .. import save
+from ..routed_cache import RoutedCache
+from . import identity
+from .store import PAGE, PromptStore
+
+
+class StoredPages:
+    """The pages of a model and a recipe in a prompt store.
+
+    cache: an empty one. Raises `StoreError` if the model or the recipe cannot be identified.
+    """
+
+    def __init__(self, store: PromptStore, cache: RoutedCache) -> None:
+        self.store, self.cache = store, cache
+        self.fields = identity.fields(cache, store.tenant)
+        self.about = {**save.origin(cache), "layers": PAGE}
+
+    def keys(self, ids: Sequence[int], size: int) -> list[str]:
+        """Return the key of each whole page of `size` tokens."""
+        seed = identity.combined(self.fields | {"page": str(size).encode()})
+        return [key.hex() for key in identity.chain(seed, torch.tensor(ids), size)]
+
+    def load(self, key: str, ids: Sequence[int], nbytes: int) -> Tensor | None:
+        """Return the bytes of a page with these tokens, uint8 [nbytes]; None if it is not stored.
+
+        A damaged file is set aside, with a warning.
+        """
+        path = self.store.index.path(key)
+        if not path.exists():
+            return None
+        try:
+            try:
+                page = _read(path, key, ids, nbytes)
+            except SavedCacheError as error:
+                self.store.forget(key, error)
+                return None
+            self.store.index.touch(key)
+        except StoreError as error:
+            self.store.warn(str(error))
+            return None
+        return page
+
+    def put(self, pages: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
+        """Store pages that are not stored: key, tokens and bytes of each. Warn where it fails."""
+        try:
+            present = identity.fields(self.cache, self.store.tenant)
+            present["attention"] = self.fields["attention"]  # kvloom's own, while a manager runs
+            if present != self.fields:
+                raise StoreError(
+                    "the model has changed since kvloom.continuous began; leave the block and "
+                    "enter it again"
+                )
+            for key, ids, page in pages:
+                write = partial(save.write, self.about, {PAGE: page})
+                self.store.add(self.cache, key, torch.tensor(ids)[None], page.nbytes, write)
+            self.store.index.evict(self.store.max_bytes, self.store.max_age)
+        except StoreError as error:
+            self.store.warn(f"pages are not stored: {error}")
+
+
+def _read(path: Path, key: str, ids: Sequence[int], nbytes: int) -> Tensor:
+    """Return the bytes of a page; raises `SavedCacheError` for a file that is not this page."""
+    if save.read(path).get("prompt") != key:
+        raise SavedCacheError(f"{str(path)!r} is another entry; remove the file")
+    try:
+        with safe_open(path, "pt") as file:
+            page: Tensor = file.get_tensor(PAGE)
+        if not torch.equal(save.prompt_ids(path), torch.tensor(ids)):
+            raise ValueError("its token ids are others")
+        if (page.dtype, page.shape) != (torch.uint8, (nbytes,)):
+            raise ValueError(f"it holds {page.dtype} {list(page.shape)}")
+    except Exception as error:
+        raise SavedCacheError(f"{str(path)!r} is damaged ({error}); remove it") from error
+    return page

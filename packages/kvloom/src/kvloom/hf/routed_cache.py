@@ -1,0 +1,295 @@
+"""`RoutedCache`: the layers of a model's cache, which step and change together or not at all.
+
+Decides what a step is, what its failure undoes, and which calls it refuses. Knows no recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from ..cache.layer import LayerCache
+from ..errors import CacheMisuse, KvloomError
+from ..recall import Traffic
+from ..recipe.layers import listed
+from ..recipe.spec import Recipe
+from . import compat, stock
+from .guard import Guard, ModelRef, outside_inference_mode
+from .hybrid import compressed_part, stock_part, with_compressed
+from .routed_layer import RoutedLayer, removed_tokens
+
+
+class RoutedCache(transformers.Cache):
+    """A cache whose layers of full attention are kvloom's; `Cache` makes it from a recipe."""
+
+    by_index: dict[int, RoutedLayer]
+    """`compressed`, by the index of the layer in the model."""
+    compressed: list[RoutedLayer]
+    """The layers that kvloom compresses: `full_layers`, and packed windows."""
+    full_layers: list[RoutedLayer]
+    """The layers of full attention that kvloom compresses."""
+    stock_layers: list[Any]
+    """The layers that are transformers' own, and the states beside compressed ones."""
+    recipe: Recipe
+    owner = ModelRef()
+    read_prompt: Callable[..., Any] | None = None
+    """Runs the first step instead, with a prompt store."""
+
+    def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
+        super().__init__(layers=layers)
+        self._set_layers(layers)
+        self.guard = Guard()
+        self.fingerprint = fingerprint  # of the model's config
+        self.learned_positions = False  # the model adds learned position embeddings
+
+    def __bool__(self) -> bool:
+        """Return True, for an empty cache too."""
+        return True
+
+    @outside_inference_mode
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
+        new = memo[id(self)] = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def _set_layers(self, layers: list[Any]) -> None:
+        """Take the layers of the model, and sort them by who stores what."""
+        parts = enumerate(map(compressed_part, layers))
+        self.layers = tuple(layers)
+        self.by_index = {i: layer for i, layer in parts if layer is not None}
+        self.compressed = list(self.by_index.values())
+        self.full_layers = [layer for layer in self.compressed if layer.window is None]
+        self.stock_layers = [x for x in map(stock_part, layers) if x is not None]
+
+    @property
+    def packs_windows(self) -> bool:
+        """Whether layers with a sliding window are packed."""
+        return any(layer.window is not None for layer in self.compressed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, in every layer, spare room included."""
+        return self._stock_nbytes + sum(layer.cache.nbytes for layer in self.compressed)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of an exact cache of the same tokens, in every layer, without spare room."""
+        return self._stock_nbytes + sum(_full_nbytes(layer.cache) for layer in self.compressed)
+
+    @property
+    def _stock_nbytes(self) -> int:
+        """Bytes of the layers that transformers holds, which a recipe does not change."""
+        return sum(map(stock.nbytes, self.stock_layers))
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states that layers carry from token to token; a part of `nbytes`."""
+        return sum(map(stock.state_nbytes, self.stock_layers))
+
+    @property
+    def tokens_read(self) -> float:
+        """Tokens that the last step read in a layer: the mean of `full_layers`."""
+        read = [layer.cache.tokens_read for layer in self.full_layers]
+        return sum(read) / len(read) if read else 0.0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Tokens found on the device and not, and bytes copied, by all layers with a tier."""
+        traffics = [layer.cache.traffic for layer in self.full_layers]
+        return Traffic(*(sum(x) for x in zip(*traffics, strict=True)))
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits per key or value seen, metadata and exact windows included."""
+        nbytes = sum(layer.cache.nbytes for layer in self.compressed)
+        values = sum(_values(layer.cache) for layer in self.compressed)
+        return 8 * nbytes / values if values else 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run one step of the model: after any failure in it, all layers are as before.
+
+        Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
+        """
+        with self.guard.step():
+            for layer in self.compressed:
+                layer.cache.forget_undo()
+            restore_stock = stock.remember(self.stock_layers)
+            try:
+                yield
+                if unreached := self._unreached():
+                    raise unreached
+                self.finish_shared()
+            except BaseException as error:
+                unreached = None if _says_all(error) else self._unreached()
+                self.guard.unusable = "a step failed, and undoing it failed too"
+                for layer in self.compressed:
+                    layer.roll_back()
+                restore_stock()
+                self.guard.unusable = ""
+                if unreached is None or isinstance(error, KvloomError):
+                    raise
+                raise unreached from error
+            for layer in self.compressed:
+                layer.cache.forget_undo()
+
+    def finish_shared(self) -> None:
+        """Store the step's tokens in layers that others share, once all have attended to them."""
+        for layer in self.full_layers:
+            if layer.shared:
+                layer.cache.finish()
+
+    def replace(self, layer_index: int, layer: Any) -> None:
+        """Replace a layer of the model; a `RoutedLayer` leaves the states beside the former one."""
+        layers = list(self.layers)
+        is_part = isinstance(layer, RoutedLayer)
+        layers[layer_index] = with_compressed(layers[layer_index], layer) if is_part else layer
+        self._set_layers(layers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Pass a layer its present keys and values [B, Hk, T, D]; models call this.
+
+        Raises `CacheMisuse` if the calling model is not routed through kvloom.
+        """
+        self._check_within_step()
+        layer: CacheLayerMixin = self.layers[layer_idx]
+        return layer.update(key_states, value_states, *args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass a layer of linear attention its state, with the checks of `update`."""
+        self._check_within_step()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Pass a layer of linear attention its state, with the checks of `update`."""
+        self._check_within_step()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return the state of a layer of MiniMax, as its own class of caches does."""
+        return stock.recurrent_state(self.layers[layer_idx])
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Set the state of a layer of MiniMax, with the checks of `update`."""
+        self._check_within_step()
+        stock.set_recurrent_state(self.layers[layer_idx], linear_cache)
+
+    def _check_within_step(self) -> None:
+        """Raise `CacheMisuse` outside a step: a model that kvloom does not route calls."""
+        if not self.guard.running and self.compressed:
+            raise CacheMisuse(
+                "this model's attention is not routed through kvloom, so it would not see the "
+                "cache: after kvloom.detach, or with another copy of the model, call "
+                "kvloom.attach(model, recipe) again, or make the cache with kvloom.Cache(model)"
+            )
+
+    def _unreached(self) -> CacheMisuse | None:
+        """Return the error of a step whose attention did not reach some layers, else None."""
+        missed = tuple([i for i, layer in self.by_index.items() if layer.awaits_attention])
+        if not missed:
+            return None
+        return CacheMisuse(
+            f"the attention of layers {listed(missed)} did not reach kvloom, so this step's answer "
+            "would be wrong: it bypasses transformers' attention interface, or other code has "
+            "replaced it; in that case, call kvloom.detach and kvloom.attach again"
+        )
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Raise `CacheMisuse` for a model with another config than that of this cache."""
+        if self.owner.is_model(model):
+            return  # reading a config takes longer than the attention of a short context
+        other = compat.fingerprint(model)
+        if other != self.fingerprint:
+            raise CacheMisuse(
+                f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
+                f"for {other[0]}"
+            )
+
+    def check_batch(self, rows: int) -> None:
+        """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
+        like = next((x.cache.like for x in self.compressed), None)
+        if like is not None and like.shape[0] != rows:
+            raise CacheMisuse(
+                f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
+                "cache, or repeat its rows with batch_repeat_interleave"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest -tokens_to_remove tokens from every layer, or from none.
+
+        Raises:
+            CacheMisuse: A layer cannot remove them.
+        """
+        seen = self.get_seq_length()
+        tokens = removed_tokens(tokens_to_remove, seen)
+        for layer in self.compressed:
+            layer.cache.check_crop(tokens)
+        for layer in self.stock_layers:
+            stock.check_crop(layer, tokens, seen)
+        self._change("crop", tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
+        self._change("reorder_cache", beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._change("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`."""
+        self._change("batch_select_indices", indices)
+
+    def reset(self) -> None:
+        """Remove all tokens; a cache that a failure made unusable can be used again."""
+        self.guard.unusable = ""
+        with self.guard.change("reset"):
+            for layer in self.stock_layers:
+                stock.reset(layer)
+            for compressed in self.compressed:
+                compressed.reset()
+
+    def _change(self, method: str, argument: Any) -> None:
+        """Call a method of every layer, of transformers' own first: these can be restored."""
+        restore_stock = stock.remember(self.stock_layers)
+        with self.guard.change(method):
+            try:
+                for layer in self.stock_layers:
+                    stock.change(layer, method, argument)
+            except Exception as error:
+                restore_stock()
+                self.guard.unusable = ""
+                raise CacheMisuse(
+                    f"{method}: a {type(layer).__name__} of transformers cannot do it "
+                    f"({type(error).__name__}: {error}); use transformers' own cache"
+                ) from error
+            for layer in self.compressed:
+                getattr(layer, method)(argument)
+
+
+def _says_all(error: BaseException) -> bool:
+    """Return whether an error has nothing to do with attention that did not reach kvloom."""
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return memory or not isinstance(error, Exception) or "tried to allocate" in str(error)
+
+
+def _values(cache: LayerCache) -> int:
+    """Return the count of numbers in all keys and values that a layer has seen."""
+    tokens = cache.seen if cache.window is None else min(cache.seen, cache.window)
+    return cache.token_numbers * tokens
+
+
+def _full_nbytes(cache: LayerCache) -> int:
+    like = cache.like
+    return 0 if like is None else _values(cache) * like.element_size()

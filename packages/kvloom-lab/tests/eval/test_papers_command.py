@@ -27,6 +27,7 @@ from kvloom_lab.papers.claim import (
     ordered,
 )
 from kvloom_lab.papers.lab import Lab, Quality, Size, TimedStep, named
+from kvloom_lab.papers.recalling import Importance
 from kvloom_lab.papers.speed import LLAMA_2_7B, throughput
 
 OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
@@ -193,6 +194,7 @@ def test_the_rules_of_kivis_layouts(name, found, status):
     [
         ("recall rate", {}, REPRODUCED),
         ("recall rate", {clusterkv.QUEST: 0.49}, NOT_REPRODUCED),
+        ("recall rate", {clusterkv.INFINIGEN: 0.6}, NOT_REPRODUCED),
         ("distance", {}, REPRODUCED),
         ("distance", {"L2, L/80": 0.495}, NOT_REPRODUCED),
         ("number of clusters", {}, REPRODUCED),
@@ -203,8 +205,24 @@ def test_the_rules_of_recall_rates(name, changed, status):
     rates = {
         "cosine, L/160": 0.4, "cosine, L/80": 0.5, "cosine, L/40": 0.54, "cosine, L/20": 0.55,
         "L2, L/80": 0.3, "inner product, L/80": 0.2, clusterkv.QUEST: 0.3,
+        clusterkv.INFINIGEN: 0.3,
     } | changed  # fmt: skip
     lab = FakeLab(rates={key: {256: x, 512: x} for key, x in rates.items()})
+    assert check(by_name("clusterkv", name), lab).status == status
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "in_page", "status"),
+    [
+        ("changing importance", [1.0, 0.5], 9, REPRODUCED),
+        ("changing importance", [1.0, 0.51], 1, NOT_REPRODUCED),
+        ("fragmented pages", [1.0], 2.0, REPRODUCED),
+        ("fragmented pages", [1.0], 2.1, NOT_REPRODUCED),
+    ],
+)
+def test_the_rules_of_importance(name, kept, in_page, status):
+    lab = FakeLab()
+    lab.importance = lambda tokens: Importance(kept, in_page)
     assert check(by_name("clusterkv", name), lab).status == status
 
 
@@ -382,10 +400,25 @@ def test_recall_rates_are_shares_and_rise_with_the_budget(lab):
         assert max(by.values()) == by[max(by)] > by[min(by)]
 
 
+def test_importance_starts_with_all_and_pages_hold_some(lab):
+    found = lab.importance(16)
+    assert found.kept[0] == 1
+    assert all(0 <= x <= 1 for x in found.kept)
+    assert len(found.kept) == SIZE.new_tokens
+    assert 1 <= found.in_page <= 16
+
+
+def test_noise_raises_the_entropy_of_the_mean(lab):
+    for plain, noised in lab.entropies(8).values():
+        assert 0 < plain < noised
+
+
 def test_errors_of_formats_are_means_over_layers(lab):
     found = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")])
     eight, two = found["8bit (K - T, V - T)"], found["2bit (K - T, V - T)"]
     assert 0 < eight.keys < two.keys < 1
+    each = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")], elementwise=True)
+    assert each["2bit (K - T, V - T)"].keys > two.keys  # small elements err most
 
 
 def test_steps_are_timed_and_read_the_weights_and_the_cache(lab):

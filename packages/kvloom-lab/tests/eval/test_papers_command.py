@@ -50,7 +50,7 @@ def quality(kl, nll=1.0):
 class FakeLab:
     """Returns the given qualities and rates instead of measuring."""
 
-    is_reference = True
+    name = "reference"
     long_context = 8192
 
     def __init__(self, found=None, rates=None, ms=None):
@@ -80,7 +80,7 @@ def test_the_rule_decides(holds, status):
 
 def test_a_cause_is_that_of_the_reference_model():
     lab = FakeLab()
-    lab.is_reference = False
+    lab.name = "another"
     failing = claim(lambda lab: Finding(OURS, False, ""), why_not_reproduced="too small")
     assert check(failing, lab).explanation == (
         "the cause was not investigated on this model; on the reference model: too small"
@@ -89,6 +89,8 @@ def test_a_cause_is_that_of_the_reference_model():
         check(replace(failing, why_not_reproduced=""), lab).explanation
         == "the cause was not investigated"
     )
+    lab.name = "smollm2"
+    assert check(replace(failing, why_not_on_smollm2="sinks"), lab).explanation == "sinks"
 
 
 def test_what_is_not_testable_says_why():
@@ -261,7 +263,7 @@ def test_throughput_is_that_of_the_rows_that_fit():
 
 def test_a_cause_that_no_model_changes_is_stated_for_all():
     lab = FakeLab(ms=lambda *_: 100)
-    lab.is_reference = False
+    lab.name = "another"
     cause = check(by_name("keyformer", "throughput"), lab).explanation
     assert cause.startswith("a step reads 404 MB")
 

@@ -101,6 +101,7 @@ class TimedStep(NamedTuple):
 class Lab:
     """Measures recipes on one model and one text; repeated measurements come from the first.
 
+    name: of the model: "reference" and "smollm2" have causes of their own in claims.
     progress: called with the current work, and with the finished units of one measurement.
     """
 
@@ -111,12 +112,12 @@ class Lab:
         text: str,
         *,
         size: Size = DEFAULT,
-        is_reference: bool = False,
+        name: str = "",
         seed: int = 0,
         progress: Progress = lambda what, units: None,
     ) -> None:
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self.size, self.is_reference, self.seed = size, is_reference, seed
+        self.size, self.name, self.seed = size, name, seed
         self.progress = progress
         self._temporary = tempfile.TemporaryDirectory()
         self._source = Source.of(
@@ -127,7 +128,7 @@ class Lab:
         self._recall: dict[int, dict[str, dict[int, float]]] = {}
         self._attention: list[list[attention.LayerAttention]] = []
         self._importance: dict[int, Importance] = {}
-        self._errors: dict[tuple[Recipe | bool, ...], dict[str, error.LayerError]] = {}
+        self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
 
     def close(self) -> None:
         """Remove the measurements."""
@@ -184,7 +185,7 @@ class Lab:
         self, recipes: Sequence[Recipe], elementwise: bool = False
     ) -> dict[str, error.LayerError]:
         """Return the relative errors of the recipes' formats, the mean over layers, by name."""
-        key = (*recipes, elementwise)
+        key = tuple(recipes), elementwise
         if key not in self._errors:
             by_layer = error.measure(
                 self.model, self.texts(2, self.context), recipes, elementwise=elementwise

@@ -14,7 +14,16 @@ import tiny
 from kvloom.errors import InputError
 from kvloom_lab.bench import ModelShape
 from kvloom_lab.cli.app import app
-from kvloom_lab.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
+from kvloom_lab.papers import (
+    Claim,
+    ClaimTable,
+    Finding,
+    NotTestable,
+    check,
+    clusterkv,
+    keyformer,
+    kivi,
+)
 from kvloom_lab.papers.claim import (
     AS_GOOD,
     FAILED,
@@ -211,6 +220,36 @@ def test_the_rules_of_recall_rates(name, changed, status):
     } | changed  # fmt: skip
     lab = FakeLab(rates={key: {256: x, 512: x} for key, x in rates.items()})
     assert check(by_name("clusterkv", name), lab).status == status
+
+
+@pytest.mark.parametrize(
+    ("recent", "status"),
+    [((0.1, 0.3, 0.3), REPRODUCED), ((0.3, 0.3, 0.3), NOT_REPRODUCED)],  # heavy: 0.2
+)
+def test_no_trend_between_heavy_hitters_and_recent_tokens(recent, status):
+    shares = ("5%", "20%", "45%")
+    found = {f"heavy {x}": quality(0.2) for x in shares}
+    found |= {f"recent {x}": quality(kl) for x, kl in zip(shares, recent, strict=True)}
+    assert check(by_name("minikv", "heavy or recent"), FakeLab(found)).status == status
+
+
+@pytest.mark.parametrize(
+    ("half", "fifth", "status"),
+    [(0.04, 0.06, REPRODUCED), (0.06, 0.2, NOT_REPRODUCED), (0.04, 0.04, NOT_REPRODUCED)],
+)
+def test_half_of_the_cache_keeps_what_a_fifth_loses(half, fifth, status):
+    found = {
+        f"{name} {share}": quality(0.1, 1 + (half if share == "50%" else fifth))
+        for name in ("H2O", "SnapKV")
+        for share in ("50%", "20%", "10%", "5%")
+    }
+    assert check(by_name("minikv", "much eviction"), FakeLab(found)).status == status
+
+
+@pytest.mark.parametrize(("damped", "status"), [(0.06, REPRODUCED), (0.04, NOT_REPRODUCED)])
+def test_damping_restores_half_of_the_loss_at_most(damped, status):
+    found = {f"α = {x:g}": quality(0.1 if x == 1 else damped) for x in keyformer.DAMPING}
+    assert check(by_name("keyformer", "damping"), FakeLab(found)).status == status
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def needles(model: Any, tokenizer: Any, save: Callable[[Any], None]) -> list[dic
             names.append(f"{name}:tokens={budget}")
         names.append(f"snapkv:kernel=15,tokens={budget}")
     for name in ("clusterkv", "quest", "topk"):
-        names += [f"{name}:tokens=1024,group={group}" for group in ("max", "each")]
+        names += [f"{name}:tokens=1024,query_heads={choice}" for choice in ("max", "each")]
     cache_of = prefill_once(model, task.text[:, : settings.context])
     rows = [
         {"recipe": name, **perplexity(model, name, task.text, settings.context, cache_of(name))}

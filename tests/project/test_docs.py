@@ -98,6 +98,14 @@ def test_the_tables_of_evidence_are_those_of_the_results(tables):
     }
 
 
+def test_the_page_of_the_papers_claims_is_that_of_the_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    papers_page = importlib.import_module("papers_page")
+    data = papers_page.newest()
+    assert papers_page.PAGE.read_text() == papers_page.page(data)
+    assert papers_page.filled(papers_page.GUIDE.read_text(), data) == papers_page.GUIDE.read_text()
+
+
 @pytest.fixture(scope="module")
 def found(figures):
     """The figures of perplexity by recipe."""

@@ -14,7 +14,16 @@ import tiny
 from kvloom.errors import InputError
 from kvloom_lab.bench import ModelShape
 from kvloom_lab.cli.app import app
-from kvloom_lab.papers import Claim, ClaimTable, Finding, NotTestable, check, clusterkv, kivi
+from kvloom_lab.papers import (
+    Claim,
+    ClaimTable,
+    Finding,
+    NotTestable,
+    check,
+    clusterkv,
+    keyformer,
+    kivi,
+)
 from kvloom_lab.papers.claim import (
     AS_GOOD,
     FAILED,
@@ -27,6 +36,7 @@ from kvloom_lab.papers.claim import (
     ordered,
 )
 from kvloom_lab.papers.lab import Lab, Quality, Size, TimedStep, named
+from kvloom_lab.papers.recalling import Importance
 from kvloom_lab.papers.speed import LLAMA_2_7B, throughput
 
 OURS = ClaimTable(("score",), {"a": (1.0,), "b": ("OOM",)})
@@ -49,7 +59,7 @@ def quality(kl, nll=1.0):
 class FakeLab:
     """Returns the given qualities and rates instead of measuring."""
 
-    is_reference = True
+    name = "reference"
     long_context = 8192
 
     def __init__(self, found=None, rates=None, ms=None):
@@ -79,7 +89,7 @@ def test_the_rule_decides(holds, status):
 
 def test_a_cause_is_that_of_the_reference_model():
     lab = FakeLab()
-    lab.is_reference = False
+    lab.name = "another"
     failing = claim(lambda lab: Finding(OURS, False, ""), why_not_reproduced="too small")
     assert check(failing, lab).explanation == (
         "the cause was not investigated on this model; on the reference model: too small"
@@ -88,6 +98,8 @@ def test_a_cause_is_that_of_the_reference_model():
         check(replace(failing, why_not_reproduced=""), lab).explanation
         == "the cause was not investigated"
     )
+    lab.name = "smollm2"
+    assert check(replace(failing, why_not_on_smollm2="sinks"), lab).explanation == "sinks"
 
 
 def test_what_is_not_testable_says_why():
@@ -193,6 +205,7 @@ def test_the_rules_of_kivis_layouts(name, found, status):
     [
         ("recall rate", {}, REPRODUCED),
         ("recall rate", {clusterkv.QUEST: 0.49}, NOT_REPRODUCED),
+        ("recall rate", {clusterkv.INFINIGEN: 0.6}, NOT_REPRODUCED),
         ("distance", {}, REPRODUCED),
         ("distance", {"L2, L/80": 0.495}, NOT_REPRODUCED),
         ("number of clusters", {}, REPRODUCED),
@@ -203,8 +216,54 @@ def test_the_rules_of_recall_rates(name, changed, status):
     rates = {
         "cosine, L/160": 0.4, "cosine, L/80": 0.5, "cosine, L/40": 0.54, "cosine, L/20": 0.55,
         "L2, L/80": 0.3, "inner product, L/80": 0.2, clusterkv.QUEST: 0.3,
+        clusterkv.INFINIGEN: 0.3,
     } | changed  # fmt: skip
     lab = FakeLab(rates={key: {256: x, 512: x} for key, x in rates.items()})
+    assert check(by_name("clusterkv", name), lab).status == status
+
+
+@pytest.mark.parametrize(
+    ("recent", "status"),
+    [((0.1, 0.3, 0.3), REPRODUCED), ((0.3, 0.3, 0.3), NOT_REPRODUCED)],  # heavy: 0.2
+)
+def test_no_trend_between_heavy_hitters_and_recent_tokens(recent, status):
+    shares = ("5%", "20%", "45%")
+    found = {f"heavy {x}": quality(0.2) for x in shares}
+    found |= {f"recent {x}": quality(kl) for x, kl in zip(shares, recent, strict=True)}
+    assert check(by_name("minikv", "heavy or recent"), FakeLab(found)).status == status
+
+
+@pytest.mark.parametrize(
+    ("half", "fifth", "status"),
+    [(0.04, 0.06, REPRODUCED), (0.06, 0.2, NOT_REPRODUCED), (0.04, 0.04, NOT_REPRODUCED)],
+)
+def test_half_of_the_cache_keeps_what_a_fifth_loses(half, fifth, status):
+    found = {
+        f"{name} {share}": quality(0.1, 1 + (half if share == "50%" else fifth))
+        for name in ("H2O", "SnapKV")
+        for share in ("50%", "20%", "10%", "5%")
+    }
+    assert check(by_name("minikv", "much eviction"), FakeLab(found)).status == status
+
+
+@pytest.mark.parametrize(("damped", "status"), [(0.06, REPRODUCED), (0.04, NOT_REPRODUCED)])
+def test_damping_restores_half_of_the_loss_at_most(damped, status):
+    found = {f"α = {x:g}": quality(0.1 if x == 1 else damped) for x in keyformer.DAMPING}
+    assert check(by_name("keyformer", "damping"), FakeLab(found)).status == status
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "in_page", "status"),
+    [
+        ("changing importance", [1.0, 0.5], 9, REPRODUCED),
+        ("changing importance", [1.0, 0.51], 1, NOT_REPRODUCED),
+        ("fragmented pages", [1.0], 2.0, REPRODUCED),
+        ("fragmented pages", [1.0], 2.1, NOT_REPRODUCED),
+    ],
+)
+def test_the_rules_of_importance(name, kept, in_page, status):
+    lab = FakeLab()
+    lab.importance = lambda tokens: Importance(kept, in_page)
     assert check(by_name("clusterkv", name), lab).status == status
 
 
@@ -243,7 +302,7 @@ def test_throughput_is_that_of_the_rows_that_fit():
 
 def test_a_cause_that_no_model_changes_is_stated_for_all():
     lab = FakeLab(ms=lambda *_: 100)
-    lab.is_reference = False
+    lab.name = "another"
     cause = check(by_name("keyformer", "throughput"), lab).explanation
     assert cause.startswith("a step reads 404 MB")
 
@@ -382,10 +441,25 @@ def test_recall_rates_are_shares_and_rise_with_the_budget(lab):
         assert max(by.values()) == by[max(by)] > by[min(by)]
 
 
+def test_importance_starts_with_all_and_pages_hold_some(lab):
+    found = lab.importance(16)
+    assert found.kept[0] == 1
+    assert all(0 <= x <= 1 for x in found.kept)
+    assert len(found.kept) == SIZE.new_tokens
+    assert 1 <= found.in_page <= 16
+
+
+def test_noise_raises_the_entropy_of_the_mean(lab):
+    for plain, noised in lab.entropies(8).values():
+        assert 0 < plain < noised
+
+
 def test_errors_of_formats_are_means_over_layers(lab):
     found = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")])
     eight, two = found["8bit (K - T, V - T)"], found["2bit (K - T, V - T)"]
     assert 0 < eight.keys < two.keys < 1
+    each = lab.errors([kivi.cell(8, "T", "T"), kivi.cell(2, "T", "T")], elementwise=True)
+    assert each["2bit (K - T, V - T)"].keys > two.keys  # small elements err most
 
 
 def test_steps_are_timed_and_read_the_weights_and_the_cache(lab):

@@ -49,35 +49,40 @@ def measure(
     recipes: Sequence[Recipe],
     queries: int = 64,
     progress: Progress | None = None,
+    elementwise: bool = False,
 ) -> dict[str, dict[int, LayerError]]:
     """Return the errors of each recipe's formats, by recipe name and layer number.
 
     ids: int64 [M, T], contexts. queries: sampled queries of a context. progress: called with one
-    unit a context. The model is left as it was. Raises `IncompatibleRecipe`.
+    unit a context. elementwise: errors are the mean of |x - x'| / |x| over all elements but zeros,
+    in place of norms. The model is left as it was. Raises `IncompatibleRecipe`.
     """
     shape = geometry(supported_model(model, all_heads_for="an analysis"))
     for recipe in recipes:
         recipe.check(shape)
     facts = {recipe.name: load_layer_facts(model, recipe) for recipe in recipes}
-    squares: dict[tuple[str, int], Tensor] = {}
+    sums: dict[tuple[str, int], Tensor] = {}
+    summed = _ratios if elementwise else _squares
     with attachment_restored(model):
         index = {layer_index: i for i, layer_index in enumerate(shape.layer_indices)}
 
         def add(layer_index: int, inputs: AttentionInputs) -> None:
             exact = ExactAttention(AttentionSample.of(inputs, queries))
             for recipe in recipes:
-                new = _squares(exact, inputs, recipe, facts[recipe.name][index[layer_index]])
+                pairs = _pairs(exact, inputs, recipe, facts[recipe.name][index[layer_index]])
+                new = torch.tensor([summed(a, b) for a, b in pairs], dtype=torch.float64)
                 key = recipe.name, layer_index
-                squares[key] = squares[key] + new if key in squares else new
+                sums[key] = sums[key] + new if key in sums else new
 
         for i in range(len(ids)):
             record(model, ids[i : i + 1], add)
             if progress:
                 progress("quantizing", 1)
     errors: dict[str, dict[int, LayerError]] = {recipe.name: {} for recipe in recipes}
-    for (name, layer_index), pairs in squares.items():
-        error, exact = pairs.unbind(1)
-        errors[name][layer_index] = LayerError(*(error / exact.clamp_min(1e-30)).sqrt().tolist())
+    for (name, layer_index), of_layer in sums.items():
+        error, exact = of_layer.unbind(1)
+        ratios = error / exact.clamp_min(1e-30)
+        errors[name][layer_index] = LayerError(*(ratios if elementwise else ratios.sqrt()).tolist())
     return errors
 
 
@@ -102,20 +107,29 @@ def to_data(
     return {"environment": environment, "rows": rows}
 
 
-def _squares(
+def _pairs(
     exact: ExactAttention, inputs: AttentionInputs, recipe: Recipe, layer: LayerFacts
-) -> Tensor:
-    """Return squared norms [5, 2] of error and exact tensor, in the order of `LayerError`."""
+) -> tuple[tuple[Tensor, Tensor], ...]:
+    """Return each quantized tensor and the exact one, in the order of `LayerError`."""
     k = round_trip(inputs.k, recipe.store, "keys", layer).float().cpu()
     v = round_trip(inputs.v, recipe.store, "values", layer).float().cpu()
     weights = exact.weights_with_keys(k - exact.k)
     out = exact.out
-    pairs = (
+    return (
         (k, exact.k),
         (v, exact.v),
         (weights, exact.weights),
         (exact.weights @ v, out),
         (weights @ v, out),
     )
-    rows = [[(a - b).square().sum(), b.square().sum()] for a, b in pairs]
-    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _squares(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Return the squared norms of the error and of the exact tensor b."""
+    return [(a - b).square().sum(), b.square().sum()]
+
+
+def _ratios(a: Tensor, b: Tensor) -> list[Tensor]:
+    """Return the sum of |a - b| / |b| over the elements of b other than 0, and their number."""
+    nonzero = b != 0
+    return [((a - b)[nonzero] / b[nonzero]).abs().sum(dtype=torch.float64), nonzero.sum()]

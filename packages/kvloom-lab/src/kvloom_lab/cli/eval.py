@@ -414,7 +414,7 @@ def papers_command(
             count = progress.counter(len(claims))
             lab = Lab(
                 loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
-                is_reference=model == "reference", progress=lambda what, units: count(what, 0),
+                name=model, progress=lambda what, units: count(what, 0),
             )  # fmt: skip
             if json != "-":
                 with progress.hidden():

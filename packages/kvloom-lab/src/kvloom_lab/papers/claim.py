@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..eval.summary import bootstrap
+from ..models import REFERENCE
+from ..models.smollm2 import NAME as SMOLLM2
 from ..workload.errors import logged_line
 from ..workload.files import read_toml
 from .lab import Lab, NotTestable, Quality
@@ -61,7 +63,8 @@ class Claim:
     name: short and unique in the paper. text: the claim in one sentence. where: table, figure or
     section. rule: when we call it reproduced. test: None for a claim that is not testable here.
     why_not_reproduced: on the reference model, where the rule does not hold there. any_model: the
-    test does not use the lab's model, so the cause holds for all. paper: the paper's figures; None
+    test does not use the lab's model, so the cause holds for all. why_not_on_smollm2: likewise on
+    SmolLM2. paper: the paper's figures; None
     where its text prints none.
     """
 
@@ -72,6 +75,7 @@ class Claim:
     test: Callable[[Lab], Finding] | None = None
     why_not_reproduced: str = ""
     any_model: bool = False
+    why_not_on_smollm2: str = ""
     why_not_testable: str = ""
     paper: ClaimTable | None = None
 
@@ -131,11 +135,13 @@ def check(claim: Claim, lab: Lab) -> Verdict:
 
 
 def _why_not_reproduced(claim: Claim, lab: Lab) -> str:
-    """Return the cause, which was investigated on the reference model alone."""
+    """Return the cause, which was investigated on two models alone."""
     cause = claim.why_not_reproduced
+    if lab.name == SMOLLM2 and claim.why_not_on_smollm2:
+        return claim.why_not_on_smollm2
     if not cause:
         return "the cause was not investigated"
-    if lab.is_reference or claim.any_model:
+    if lab.name == REFERENCE or claim.any_model:
         return cause
     return f"the cause was not investigated on this model; on the reference model: {cause}"
 

@@ -19,6 +19,9 @@ from .speed import EXACT, MPT_7B, speedup, stated
 
 BUDGETS = (0.2, 0.5, 0.7, 0.9)
 NOISES = ("gumbel", "gaussian", "constant", "none")
+DAMPING = (1.0, 0.975, 0.95, 0.925, 0.9)
+TEMPERATURES = (1.0, 1.5, 2.0, 3.0)
+DRAWS = 32
 RECENT = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 
 
@@ -80,6 +83,42 @@ def _noise(lab: Lab) -> Finding:
     return all_hold(
         ordered(qualities, *(("gumbel", x) for x in NOISES[1:])),
         ordered(qualities, ("none", "gaussian"), ("gaussian", "constant")),
+    )
+
+
+def _damping(lab: Lab) -> Finding:
+    names = [f"α = {x:g}" for x in DAMPING]
+    qualities = lab.quality(
+        [
+            named(f"h2o:fraction=0.5,recent=0.2,damping={x}", name)
+            for x, name in zip(DAMPING, names, strict=True)
+        ]
+    )
+    kl = {name: float(qualities[name].kl.mean()) for name in names}
+    best = min(kl, key=lambda name: kl[name])
+    return Finding(
+        quality_figures(qualities),
+        kl[best] >= 0.5 * kl[names[0]],
+        f"best: {best}, KL {kl[best]:.4f}; without damping {kl[names[0]]:.4f}",
+    )
+
+
+def _temperature(lab: Lab) -> Finding:
+    recipes = [named(f"keyformer:fraction=0.6,tau_end={x}", f"τ to {x:g}") for x in TEMPERATURES]
+    pairs = (("τ to 2", recipe.name) for recipe in recipes if recipe.name != "τ to 2")
+    return ordered(lab.quality(recipes), *pairs)
+
+
+def _entropy(lab: Lab) -> Finding:
+    """Compare the entropy of weights with that of their mean over draws of noise."""
+    entropies = lab.entropies(DRAWS)
+    without, gumbel = np.mean(list(entropies.values()), axis=0).tolist()
+    above = sum(noised > plain for plain, noised in entropies.values())
+    return Finding(
+        ClaimTable(("entropy (nats)",), {"none": (without,), "Gumbel": (gumbel,)}),
+        gumbel > without,
+        f"Gumbel minus none, mean over layers: {gumbel - without:+.2f} nats; above 0 in {above} of "
+        f"{len(entropies)} layers",
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvloom.recipe import Protect, Recipe, resolve
 from kvloom.store import Packed, Store
 
-from ..analyse.error import LayerError
 from .claim import (
     KEEPS,
     LEAST_FOUND,
@@ -63,35 +64,44 @@ def _values_per_channel(lab: Lab) -> Finding:
     return ordered(lab.quality(CELLS), (TT, CC), (TT, TC), (CT, CC), (CT, TC))
 
 
-def _format_errors(lab: Lab) -> dict[str, LayerError]:
-    return lab.errors([cell(2, "T", "T"), cell(2, "C", "C")])
+def _table2(lab: Lab, *fields: str) -> dict[str, tuple[float, float]]:
+    """Return errors per token and per channel at 2 bits: element-wise means, and by norms."""
+    rows = {}
+    for elementwise, how in ((True, ""), (False, " (norms)")):
+        errors = lab.errors([cell(2, "T", "T"), cell(2, "C", "C")], elementwise)
+        for field in fields:
+            cells = getattr(errors[TT], field), getattr(errors[CC], field)
+            rows[f"{field.partition('_')[0]}{how}"] = cells
+    return rows
 
 
 def _key_errors(lab: Lab) -> Finding:
-    errors = _format_errors(lab)
-    rows = {
-        "keys": (errors[TT].keys, errors[CC].keys),
-        "attention": (errors[TT].weights, errors[CC].weights),
-    }
-    ratio = rows["attention"][0] / rows["attention"][1]
+    rows = _table2(lab, "keys", "weights")
+    del rows["weights"]  # weights near 0 decide their element-wise mean
+    per_token, per_channel = rows["weights (norms)"]
     return Finding(
         ClaimTable(("K Per-Token", "K Per-Channel"), rows),
-        ratio >= 2 and rows["keys"][0] > rows["keys"][1],
-        f"attention error per token is {ratio:.2f} times that per channel",
+        per_token >= 2 * per_channel and rows["keys"][0] > rows["keys"][1],
+        f"attention error per token is {per_token / per_channel:.2f} times that per channel",
     )
 
 
 def _value_errors(lab: Lab) -> Finding:
-    errors = _format_errors(lab)
-    rows = {
-        "values": (errors[TT].values, errors[CC].values),
-        "output": (errors[TT].output_values, errors[CC].output_values),
-    }
-    ratio = rows["output"][1] / rows["output"][0]
+    rows = _table2(lab, "values", "output_values")
+    per_token, per_channel = rows["output"]
     return Finding(
         ClaimTable(("V Per-Token", "V Per-Channel"), rows),
-        ratio >= 2,
-        f"output error per channel is {ratio:.2f} times that per token",
+        per_channel >= 2 * per_token,
+        f"output error per channel is {per_channel / per_token:.2f} times that per token",
+    )
+
+
+def _sparsity(lab: Lab) -> Finding:
+    sparsity = float(np.mean([layer.sparsity for layer in lab.attention_layers()]))
+    return Finding(
+        ClaimTable(("sparsity",), {"mean over layers": (sparsity,)}),
+        sparsity >= 0.8,
+        f"{sparsity:.1%} of the attention weights",
     )
 
 

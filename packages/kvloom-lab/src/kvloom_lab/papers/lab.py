@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvloom.calibrate import AttentionInputs, AttentionSample, ExactAttention, record
 from kvloom.errors import InputError
-from kvloom.hf import geometry
+from kvloom.hf import attachment_restored, geometry
 from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
@@ -35,7 +37,7 @@ from ..eval.tasks.needles import Niah
 from ..eval.tasks.text import Perplexity
 from ..models import max_positions, random_llama
 from ..workload.text import cut_rows
-from .recalling import hit_rate, recall_rates
+from .recalling import Importance, hit_rate, importance, recall_rates
 
 
 class NotTestable(Exception):
@@ -99,6 +101,7 @@ class TimedStep(NamedTuple):
 class Lab:
     """Measures recipes on one model and one text; repeated measurements come from the first.
 
+    name: of the model: "reference" and "smollm2" have causes of their own in claims.
     progress: called with the current work, and with the finished units of one measurement.
     """
 
@@ -109,12 +112,12 @@ class Lab:
         text: str,
         *,
         size: Size = DEFAULT,
-        is_reference: bool = False,
+        name: str = "",
         seed: int = 0,
         progress: Progress = lambda what, units: None,
     ) -> None:
         self.model, self.tokenizer, self.text = model, tokenizer, text
-        self.size, self.is_reference, self.seed = size, is_reference, seed
+        self.size, self.name, self.seed = size, name, seed
         self.progress = progress
         self._temporary = tempfile.TemporaryDirectory()
         self._source = Source.of(
@@ -123,7 +126,9 @@ class Lab:
         self._folders: dict[str, ResultFolder] = {}
         self._measured: dict[str, Recipe] = {}
         self._recall: dict[int, dict[str, dict[int, float]]] = {}
-        self._errors: dict[tuple[Recipe, ...], dict[str, error.LayerError]] = {}
+        self._attention: list[list[attention.LayerAttention]] = []
+        self._importance: dict[int, Importance] = {}
+        self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
 
     def close(self) -> None:
         """Remove the measurements."""
@@ -176,18 +181,27 @@ class Lab:
             for name, lines in lines_by_recipe.items()
         }
 
-    def errors(self, recipes: Sequence[Recipe]) -> dict[str, error.LayerError]:
+    def errors(
+        self, recipes: Sequence[Recipe], elementwise: bool = False
+    ) -> dict[str, error.LayerError]:
         """Return the relative errors of the recipes' formats, the mean over layers, by name."""
-        key = tuple(recipes)
+        key = tuple(recipes), elementwise
         if key not in self._errors:
-            by_layer = error.measure(self.model, self.texts(2, self.context), recipes)
+            by_layer = error.measure(
+                self.model, self.texts(2, self.context), recipes, elementwise=elementwise
+            )
             self._errors[key] = {name: error.mean(errors) for name, errors in by_layer.items()}
         return self._errors[key]
 
     def attention_layers(self) -> list[attention.LayerAttention]:
         """Return the attention figures of each layer, as `kvloom analyse attention` does."""
-        ids = self.texts(1, self.context + 1)
-        return attention.measure(self.model, ids, context=self.context)
+        return self.attention_of_texts(1)[0]
+
+    def attention_of_texts(self, texts: int) -> list[list[attention.LayerAttention]]:
+        """Return these figures of several parts of the text."""
+        for ids in self.texts(texts, self.context + 1)[len(self._attention) :]:
+            self._attention.append(attention.measure(self.model, ids[None], context=self.context))
+        return self._attention[:texts]
 
     def recall(self) -> dict[str, dict[int, float]]:
         """Return the recall rates after the long context, by index and budget in tokens."""
@@ -197,6 +211,37 @@ class Lab:
             recalled = recall_rates(self.model, ids, context, self.progress)
             self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
         return self._recall[context]
+
+    def entropies(self, draws: int) -> dict[int, tuple[float, float]]:
+        """Return the mean entropy of attention weights by layer: as they are, and with noise.
+
+        With noise: of the mean weights over draws of Gumbel noise on the logits, on sampled rows of
+        one context.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        by_layer: dict[int, tuple[float, float]] = {}
+
+        def entropy(weights: Tensor) -> float:
+            return torch.special.entr(weights).sum(dim=-1).mean().item()
+
+        def add(layer: int, inputs: AttentionInputs) -> None:
+            weights = ExactAttention(AttentionSample.of(inputs, 16)).weights
+            logits, mean = weights.log(), torch.zeros_like(weights)
+            for _ in range(draws):
+                noise = -torch.empty_like(weights).exponential_(generator=generator).log()
+                mean += (logits + noise).softmax(dim=-1) / draws
+            by_layer[layer] = entropy(weights), entropy(mean)
+
+        with attachment_restored(self.model):
+            record(self.model, self.texts(1, self.context), add)
+        return by_layer
+
+    def importance(self, tokens: int) -> Importance:
+        """Return where the `tokens` most important tokens are, over 64 steps as in the paper."""
+        if tokens not in self._importance:
+            ids = self.texts(1, self.long_context + self.size.new_tokens)
+            self._importance[tokens] = importance(self.model, ids, self.long_context, tokens)
+        return self._importance[tokens]
 
     def hits(self, recipe: str) -> float:
         """Return the share of recalled tokens that earlier steps left on the device."""

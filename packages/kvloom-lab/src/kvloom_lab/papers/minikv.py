@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from kvloom.keep import Budget, Keep, Mass
@@ -61,7 +62,12 @@ def _same_bytes(lab: Lab) -> dict[str, Quality]:
         )
     ]
     return lab.quality(
-        ["kivi", *rivals, named("minikv", "MiniKV"), named("minikv-pyramid", "MiniKV Pyramid")]
+        [
+            named("kivi:group=16", "KIVI"),
+            *rivals,
+            named("minikv", "MiniKV"),
+            named("minikv-pyramid", "MiniKV Pyramid"),
+        ]
     )
 
 
@@ -79,10 +85,10 @@ def _keeps(lab: Lab) -> Finding:
 
 def _kivi(lab: Lab) -> Finding:
     qualities = _same_bytes(lab)
-    order = ordered(qualities, ("kivi", "MiniKV Pyramid"))
-    ratio = qualities["kivi"].bytes_share / qualities["MiniKV Pyramid"].bytes_share
+    order = ordered(qualities, ("KIVI", "MiniKV Pyramid"))
+    ratio = qualities["KIVI"].bytes_share / qualities["MiniKV Pyramid"].bytes_share
     return all_hold(
-        order, Finding(order.ours, ratio > 1.2, f"bytes of kivi over MiniKV's: {ratio:.2f}")
+        order, Finding(order.ours, ratio > 1.2, f"bytes of KIVI over MiniKV's: {ratio:.2f}")
     )
 
 
@@ -124,6 +130,72 @@ def _frozen(lab: Lab) -> Finding:
         quality_figures(qualities),
         ratio <= AS_GOOD,
         f"perplexity of chosen once over at every step: {ratio:.4f}; KL minus: {gap}",
+    )
+
+
+def _fixed_tenth(lab: Lab) -> Finding:
+    """One of heavy hitters and recent tokens has 10% of the prompt, the other more and more."""
+    recipes, pairs = [], []
+    for more in (0.05, 0.2, 0.45):
+        heavy, recent = (f"{what} {more:.0%}" for what in ("heavy", "recent"))
+        for name, share in ((heavy, 0.1), (recent, more)):
+            total = 0.1 + more
+            recipes.append(named(f"h2o:fraction={total:.2f},recent={share / total:.4f}", name))
+        pairs.append((heavy, recent))
+    qualities = lab.quality(recipes)
+    found = {pair: difference(qualities[pair[0]].kl, qualities[pair[1]].kl) for pair in pairs}
+    return Finding(
+        quality_figures(qualities),
+        len({x.mean > 0 for x in found.values()}) > 1
+        or all(x.low <= 0 <= x.high for x in found.values()),
+        "; ".join(f"KL of {a} minus {b}: {x}" for (a, b), x in found.items()),
+    )
+
+
+def _much_eviction(lab: Lab) -> Finding:
+    shares = (0.5, 0.2, 0.1, 0.05)
+    recipes = [
+        named(f"{name}:fraction={share}", f"{shown} {share:.0%}")
+        for name, shown in (("h2o", "H2O"), ("snapkv", "SnapKV"))
+        for share in shares
+    ]
+    qualities = lab.quality(recipes)
+    half = kept(qualities, {"H2O 50%": KEEPS, "SnapKV 50%": KEEPS})
+    less = [recipe.name for recipe in recipes if "50%" not in recipe.name]
+    best = min(less, key=lambda name: qualities[name].ratio)
+    lost = Finding(
+        half.ours,
+        qualities[best].ratio > KEEPS,
+        f"best of 20, 10 and 5%: {best}, {qualities[best].ratio:.3f} (must be above {KEEPS})",
+    )
+    return all_hold(half, lost)
+
+
+def _lower_layers(lab: Lab) -> Finding:
+    most = [layer.most for layer in lab.attention_layers()]
+    half = len(most) // 2
+    lower, upper = float(np.mean(most[:half])), float(np.mean(most[half:]))
+    return Finding(
+        ClaimTable(
+            ("tokens with 90% of the attention",),
+            {"lower half of the layers": (lower,), "upper half": (upper,)},
+        ),
+        lower > upper,
+        f"lower layers {lower:.0%} of the tokens, upper layers {upper:.0%}",
+    )
+
+
+def _variance(lab: Lab) -> Finding:
+    variances = np.array([[x.variance for x in layers] for layers in lab.attention_of_texts(3)])
+    ranks = variances.argsort(axis=1).argsort(axis=1)
+    least = float(np.corrcoef(ranks).min())
+    return Finding(
+        ClaimTable(
+            ("text 1", "text 2", "text 3"),
+            {f"layer {i}": tuple(map(float, x)) for i, x in enumerate(variances.T)},
+        ),
+        least >= 0.9,
+        f"smallest rank correlation over layers of two texts: {least:.3f}",
     )
 
 

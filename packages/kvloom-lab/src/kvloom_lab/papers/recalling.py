@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from kvloom import Cache
 from kvloom.hf import ObservedStep, attachment_restored, observe_steps, read_tokens
 from kvloom.progress import Progress
-from kvloom.recall import Clusters, Index, Pages, TopK
+from kvloom.recall import Clusters, Index, Pages, PartialKeys, TopK
 
 from ..workload import clock
 
@@ -37,7 +37,9 @@ INDEXES: Mapping[str, Index] = {
     "cosine, L/40": replace(PAPER, size=40),
     "cosine, L/20": replace(PAPER, size=20),
     "Quest, pages of 16": Pages(),
+    "InfiniGen, 30% of the channels": PartialKeys(),
 }
+PAGE = 16
 
 
 @dataclass
@@ -75,20 +77,26 @@ def recall_rates(
     build_s = dict.fromkeys(indexes, 0.0)
     finders: dict[tuple[str, int], Any] = {}
 
+    def build(q: Tensor, keys: Tensor, live: Tensor, layer: int) -> None:
+        for name, index in indexes.items():
+            finder = finders[name, layer] = index.finder()
+            due = index.due(0, keys.shape[2])
+            begin = clock.seconds(keys.device)
+            if index.reads_queries:
+                finder.learn(q[:, :, SINKS:], keys, live, live)
+            finder.extend(keys[:, :, :due], live[:, :, :due])
+            build_s[name] += clock.seconds(keys.device) - begin
+
     def on_step(observed: ObservedStep) -> None:
-        if observed.q.shape[2] > 1 or observed.layer < exact_layers:
+        if observed.layer < exact_layers:
             return
         keys = observed.keys[:, :, SINKS:context]
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+        if observed.q.shape[2] > 1:  # the prompt
+            build(observed.q, keys, live, observed.layer)
+            return
         oracle = TopK().finder()
         oracle.extend(keys, live)
-        for name, index in indexes.items():
-            if (name, observed.layer) not in finders:
-                finder = finders[name, observed.layer] = index.finder()
-                due = index.due(0, keys.shape[2])
-                begin = clock.seconds(keys.device)
-                finder.extend(keys[:, :, :due], live[:, :, :due])
-                build_s[name] += clock.seconds(keys.device) - begin
         q = observed.q[:, :, 0]
         for group, budget in product(groups, sizes):
             count = budget - SINKS
@@ -116,6 +124,51 @@ def recall_rates(
         )
         for name, by_name in rates.items()
     }
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Where the most important tokens are (ClusterKV, figure 3), means over layers and heads.
+
+    kept: the share of those of the first step that are among those of each step [steps]. in_page:
+    how many of them a page of 16 tokens holds that holds any.
+    """
+
+    kept: list[float]
+    in_page: float
+
+
+def importance(model: PreTrainedModel, text: Tensor, context: int, tokens: int) -> Importance:
+    """Return how the `tokens` tokens with the largest q . k change, step by step.
+
+    text: int64 [1, context + steps]. The model is left as it was.
+    """
+    first: dict[int, Tensor] = {}
+    kept: dict[int, list[float]] = {}
+    in_page: list[float] = []
+
+    def on_step(observed: ObservedStep) -> None:
+        if observed.q.shape[2] > 1 or observed.layer < exact_layers:
+            return
+        keys = observed.keys[:, :, :context]
+        oracle = TopK().finder()
+        oracle.extend(keys, torch.ones(1, 1, context, dtype=torch.bool, device=keys.device))
+        slots = oracle.find(observed.q[:, :, 0], tokens, "each", lambda: keys)
+        best = _mask_of(slots, context)
+        step = observed.keys.shape[2] - context
+        before = first.setdefault(observed.layer, best)
+        kept.setdefault(step, []).append((before & best).sum().item() / before.sum().item())
+        pages = best[..., : context // PAGE * PAGE].unflatten(-1, (-1, PAGE)).sum(dim=-1)
+        in_page.append(pages[pages > 0].float().mean().item())
+
+    with attachment_restored(model), torch.inference_mode():
+        cache = Cache(model, "full")
+        exact_layers = FULL_LAYERS if len(cache.full_layers) > FULL_LAYERS else 0
+        observe_steps(cache, on_step)
+        read_tokens(model, text[:, :context].to(model.device), cache)
+        for i in range(context, text.shape[1]):
+            read_tokens(model, text[:, i : i + 1].to(model.device), cache)
+    return Importance([fmean(kept[step]) for step in sorted(kept)], fmean(in_page))
 
 
 def shared_budgets(context: int) -> list[int]:

@@ -126,11 +126,10 @@ class Budget:
         """Return the tokens to keep, averaged over layers."""
         if self.tokens is not None:
             return self.tokens
-        tokens = self._of_prompt(prompt_tokens)
         if self.round_shares and self.recent_share is not None:
-            heavy_share = round(1 - self.recent_share, 12)  # 1 - 0.9 is a little less than 0.1
-            return int(tokens * self.recent_share) + int(tokens * heavy_share)
-        return int(tokens)
+            shares = self.recent_share, 1 - self.recent_share
+            return sum(self._part(prompt_tokens, share) for share in shares)
+        return int(self._of_prompt(prompt_tokens))
 
     def recent_of(self, prompt_tokens: int) -> int:
         """Return how many of the tokens to keep are the newest."""
@@ -138,13 +137,21 @@ class Budget:
         if share is None:
             return min(self.recent_tokens or 0, total if self.fraction is None else total // 2)
         if self.round_shares and self.fraction is not None:
-            return int(self._of_prompt(prompt_tokens) * share)
+            return self._part(prompt_tokens, share)
         return int(total * share)
 
     def _of_prompt(self, prompt_tokens: int) -> float:
         """Return the fraction of a prompt in tokens, before it is rounded."""
         assert self.fraction is not None
         return max(FLOOR_TOKENS, prompt_tokens * self.fraction)
+
+    def _part(self, prompt_tokens: int, share: float) -> int:
+        """Return a share of the fraction of a prompt in tokens, as one share of the prompt.
+
+        0.4 * 0.75 is a little more than 0.3, and 1 - 0.9 a little less than 0.1.
+        """
+        assert self.fraction is not None
+        return int(max(FLOOR_TOKENS * share, prompt_tokens * round(self.fraction * share, 12)))
 
     def heavy(
         self, prompt_tokens: int, layers: int, variances: Sequence[float] | None = None

@@ -71,6 +71,15 @@ def test_a_recent_window_in_tokens(budget, prompt, window):
     assert budget.recent_of(prompt) == window
 
 
+@pytest.mark.parametrize(("heavy", "recent"), [(0.1, 0.3), (0.3, 0.1), (0.07, 0.13), (0.45, 0.05)])
+def test_rounded_shares_are_those_of_the_prompt(heavy, recent):
+    fraction = round(heavy + recent, 12)
+    budget = Budget(fraction=fraction, recent=recent / fraction, round_shares=True)
+    for n in range(1000, 3000):
+        assert budget.recent_of(n) == int(n * recent)
+        assert budget.resolve(n) == int(n * heavy) + int(n * recent)
+
+
 def test_an_unknown_scorer_is_refused():
     with pytest.raises(RecipeError, match="scorer='mass' is not one of recent, dilated, mass"):
         Keep(Budget(tokens=8), scorer="mass")

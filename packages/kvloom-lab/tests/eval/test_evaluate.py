@@ -335,13 +335,17 @@ def test_bytes_give_a_budget(here, tmp_path):
     assert lines[2]["kv_bytes"] < lines[1]["kv_bytes"] < lines[0]["kv_bytes"]
 
 
-def test_each_length_has_a_table(here, tmp_path):
-    found = run(here, "perplexity", "--context", "128,64", "--out", tmp_path / "out")
+@pytest.mark.parametrize(
+    ("task", "context", "lengths"),
+    [("perplexity", "128,64", [128, 64]), ("short", "130", [64, 128])],
+)
+def test_each_length_has_a_table(here, tmp_path, task, context, lengths):
+    found = run(here, task, "--context", context, "--out", tmp_path / "out")
     assert found.exit_code == 0, found.output
-    found = re.findall(r"^(perplexity.*?) *$|^ window:tokens=64 +([\d.]+)%", found.stdout, re.M)
-    titles, shares = [title for title, _ in found if title], [x for _, x in found if x]
-    assert titles == ["perplexity, context 128", "perplexity, context 64"]
-    assert float(shares[0]) < float(shares[1])
+    found = re.findall(rf"^({task}.*?) *$|^ window:tokens=64 +([\d.]+)%", found.stdout, re.M)
+    titles, shares = [title for title, _ in found if title], [float(x) for _, x in found if x]
+    assert titles == [f"{task}, context {length}" for length in lengths]
+    assert shares[lengths.index(128)] < shares[lengths.index(64)]
 
 
 def test_summaries_of_a_file(here, tmp_path):

@@ -290,7 +290,7 @@ def eval_command(
                 )
                 raise typer.Exit(130) from None
         lines = [line for task in chosen_tasks for line in folder.outcomes(task.name).values()]
-        print_rich(results_table(lines, folder.lines("prompts") if len(lengths) > 1 else ()))
+        print_rich(results_table(lines, folder.lines("prompts")))
         typer.echo(f"results: {out}; kvloom report {out} makes a page of them", err=True)
         failed = list(dict.fromkeys(line["recipe"] for line in lines if line.get("failed")))
         if failed:

@@ -99,15 +99,19 @@ def results_table(
 ) -> Group:
     """Return a table for each task; rich can print it.
 
-    lines: of `TASK.jsonl`. prompts: of `prompts.jsonl`, for a table of each length of contexts.
+    lines: of `TASK.jsonl`. prompts: of `prompts.jsonl`. A task whose contexts differ in length has
+    a table of each length.
     """
     from ..eval.summary import PER_SAMPLE, main_score, summarize
 
     lengths = {(x["task"], x["sample"]): x["length"] for x in prompts if "length" in x}
+    different = {(task, length) for (task, _), length in lengths.items()}
+    by_length = Counter(task for task, _ in different)
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
-        length = lengths.get((line["task"], line["sample"]))
-        title = line["task"] if length is None else f"{line['task']}, context {length:,}"
+        title, length = line["task"], lengths.get((line["task"], line["sample"]))
+        if length is not None and by_length[title] > 1:
+            title += f", context {length:,}"
         groups.setdefault(title, []).append(line)
     parts: list[Any] = []
     for title, group in groups.items():

@@ -12,7 +12,7 @@ from .instructions import Instructions
 from .needles import Multiturn, Niah
 from .ruler import Ruler
 from .state import State
-from .text import Free, Perplexity
+from .text import Free, Perplexity, Short
 from .trace import TraceTask
 from .user_data import LongBench, Summarize
 
@@ -24,6 +24,7 @@ TASKS: Registry[type[Task[Any]]] = Registry(
         task.name: task
         for task in (
             Perplexity,
+            Short,
             Free,
             TraceTask,
             Niah,

@@ -1,20 +1,23 @@
 """Tasks on a text: how well it is predicted after a context, and free-running generation.
 
 `perplexity` decodes the continuation token by token, so that every prediction reads the compressed
-cache. In `free`, errors accumulate, because each token depends on those before it. Divergence is
-measured along the recipe's own text: the exact cache reads what the recipe wrote, and the two
-distributions of each next token are compared.
+cache. `short` does so after prompts of `SHORT_LENGTHS` tokens. In `free`, errors accumulate,
+because each token depends on those before it. Divergence is measured along the recipe's own text:
+the exact cache reads what the recipe wrote, and the two distributions of each next token are
+compared.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvloom import Cache
+from kvloom.errors import InputError
 
 from ...workload.passes import ForwardRequest, Measurement
 from ...workload.text import cut_rows
@@ -23,6 +26,7 @@ from ..sample import Baseline, Batch, Outcome, Run, Sample, Source, Task
 
 CHUNK = 64  # tokens between two readings by the exact cache
 GRAM = 4
+SHORT_LENGTHS = 64, 128, 256, 512, 1024
 
 
 class ContinuationTask(Task[Baseline]):
@@ -87,6 +91,25 @@ class Perplexity(ContinuationTask[Tensor]):
             for i in range(len(rows))
         ]
         return outcomes, baseline
+
+
+class Short(Perplexity):
+    """The same after short prompts, of which a fraction is few tokens."""
+
+    name = "short"
+    about = "The model reads a short prompt, and predicts the text that really follows."
+    main_score = "kl_mean"
+
+    def batches(self, source: Source) -> list[Batch]:
+        """Return rows of `SHORT_LENGTHS`, up to the longest length of the source."""
+        longest = max(source.lengths)
+        lengths = [length for length in SHORT_LENGTHS if length <= longest]
+        if not lengths:
+            raise InputError(
+                f"short: prompts have {SHORT_LENGTHS[0]} tokens or more, and --context has "
+                f"{longest}; use a longer --context"
+            )
+        return super().batches(replace(source, lengths=lengths))
 
 
 class ExactText(NamedTuple):

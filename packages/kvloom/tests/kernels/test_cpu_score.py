@@ -163,7 +163,7 @@ def test_what_fills_registers_without_avx512_too(monkeypatch):
     from kvloom.kernels.score import cpu_microkernel as micro
 
     other = (6, 1) if micro.AT_ONCE[0] == 12 else (12, 2)
-    made = cpu.compiled()._replace(
+    made = cpu.compiled(False)._replace(
         panels=mass.panels(other[1]), mass=mass.mass(*other, False), rows=other[0]
     )
     monkeypatch.setattr(cpu, "compiled", lambda _: made)

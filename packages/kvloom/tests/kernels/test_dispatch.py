@@ -22,6 +22,7 @@ from kvloom.kernels.limits import Coverage
 from kvloom.kernels.plan import OpPlan
 from kvloom.kernels.quantize import triton as triton_pack
 from kvloom.kernels.quantize.cpu import pack as cpu_pack
+from kvloom.kernels.score import cpu as cpu_score
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
 from kvloom.store import LayerEncoding, Packed, Store
@@ -271,6 +272,7 @@ def test_every_backend_has_the_signature_of_its_reference():
         "append": cpu_append.append,
         "attend": cpu_attend.BoundCall.run,
         "pack": cpu_pack.Packer.__call__,
+        "column_mass": cpu_score.column_mass,
     }
     for name, op in ops.OPS.items():
         want = list(signature(op.reference).parameters.values())

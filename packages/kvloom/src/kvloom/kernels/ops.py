@@ -186,7 +186,7 @@ column_mass = Op(
     "column_mass",
     score_reference.column_mass,
     _mass_case,
-    cpu=Backend(Binding(mass_cpu.column_mass, mass_cpu.compiled), mass_cpu.COVERAGE),
+    cpu=Backend(mass_cpu.bind, mass_cpu.COVERAGE),
     gpu=Backend(Binding(mass_triton.column_mass, mass_triton.kernels), mass_triton.COVERAGE),
 )
 

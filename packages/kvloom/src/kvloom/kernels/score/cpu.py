@@ -5,6 +5,7 @@ Importing this does not import Numba; the first call does.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,6 +51,12 @@ COVERAGE = Coverage(
     ("no gradient", dispatch.gradient_problem),
     ("causal queries", later_problem),
 )
+
+
+def bind(q: Tensor, k: Tensor, *_: Any, **__: Any) -> Callable[..., Tensor]:
+    """Return `column_mass`, once the kernels for such queries and keys are compiled."""
+    compiled(_has_pairs(q) and _has_pairs(k))
+    return column_mass
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
@@ -185,7 +192,7 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def compiled(pairs: bool = False) -> _Kernels:
+def compiled(pairs: bool) -> _Kernels:
     """Compile the kernels of `column_mass`; they cover every case.
 
     pairs: multiply pairs of bf16 if possible.

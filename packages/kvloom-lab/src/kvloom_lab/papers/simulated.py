@@ -74,7 +74,7 @@ class Levels:
     def fit(cls, x: Tensor, bits: int, dim: int, rounds: int = 20) -> Levels:
         """Return the levels of k-means on values of x [T, channels], from quantiles on."""
         scaled, _, _, inner = _normalized(x, dim)
-        values = scaled[inner][:: max(1, int(inner.sum()) // 50_000)]
+        values = scaled[inner][:: max(1, int(inner.sum()) // 50_000)].contiguous()
         levels = values.quantile((torch.arange(2**bits) + 0.5) / 2**bits)
         for _ in range(rounds):
             nearest = torch.bucketize(values, (levels[1:] + levels[:-1]) / 2)

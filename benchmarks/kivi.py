@@ -19,8 +19,8 @@ from kvloom import Recipe
 from kvloom.hf import geometry
 from kvloom.recipe import resolve
 from kvloom_lab.eval import Settings, compare, load, prepare
+from kvloom_lab.eval.tables import comparison_line
 from kvloom_lab.papers.kivi import GROUP, cell
-from kvloom_lab.show.tables import comparison_line
 from kvloom_lab.workload.text import library_text
 
 

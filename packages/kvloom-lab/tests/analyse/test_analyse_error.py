@@ -16,8 +16,8 @@ from kvloom.calibrate.recorder import record
 from kvloom.errors import IncompatibleRecipe
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.analyse import error
+from kvloom_lab.analyse.tables import error_table
 from kvloom_lab.eval import load
-from kvloom_lab.show.tables import error_table
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 pytestmark = by_reference  # none of this depends on kernels

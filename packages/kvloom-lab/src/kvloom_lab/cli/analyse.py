@@ -184,14 +184,15 @@ def _run(
     measure: Callable[[Any, Any, ProgressDisplay], Any],
     **sizes: int,
 ) -> None:
-    """Measure a text, and show the result. name: of its table and plot in `show`. to_data: of the
+    """Measure a text, and show the result. name: of its table and its plot. to_data: of the
     same analysis.
 
     sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
     before the weights of the model are loaded.
     """
+    from ..analyse import tables
     from ..models import check_positions
-    from ..show import plots, tables
+    from ..show import plots
     from ..workload.machine import conditions
     from ..workload.text import cut_rows, leading_ids, tokenize
 
@@ -236,7 +237,7 @@ def check(
         from kvloom.recipe import resolve
 
         from ..analyse.modes import DIFFERENT, check_modes
-        from ..show.tables import modes_table
+        from ..analyse.tables import modes_table
         from ..workload.machine import machine
 
         chosen = resolve(recipe)

@@ -231,9 +231,9 @@ def throughput(
         from kvloom.units import parse_bytes
 
         from ..bench.serving import Job
+        from ..bench.tables import throughput_line, throughput_table
         from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
         from ..show.plots import throughput_plot
-        from ..show.tables import throughput_line, throughput_table
         from ..workload.machine import machine
 
         nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
@@ -317,9 +317,9 @@ def _run(
     from kvloom.kernels import companion, compile_seconds
 
     from ..bench import transformers_caches
+    from ..bench.tables import bench_line, bench_table
     from ..bench.timing import WARM_UP, TimedRow, make_rows, time_candidates
     from ..show.plots import bench_plot
-    from ..show.tables import bench_line, bench_table
     from ..workload import clock
     from ..workload.machine import machine
 

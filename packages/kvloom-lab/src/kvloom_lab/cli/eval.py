@@ -104,8 +104,8 @@ def compare_command(
 
         from .. import eval as evaluation
         from ..eval.comparison import DEFAULT_CONTEXT
+        from ..eval.tables import comparison_line, comparison_table
         from ..show.plots import comparison_plot
-        from ..show.tables import comparison_line, comparison_table
 
         named = [name for name in RECIPES if not part_options(name)]  # without "any score" etc.
         chosen = parse_recipes(",".join(named) if recipes is None else recipes)
@@ -233,9 +233,9 @@ def eval_command(
         from ..eval.evaluate import evaluate, units_to_measure
         from ..eval.results import ResultFolder
         from ..eval.sample import Source, check_ask, task_batches
+        from ..eval.tables import results_table
         from ..eval.tasks import task_named
         from ..models import max_positions
-        from ..show.tables import results_table
         from ..workload.machine import machine, model_facts, versions
 
         chosen_tasks = [task_named(name) for name in tasks]
@@ -398,7 +398,7 @@ def papers_command(
     """
     with user_errors():
         from ..papers import DEFAULT, PAPERS, QUICK, Lab, check
-        from ..show.tables import verdict_block, verdict_data, verdict_line, verdict_summary
+        from ..papers.tables import verdict_block, verdict_data, verdict_line, verdict_summary
         from ..workload.machine import conditions
 
         if paper not in PAPERS:

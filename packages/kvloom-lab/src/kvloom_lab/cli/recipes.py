@@ -198,8 +198,8 @@ def plan_command(
         check_outputs(json, plot=plot)
         from ..planner import plan
         from ..planner.plan_recipes import PLAN_RECIPES
+        from ..planner.table import plan_table
         from ..show.plots import plan_plot
-        from ..show.tables import plan_table
 
         silence_transformers()
         with show_progress() as progress:
@@ -256,9 +256,9 @@ def tune_command(
     """
     with user_errors():
         from ..show.plots import tuning_plot
-        from ..show.tables import tuning_data, tuning_table
         from ..tuner import tune
         from ..tuner.problem import Bound
+        from ..tuner.table import tuning_data, tuning_table
         from ..workload.machine import conditions
         from ..workload.text import read_files
 

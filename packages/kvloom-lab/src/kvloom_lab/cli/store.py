@@ -35,10 +35,18 @@ def list_command(folder: Folder, json: Json = None) -> None:
 def show_command(folder: Folder, key: Key, json: Json = None) -> None:
     """Show an entry: its model, recipe, calibration and token ids."""
     with user_errors():
-        from ..show.tables import entry_table
+        from ..show.tables import FigureTable
 
         data = _dated(_opened(folder).describe(key))
-        show_results(data, json, entry_table(data))
+        table = FigureTable(data["key"], "", [""])
+        for name in ("tokens", "nbytes", "created", "used", "calibration"):
+            table.add(name, str(data[name]))
+        for name, x in data["model"].items():
+            table.add(name if name == "model" else f"model: {name}", str(x))
+        table.add("recipe", data["recipe"]["name"])
+        first, more = data["ids"][:8], ", …" * (len(data["ids"]) > 8)
+        table.add("token ids", ", ".join(map(str, first)) + more)
+        show_results(data, json, table)
 
 
 @app.command("verify")
@@ -92,10 +100,16 @@ def _opened(folder: Path, **limits: str) -> PromptStore:
 
 
 def _show(data: dict[str, Any], entries: list[Any], json: str | None) -> None:
-    from ..show.tables import entries_table
+    from ..show.tables import FigureTable
 
     rows = [_dated(asdict(entry)) for entry in entries]
-    show_results({**data, "entries": rows}, json, entries_table(rows, data["nbytes"]))
+    title = f"{len(rows):,} entries; the folder has {data['nbytes'] / 2**20:,.1f} MiB"
+    table = FigureTable(title, "key", ["tokens", "MiB", "recipe", "model", "last used"])
+    for row in rows:
+        size = f"{row['nbytes'] / 2**20:,.2f}"
+        cells = f"{row['tokens']:,}", size, row["recipe"], row["model"], row["used"]
+        table.add(row["key"][:16], *cells)
+    show_results({**data, "entries": rows}, json, table)
 
 
 def _dated(row: dict[str, Any]) -> dict[str, Any]:

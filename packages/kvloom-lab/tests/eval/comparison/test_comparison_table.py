@@ -9,8 +9,8 @@ from rich.console import Console
 from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Row
+from kvloom_lab.eval.tables import comparison_table
 from kvloom_lab.show.plots import comparison_plot, line_style
-from kvloom_lab.show.tables import comparison_table
 
 
 def test_json_has_the_promised_fields(model, task, rows):

@@ -16,7 +16,7 @@ from transformers import (
 from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Settings
-from kvloom_lab.show.tables import comparison_table
+from kvloom_lab.eval.tables import comparison_table
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 

@@ -14,7 +14,7 @@ PYTEST := python -m pytest -n auto --dist worksteal
 # Every test, on a part of its cases; CONTRIBUTING.md says which.
 test: .venv/ready
 	$(BIN)/$(PYTEST)
-	cd examples/kvloom-formats && ../../$(BIN)/python -m pytest
+	cd examples/kvloom-formats && ../../$(BIN)/$(PYTEST)
 
 # The other cases, formats that take long to compile, and more random examples.
 test-slow: .venv/ready

@@ -5,6 +5,7 @@ Examples are small as drawn, so a failing one is shown as it is: shrinking takes
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ companion.disable()
 # every operation ten times slower.
 torch.set_num_threads(1)
 
+# A full collection looks at a million objects of imports and tests, and transformers asks for one
+# after each continuous batch. So none runs until all tests are collected; then those objects stay.
+gc.disable()
+
 EXAMPLES = {"default": 5, "slow": 10}
 for name, examples in EXAMPLES.items():
     settings.register_profile(
@@ -47,9 +52,15 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("default" if config.option.markexpr == "not slow" else "slow")
 
 
+def pytest_collection_finish() -> None:
+    """Let garbage collections pass over what is there before the first test."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed looks for other devices, too
 
 
 @pytest.fixture(autouse=True)

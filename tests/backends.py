@@ -11,6 +11,7 @@ from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import Encoding, Packed, Store
+from steps import RECIPES
 
 
 @pytest.fixture(autouse=True, params=dispatch.CHOICES)
@@ -35,7 +36,10 @@ def _compiled_for(store: Store) -> tuple:
     return _plain(store.keys), _plain(store.values)
 
 
-ONE_ROW = ("llama-mha", "gpt2", "opt", "gpt-neox", "gptj", "mpt", "falcon-alibi", "bloom")
+ONE_ROW = (
+    "llama-mha", "gpt2", "opt", "gpt-neox", "gptj", "mpt", "falcon-alibi", "bloom", "codegen",
+    "gpt-neo", "gpt-neox-japanese", "xglm",
+)  # fmt: skip
 """Models whose query heads share no keys: a kernel that reads a row at a time serves them alone."""
 COMMON = {_compiled_for(resolve("kivi:group=32,residual=32").store), _compiled_for(Store())}
 
@@ -68,6 +72,6 @@ def _common_word(word: str) -> bool:
     if word in ONE_ROW:
         return False
     try:
-        return _common(resolve(word))
+        return _common(RECIPES.get(word) or resolve(word))
     except RecipeError:
         return True

@@ -6,6 +6,7 @@ import pkgutil
 import re
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import kvloom
@@ -16,9 +17,19 @@ CODE = re.compile(r"(?<!`)`([\w/-]+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(\(.*?\)
 NO_CODE = re.compile(r"kvloom\.plugins|.*\.(css|csv|html|js|json|jsonl|kvcal|toml|yaml)")
 FILES = [*ROOT.glob("[!.]*/**/*.py")]
 PAGES = ROOT / "README.md", *ROOT.glob("docs/**/*.md")
-NODES = {p: [*ast.walk(ast.parse(p.read_text()))] for p in FILES if "tests" not in p.parts}
-CLASSES = [n for nodes in NODES.values() for n in nodes if isinstance(n, ast.ClassDef)]
 DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef
+
+
+@cache
+def all_nodes():
+    """Return the syntax nodes of each file that is no test."""
+    files = [path for path in FILES if "tests" not in path.relative_to(ROOT).parts]
+    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in files}
+
+
+@cache
+def classes():
+    return [n for nodes in all_nodes().values() for n in nodes if isinstance(n, ast.ClassDef)]
 
 
 def defined(nodes):
@@ -28,13 +39,15 @@ def defined(nodes):
     return {getattr(n, key, "") for n in chosen for key in ("id", "attr", "arg", "name", "asname")}
 
 
-NAMES = set(dir(builtins)).union(*map(defined, NODES.values()))
-NAMES |= {part for path in FILES for part in path.with_suffix("").parts}
+@cache
+def all_names():
+    parts = {part for path in FILES for part in path.with_suffix("").parts}
+    return parts.union(dir(builtins), *map(defined, all_nodes().values()))
 
 
 def has(owner, member):
     """Return whether a class of ours has the member; a class from elsewhere may."""
-    found = [node for node in CLASSES if node.name == owner]
+    found = [node for node in classes() if node.name == owner]
     bases = [getattr(base, "id", "") for node in found for base in node.bases]
     own = defined(part for node in found for part in ast.walk(node))
     return not found or member in own or any(has(base, member) for base in bases)
@@ -52,12 +65,12 @@ def exists(name, call):
         except (ImportError, AttributeError):
             if owner == kvloom.__name__:
                 return False
-    return not (members or call) or NAMES.issuperset(members or [owner])
+    return not (members or call) or all_names().issuperset(members or [owner])
 
 
 def test_code_names_in_pages_and_docstrings_exist():
     texts = [(page.name, re.sub("(?s)```.*?```", "", page.read_text())) for page in PAGES]
-    for path, nodes in NODES.items():
+    for path, nodes in all_nodes().items():
         own = (ast.get_docstring(node) for node in nodes if isinstance(node, DOCUMENTED))
         texts += [(path.name, text) for text in own if text]
     codes = {(page, *code) for page, text in texts for code in CODE.findall(text)}

@@ -1,4 +1,7 @@
-"""What tests of the command line read: a saved model, texts, and files that are neither."""
+"""What tests of the command line read: a saved model, texts, and files that are neither.
+
+Fixtures import transformers: pytest-xdist loads this file before it starts the test processes.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,31 @@ import json
 import shutil
 
 import pytest
-from transformers import T5Config, T5ForConditionalGeneration
-
-import tiny
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     """The tokenizer of the tiny models."""
+    import tiny
+
     return tiny.tokenizer()
 
 
 @pytest.fixture(scope="module")
 def model():
     """A tiny Llama of the module that asks for it."""
+    import tiny
+
     return tiny.llama()
 
 
 @pytest.fixture(scope="session")
 def here(tmp_path_factory):
     """A folder with a saved model, damaged ones, a text, an empty file and one that is no text."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    import tiny
+
     folder = tmp_path_factory.mktemp("here")
     model = tiny.llama(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,

@@ -34,12 +34,15 @@ PAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.sample
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = {f"{recipe}, {dtype}": (recipe, DTYPES[dtype]) for recipe in PAGES for dtype in DTYPES}
+
+
 @pytest.mark.parametrize("sinks", [0, 5, 200])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-# Keys by channel, and by token.
-@pytest.mark.parametrize("recipe", slow_except(list(PAGES), "near-lossless", RAW_KEYS))
-def test_pages(recipe, dtype, sinks):
+# Keys by channel, and by token; a kernel for each dtype.
+@pytest.mark.parametrize("case", slow_except(CASES, "near-lossless, bf16", f"{RAW_KEYS}, fp32"))
+def test_pages(case, sinks):
+    recipe, dtype = case
     page = PAGES[recipe]
     store, generator = resolve(recipe).store, torch.Generator().manual_seed(0)
     keys, values = (pool(fmt, page, dtype, generator) for fmt in (store.keys, store.values))

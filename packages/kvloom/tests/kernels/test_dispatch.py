@@ -131,7 +131,7 @@ def test_an_operation_is_bound_once_per_case_and_again_when_the_case_changes():
 @pytest.mark.parametrize("wide", ["values", "a later region"])
 def test_attention_to_exact_tokens_of_two_dtypes_is_left_to_the_reference(wide):
     q, k, v = drawn()
-    narrow = [k.bfloat16(), v.bfloat16()]
+    narrow = [k.half(), v.half()]
     regions, same = [Region.exact(narrow[0], v)], [Region.exact(*narrow)]
     if wide != "values":
         regions = [*same, Region.exact(k, v, step_tokens=1)]
@@ -139,7 +139,7 @@ def test_attention_to_exact_tokens_of_two_dtypes_is_left_to_the_reference(wide):
     ops.attend(q, same, 0.2)  # another case
     got = ops.attend(q, regions, 0.2)
     assert torch.equal(got.out, ref.attend_regions(q, regions, 0.2).out)
-    why = "exact tokens have different dtypes: torch.bfloat16, torch.float32"
+    why = "exact tokens have different dtypes: torch.float16, torch.float32"
     assert dispatch.ran["attend", "ref", why] == 1
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import naive
-from kv_views import FP32, agrees, channel, chosen_agree, cpu_attend, draw, hidden, token
+from kv_views import FP32, agrees, channel, chosen_agree, cpu_attend, draw, hidden, mapped, token
 from kvloom.cache import LayerCache
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu
@@ -18,7 +18,7 @@ from steps import draw as draw_step
 FORMS = {
     "exact": (None, None, 16, FP32),
     "small": (channel(2, 32), token(2, 32), 32, FP32),
-    "rotated": (channel(2, 32, rotation="head"), token(2, 0), 32, FP32),
+    "rotated": (channel(2, 32, rotation="head"), mapped(3, 16, rotation="head"), 48, FP32),
 }
 SINKS = torch.tensor([0.5, -30.0, 40.0, 2.0])
 

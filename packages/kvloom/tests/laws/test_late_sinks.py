@@ -44,6 +44,7 @@ def test_the_first_tokens_of_every_row_stay(name, prompt, pads):
             assert set(range(pad, pad + SINKS)) <= set(head)
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("prompt", [60, 1])
 @pytest.mark.parametrize("pads", [[0, 0], [2, 9], [0, 9]])
 def test_sinks_do_not_widen_the_ranges_of_packed_tokens(pads, prompt):

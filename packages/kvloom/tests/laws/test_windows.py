@@ -20,12 +20,13 @@ from steps import RECIPES, SCALE, D, assert_same_state, draw, state
 PACKED = (
     "kivi:group=32,residual=32", "kivi:group=16,residual=64,meta=fp32",
     "kivi:bits=1.5,group=32,residual=32,meta=fp8", "rtn:bits=3,residual=5", "fp8, layer",
-    "swapped axes", "channels", "rotated heads", "keys only", "values only", "units",
+    "swapped axes", "channels", "rotated heads", "keys only", "values only",
 )  # fmt: skip
 STORES = RECIPES | {"units": resolve("store:bits=2,group=16,residual=64,unit=16")}
 B, HQ, HK = 2, 4, 2
 
-each_store = pytest.mark.parametrize("name", PACKED)
+UNITS = pytest.param("units", marks=pytest.mark.rare)
+each_store = pytest.mark.parametrize("name", [*PACKED, UNITS])
 steps = st.lists(st.sampled_from([1, 1, 1, 2, 30, 64, 65, 200]), min_size=1, max_size=6)
 
 

@@ -28,7 +28,7 @@ import probe
 from kvloom.calibrate import calibrate
 
 RANKS = 2
-NEW = {"trained": 8, "random": 16}
+NEW = {"trained": 8, "random": 8}
 RECORDED = hasattr(DistributedConfig, "tp_size")
 """Whether weights know how they were divided: in 5.23, but not yet in 5.10."""
 CALIBRATED = ["skvq:span=head,group=32,calibration=", "smoothquant:calibration="]

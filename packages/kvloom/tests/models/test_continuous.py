@@ -28,7 +28,7 @@ RECIPES = [
     "kivi:group=16", KIVI, "near-lossless:group=16,sinks=0", f"{KIVI}@0=full",
     "kivi-4:group=16@1=kivi:group=16", "skvq:group=16,reorder=false,clip=1.0",
 ]  # fmt: skip
-LENGTHS = (1, 31, 32, 33, 63, 64, 65, 5, 17, 40, 50, 77, 96, 100, 128, 150)
+LENGTHS = (1, 31, 32, 33, 63, 64, 65, 5, 100, 150)
 
 
 def prompts(lengths=LENGTHS, seed=0):

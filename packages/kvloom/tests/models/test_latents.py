@@ -219,6 +219,7 @@ def test_a_step_that_fails_is_undone(model, recipe, tokens):
     assert torch.equal(got, want)
 
 
+@pytest.mark.rare
 def test_rows_of_a_batch_move(model):
     cache = kvloom.Cache(model, "kivi:group=16,residual=16")
     model(**zoo.batch(), past_key_values=cache)

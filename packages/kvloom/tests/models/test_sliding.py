@@ -36,6 +36,7 @@ def tokens(rows: int, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 199, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.rare
 @pytest.mark.parametrize("name", MODELS)
 def test_at_eight_bits_a_model_is_nearly_the_plain_one(name):
     model, mask = build(name), torch.ones(3, 0, dtype=torch.long)

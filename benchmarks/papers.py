@@ -15,7 +15,7 @@ import json
 import record
 from kvloom_lab.models import load
 from kvloom_lab.papers import DEFAULT, PAPERS, QUICK, Lab, check
-from kvloom_lab.show.tables import verdict_data, verdict_line
+from kvloom_lab.papers.tables import verdict_data, verdict_line
 from kvloom_lab.workload.machine import conditions
 from kvloom_lab.workload.text import library_text
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvloom_lab.papers import PAPERS, Claim
 from kvloom_lab.papers.claim import NOT_REPRODUCED, NOT_TESTABLE, STYLES, Verdict
-from kvloom_lab.show.tables import verdict_data
+from kvloom_lab.papers.tables import verdict_data
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "guides" / "papers.md"

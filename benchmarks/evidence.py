@@ -35,7 +35,7 @@ from typing import Any
 import protocol
 import record
 from evaluation import HERE, Evaluation, mixed_batches, recipe_of, source_of
-from evidence_tables import free, published_samples, table, table_by_kind
+from evidence_tables import free, needles, published_samples, table, table_by_kind
 from evidence_texts import KINDS, prose
 from kvloom.errors import RecipeError
 from kvloom.hf import CALIBRATION_FILE, geometry
@@ -151,7 +151,7 @@ RUNS = {
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
 }
-SHOWN = {"perplexity": table, "free": free}
+SHOWN = {"perplexity": table, "niah": needles, "free": free}
 QUICK_RUN = "smollm2-2k-mixed"
 QUICK = {"perplexity": 2, "niah:multikey": 2, "multiturn": 2}  # batches of each task
 RAW = "task", "sample", "recipe", "kv_bytes", "exact_bytes", "scores", "answer", "problem"
@@ -379,7 +379,7 @@ def main() -> None:
     specs = dict.fromkeys(task.spec for plan in RUNS.values() for task in plan.tasks)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--tasks", default=",".join(specs))
+    parser.add_argument("--tasks", default=",".join(specs), help='"" publishes finished samples')
     parser.add_argument("--recipes", help="instead of the recipes of each task")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--folder", type=Path, default=HERE / "out")
@@ -388,9 +388,12 @@ def main() -> None:
         wrong = repeat(options.folder / "quick")
         print("\n".join(wrong) or "every figure is in its interval")
         sys.exit(bool(wrong))
+    tasks = options.tasks.split(",") if options.tasks else []
+    if unknown := [task for task in tasks if task not in specs]:
+        parser.error(f"no run has the task {unknown[0]}; there are {', '.join(specs)}")
     names = options.recipes and split_recipes(options.recipes)
     for run in options.runs.split(","):
-        measure(run, options.tasks.split(","), names, options.folder)
+        measure(run, tasks, names, options.folder)
 
 
 def with_others(run: str, frozen: dict[str, Any], figures: list[dict]) -> list[dict]:

@@ -107,6 +107,16 @@ def free(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def needles(figures: list[dict]) -> str:
+    """Return the needles found as a Markdown table, by bytes."""
+    lines = ["|Recipe|Bytes|Needles|Found|", "|---|---|---|---|"]
+    rows = [f for f in figures if f["task"] == "niah" and f["scores"]]
+    for row in sorted(rows, key=lambda f: -f["share"]):
+        found = _interval(row["scores"]["correct"])
+        lines.append(f"|`{row['recipe']}`|{row['share']:.1%}|{row['samples']}|{found}|")
+    return "\n".join(lines)
+
+
 def front(figures: list[dict]) -> str:
     """Return the recommended recipe and the best other one of each task and size, as Markdown."""
     lines = [
@@ -156,6 +166,7 @@ KINDS = {  # of tables, each from a part of the results
     "means": (means, "figures"),
     "tasks": (tasks, "figures"),
     "free": (free, "figures"),
+    "needles": (needles, "figures"),
     "front": (front, "figures"),
     "kinds": (table_by_kind, "by_kind"),
 }

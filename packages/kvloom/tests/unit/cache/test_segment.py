@@ -47,7 +47,7 @@ def test_attending_to_the_region_is_attending_to_the_tokens(keys, values, n, t):
     body.append(*torch.randn(2, 2, 2, t, 32))
     visible = torch.rand(2, 1, n + t) > 0.3
     for see in (None, visible):
-        region = body.region(see, present=t)
+        region = body.region(see, step_tokens=t)
         assert (region.tokens, region.step_tokens) == (n + t, t)
         got = ref.attend_regions(q, [region], 0.2)
         whole = (tokens(body.keys), tokens(body.values))
@@ -64,7 +64,7 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     monkeypatch.setattr(ref, "UNPACK", stretch)
     cut, unpacked = PackedView.cut, []
     monkeypatch.setattr(PackedView, "cut", lambda *x: unpacked.append(x[2] - x[1]) or cut(*x))
-    got = ref.attend_regions(q, [body.region(visible, present=0)], 0.2)
+    got = ref.attend_regions(q, [body.region(visible, step_tokens=0)], 0.2)
     assert all(n <= stretch for n in unpacked)
     want = ref.attend_exact(q, *whole, 0.2, visible=visible)
     torch.testing.assert_close(got[:2], want[:2], rtol=0, atol=3e-6)
@@ -92,7 +92,7 @@ def test_dropping_moves_the_first_logical_index():
     assert torch.equal(body.keys.tail.view(), k[:, :, 5:17])
     assert torch.equal(body.values.tail.view(), v[:, :, 5:17])
     visible = torch.arange(17)[None, None].expand(2, 1, 17) % 2 == 0
-    region = body.region(visible, present=0)
+    region = body.region(visible, step_tokens=0)
     assert torch.equal(region.visible, visible[:, :, 5:])  # by logical index, not by slot
 
 

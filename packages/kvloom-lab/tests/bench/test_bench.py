@@ -12,7 +12,6 @@ import torch
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from floor import short_prompts_evict
 from kvloom.cache import LayerCache, fill, read_nbytes
 from kvloom.kernels import dispatch
 from kvloom.recipe.resolve import resolve
@@ -24,8 +23,6 @@ from kvloom_lab.cli.app import app
 from kvloom_lab.workload import clock
 from kvloom_lab.workload import layers as layers_module
 from kvloom_lab.workload.layers import empty_layers, random_qkv
-
-__all__ = ["short_prompts_evict"]
 
 LAYER = ["--heads", "4/2", "--head-dim", "32", "--repeats", "2"]
 MODEL = [

@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from backends import takes_rare_kernels
-from kvloom.keep import policy
 from kvloom.kernels import companion
 from sampling import left_out
 
@@ -61,15 +59,6 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed looks for other devices, too
-
-
-@pytest.fixture(autouse=True)
-def _short_prompts_evict(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let fractions of the short prompts of tests be small, but for the mark `floor`."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.node.get_closest_marker("floor") is None:
-            patch.setattr(policy, "FLOOR_TOKENS", 2)
-        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks

@@ -10,6 +10,10 @@ import shutil
 
 import pytest
 
+from floor import short_prompts_evict
+
+__all__ = ["short_prompts_evict"]
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

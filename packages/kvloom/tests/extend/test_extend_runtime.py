@@ -15,6 +15,7 @@ import kvloom
 import probe
 import tiny
 from beams import assert_rows_follow_beams
+from floor import short_prompts_evict
 from kvloom.errors import RecipeError
 from kvloom.hf import geometry, layer_ropes
 from kvloom.keep import SCORERS, Budget, Keep, Scorer
@@ -27,6 +28,8 @@ from kvloom_lab.cli.app import app
 from kvloom_lab.inspect import trace_recipe
 from near import assert_near
 from sampling import slow_except
+
+__all__ = ["short_prompts_evict"]
 
 RECIPES = {
     "score": "evict:score=value-norm,tokens=40,when=prompt,recent=8",

@@ -9,12 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from floor import short_prompts_evict
 from kvloom.cache.build import build_layers
 from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from kvloom.store import LayerFacts
 from sampling import slow_except
+
+__all__ = ["short_prompts_evict"]
 
 D, LAYERS = 64, 2
 VARIANCE = Recipe(keep=Keep(Budget(fraction=0.5, layers="variance"), Mass(), when="prompt"))

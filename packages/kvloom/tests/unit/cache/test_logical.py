@@ -6,10 +6,13 @@ import pytest
 import torch
 
 import probe
+from floor import short_prompts_evict
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse
 from kvloom.recipe.resolve import resolve
 from steps import draw, feed
+
+__all__ = ["short_prompts_evict"]
 
 NAMES = (
     "full",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from floor import short_prompts_evict
 from kvloom.cache.build import coordinate
 from kvloom.cache.evictor import Phase
 from kvloom.cache.layer import LayerCache
@@ -13,6 +14,8 @@ from kvloom.errors import CacheMisuse
 from kvloom.keep import Budget, Keep, Mass, Reconstruction
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
+
+__all__ = ["short_prompts_evict"]
 
 
 def inputs(tokens: int) -> StepInputs:

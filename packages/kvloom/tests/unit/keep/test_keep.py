@@ -8,8 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 
+from floor import short_prompts_evict
 from kvloom.errors import RecipeError
 from kvloom.keep import SCORERS, Budget, Keep, Mass, Outliers, Recent, Scorer, Step, checked
+
+__all__ = ["short_prompts_evict"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import probe
+from floor import short_prompts_evict
 from kvloom.cache.build import coordinate
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import RecipeError
@@ -18,6 +19,8 @@ from kvloom.keep.budgets import POLICIES, split, weights
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
 from steps import SCALE, draw
+
+__all__ = ["short_prompts_evict"]
 
 
 @given(

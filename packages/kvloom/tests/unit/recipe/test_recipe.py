@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from floor import short_prompts_evict
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Noisy, Observation, Scorer
 from kvloom.recall import Clusters, Pages, Recall, Tier, TopK
@@ -14,6 +15,8 @@ from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.store import Encoding, Packed, Store
+
+__all__ = ["short_prompts_evict"]
 
 
 def geometry(head_dim: int = 64, layers: int = 2, kv_heads: int = 2) -> Geometry:

@@ -10,11 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layered import FOUR, SNAP, TWO, stores
 
+from floor import short_prompts_evict
 from kvloom.errors import IncompatibleRecipe, RecipeError
 from kvloom.keep import Budget, Keep, Mass, Outliers
 from kvloom.recall import Pages, Recall
 from kvloom.recipe import Geometry, LayerOverride, Protect, Recipe, resolve
 from kvloom.store import Store
+
+__all__ = ["short_prompts_evict"]
 
 HYBRID = (1, 3, 5, 7)  # the cached layers of a model where every second layer has a sliding window
 

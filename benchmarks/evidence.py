@@ -91,7 +91,9 @@ FEW: dict[str, Shares] = {
     ), FEW_SHARES),
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
-    **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,)
+    **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
+    # the budgets of `tiny` and `micro`, without a second reading of the prompt
+    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
 
 

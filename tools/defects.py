@@ -293,7 +293,7 @@ DEFECTS = [
         "            self.logical_index = self.logical_index.view(-1, self.unit)[units].flatten()\n",
         "            self.logical_index = self.logical_index.view(-1, self.unit).flatten()\n",
         "rows that moved have the padding of other rows",
-        "packages/kvloom/tests/laws/test_state.py",
+        "packages/kvloom/tests/laws/test_held_state.py",
     ),
     _defect(
         "cache", "cache/evictor.py",

@@ -20,6 +20,7 @@ import kvloom
 import probe
 import tiny
 from beams import assert_rows_follow_beams
+from floor import short_prompts_evict
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.keep import Scorer
@@ -27,6 +28,8 @@ from kvloom.recall import Tier
 from kvloom.recipe import Geometry, Protect, Recipe, SlidingLayer, resolve
 from kvloom.store import FORMATS, Format, Packed, Store
 from steps import SCALE, assert_same_state, draw, feed, padded, state
+
+__all__ = ["short_prompts_evict"]
 
 B, HQ, HK, D, UNIT, PROMPT = 2, 4, 2, 32, 16, 150
 

@@ -168,8 +168,8 @@ def _store(
         segment.pack(visible, prompt)
         if prompt:
             segment.trim()
-    if expired := _expired(state, segment):
-        segment.drop_front(expired)
+    if state.window is not None:
+        segment.drop_front(_expired(state, segment))
     if outliers is not None and to_mark is not None:
         outliers.done = True
         if to_mark[0].shape[2] == state.seen:
@@ -178,8 +178,7 @@ def _store(
 
 def _expired(state: LayerState, segment: Segment, prompt: bool = False) -> int:
     """Return how many tokens of a segment are before its window; prompt: see `Recipe.expired`."""
-    if state.window is None:
-        return 0
+    assert state.window is not None
     return max(0, state.recipe.expired(state.seen, state.window, prompt) - segment.first)
 
 

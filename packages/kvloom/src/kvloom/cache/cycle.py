@@ -65,7 +65,7 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
     products_score = scores_step and state.seen > 0 and queries.later_seen is None
     state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
-    to_later = attention_to_later(state, step)
+    to_later = None if queries.later_seen is None else attention_to_later(state, step)
     out, products, lse = _attend(state, step, regions, to_later, state.plan, products_score)
     if products is not None or lse is not None or queries.q.requires_grad:
         q = queries.q.detach() if queries.q.requires_grad else queries.q
@@ -83,7 +83,8 @@ def read(state: LayerState, inputs: StepInputs, stored: bool) -> Tensor:
     if step.attended is not None:
         return step.attended
     regions = step_regions(state, step, stored)
-    return _attend(state, step, regions, attention_to_later(state, step))[0]
+    to_later = None if step.queries.later_seen is None else attention_to_later(state, step)
+    return _attend(state, step, regions, to_later)[0]
 
 
 def finish(state: LayerState, open_step: OpenStep) -> None:

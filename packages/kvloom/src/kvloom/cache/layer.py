@@ -154,7 +154,7 @@ class LayerCache:
     def uses_input_norms(self) -> bool:
         """Whether the next step may need the norms of the layer's input, for a score."""
         evictor = self._state.evictor
-        return self.recipe.uses_input_norms and evictor is not None and evictor.scoring
+        return evictor is not None and evictor.scoring and self.recipe.uses_input_norms
 
     @property
     def recording(self) -> bool:

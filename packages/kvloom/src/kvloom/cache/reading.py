@@ -38,14 +38,12 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
     return regions
 
 
-def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState | None:
-    """Attend to the later tokens of a step that its queries see; None: they see no later ones.
+def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState:
+    """Attend to the later tokens of a step that its queries see.
 
     No kernel and no region knows such tokens, so this is merged with the attention to the others.
     """
     queries, k, v, *_ = step
-    if queries.later_seen is None:
-        return None
     visible, bias = _own_masks(queries, state.seen, step.tokens)
     keys = query_keys(queries.q, k, v)
     return attend_exact(

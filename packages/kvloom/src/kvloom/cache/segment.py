@@ -175,7 +175,7 @@ class Segment(Stateful):
         """
         if self.keys.packed is None and self.values.packed is None:
             return
-        nonpadding = self.mask(visible)
+        nonpadding = None if visible is None else self.mask(visible)
         self.keys.pack(nonpadding, prompt, self.positions)
         self.values.pack(nonpadding, prompt)
 

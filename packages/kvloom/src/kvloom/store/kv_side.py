@@ -85,7 +85,8 @@ class KVSide(Stateful):
         drop -= self._drop_packed(drop)
         exact = x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2)
         exact = exact[:, :, drop:]
-        due = self._due(exact.shape[2], prompt)
+        packed, n = self.packed, exact.shape[2]
+        due = 0 if packed is None else packed.fmt.to_pack(n, self.recent, prompt)
         if due:
             self._pack(exact[:, :, :due], begin + drop, nonpadding, positions)
         self.tail.replace(exact[:, :, due:])
@@ -111,14 +112,12 @@ class KVSide(Stateful):
         positions: Positions | None = None,
     ) -> None:
         """Pack the tokens of the tail that are due; the arguments are those of `extend`."""
-        due = self._due(self.tail.count, prompt)
+        if self.packed is None:
+            return
+        due = self.packed.fmt.to_pack(self.tail.count, self.recent, prompt)
         if due:
             self._pack(self.tail.view(due), self.packed_count, nonpadding, positions)
             self.tail.drop_front(due)
-
-    def _due(self, exact: int, prompt: bool) -> int:
-        """Return how many of `exact` exact tokens are due to be packed."""
-        return 0 if self.packed is None else self.packed.fmt.to_pack(exact, self.recent, prompt)
 
     def _pack(
         self, x: Tensor, begin: int, nonpadding: Tensor | None, positions: Positions | None

@@ -76,7 +76,9 @@ class PackedTokens(PackedPrefix):
         """Quantize and add x [B, Hk, T, D]; per channel, T is a multiple of the group."""
         layer_encoding = self._bind(x)
         packed = self._with_room(x)
-        for tokens, mask, chunk_positions in _chunks(x, nonpadding, positions):
+        one = x.shape[2] <= _CHUNK  # as in most steps: a generator costs more than its token
+        chunks = [(x, nonpadding, positions)] if one else _chunks(x, nonpadding, positions)
+        for tokens, mask, chunk_positions in chunks:
             angles = None
             if self.rope is not None:
                 assert chunk_positions is not None
@@ -191,9 +193,6 @@ class PackedTokens(PackedPrefix):
 
 def _chunks(x: Tensor, *along: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Yield x [B, Hk, N, D] and tensors [., ., N] along its tokens, a chunk at a time."""
-    if x.shape[2] <= _CHUNK:
-        yield x, *along
-        return
     for lo in range(0, x.shape[2], _CHUNK):
         part = slice(lo, lo + _CHUNK)
         yield x[:, :, part], *(None if y is None else y[:, :, part] for y in along)

@@ -108,12 +108,16 @@ def free(figures: list[dict]) -> str:
 
 
 def needles(figures: list[dict]) -> str:
-    """Return the needles found as a Markdown table, by bytes."""
-    lines = ["|Recipe|Bytes|Needles|Found|", "|---|---|---|---|"]
+    """Return the needles found, and pairs won and lost to `full`, as a Markdown table, by bytes."""
+    lines = ["|Recipe|Bytes|Needles|Found|Won|Lost|Verdict|", "|---|---|---|---|---|---|---|"]
     rows = [f for f in figures if f["task"] == "niah" and f["scores"]]
     for row in sorted(rows, key=lambda f: -f["share"]):
         found = _interval(row["scores"]["correct"])
-        lines.append(f"|`{row['recipe']}`|{row['share']:.1%}|{row['samples']}|{found}|")
+        paired = row["over_full"].get("correct", {"won": 0, "lost": 0, "verdict": ""})
+        lines.append(
+            f"|`{row['recipe']}`|{row['share']:.1%}|{row['samples']}|{found}|"
+            f"{paired['won']}|{paired['lost']}|{paired['verdict']}|"
+        )
     return "\n".join(lines)
 
 

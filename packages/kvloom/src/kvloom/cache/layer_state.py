@@ -153,7 +153,7 @@ class LayerState(Stateful):
         ragged = None if self.evictor is None else self.evictor.ragged
         return self.storage.first - sinks - (0 if ragged is None else ragged.mean)
 
-    def without_sinks(self, visible: Tensor | None) -> Tensor | None:
+    def hide_sinks(self, visible: Tensor | None) -> Tensor | None:
         """Return a mask [B, 1, tokens] without the sinks that are stored beside the segment."""
         return visible if self.sinks is None else self.sinks.hide(visible)
 

@@ -26,7 +26,7 @@ from .layers import select
 from .model_problems import EXPIRED, model_problems
 from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
-from .upgrade import without_sinks
+from .upgrade import without_sinks_field
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ class Recipe:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that a former version may have written."""
-        return renamed(without_sinks(table), "start", "compress_after")
+        return renamed(without_sinks_field(table), "start", "compress_after")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.

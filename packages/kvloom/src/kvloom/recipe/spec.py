@@ -297,8 +297,8 @@ class Recipe:
         """
         layer_indices, recipe = geometry.layer_indices, self.for_model(geometry)
         rows = (
-            predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *ranks)
-            for i, ranks in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True)
+            predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *group)
+            for i, group in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True)
         )
         return sum(rows) * batch
 

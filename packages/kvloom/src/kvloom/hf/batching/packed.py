@@ -221,17 +221,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.rows = []
         assert self.step is not None
         step, by_layer = self.step
-        rank = self.layer_indices.index(layer_index)
+        place = self.layer_indices.index(layer_index)
         if layer_index not in self.layers:
-            self.layers[layer_index] = self._layer(rank, scale)
+            self.layers[layer_index] = self._layer(place, scale)
         out = q.new_empty(q.shape)
-        self.layers[layer_index].run(step, by_layer[rank // self.tails_per_block], q, k, v, out)
+        self.layers[layer_index].run(step, by_layer[place // self.tails_per_block], q, k, v, out)
         return out
 
-    def _layer(self, rank: int, scale: float) -> PagedAttention:
-        begin, layout = self.begins[rank], self.layouts[rank]
+    def _layer(self, place: int, scale: float) -> PagedAttention:
+        begin, layout = self.begins[place], self.layouts[place]
         pages = PackedPages(layout, self._copy_view[:, begin : begin + layout.nbytes])
-        begin = rank % self.tails_per_block * self.tail_nbytes
+        begin = place % self.tails_per_block * self.tail_nbytes
         tail = self._copy_view[:, begin : begin + self.tail_nbytes].view(self.dtype)
         return PagedAttention(pages, tail.unflatten(1, self.tail_shape), scale)
 

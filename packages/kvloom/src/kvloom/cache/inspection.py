@@ -94,7 +94,8 @@ def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
 
 def holds_packed(layer: LayerCache) -> bool:
     """Return whether a layer has packed any token."""
-    return bool(getattr(layer._state.storage, "packed", False))
+    storage = layer._state.storage
+    return isinstance(storage, Segment) and storage.has_packed
 
 
 def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:

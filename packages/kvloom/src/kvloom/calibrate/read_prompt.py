@@ -23,10 +23,10 @@ from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..hf import compat, stock
 from ..hf.cache import Cache
-from ..hf.forward import read_tokens
 from ..hf.guard import outside_inference_mode
 from ..hf.hybrid import stock_part, with_compressed
 from ..hf.implementation import use_kvloom
+from ..hf.passes import read_tokens
 from ..hf.repetition import of_prompt
 from ..hf.routed_cache import RoutedCache
 from ..hf.routed_layer import RoutedLayer

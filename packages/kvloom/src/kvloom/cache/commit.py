@@ -61,8 +61,8 @@ def end_step(
 def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
-    queries: of the step, or of all steps of the draft. new: the keys and values of the step that
-    are not stored yet (None: all are stored).
+    queries: those of the step, or of all steps of the draft. new: the keys and values of the
+    step that are not stored yet (None: all are stored).
     """
     state.uncommitted = None
     prompt, state.prompt_done = not state.prompt_done, True

@@ -54,9 +54,10 @@ class LayerState(Stateful):
         joint_layers: The layers that decide together, in the order in which a step runs them;
             empty where this one decides alone.
         trace: The decisions of each step; None if `observe` was not called.
-        storage: Of the tokens.
+        storage: What holds the tokens that neither `sinks` nor the evictor stores.
         sinks: The first tokens, where they are stored by themselves; else None.
-        evictor: None where the recipe evicts nothing; as for the next two.
+        evictor: What drops tokens. This and the next two are None where the recipe has no such
+            part.
         retriever: What finds the tokens that a step reads.
         outliers: The tokens of the first prompt that stay exact.
         uncommitted: The newest tokens while their commit waits; else None.

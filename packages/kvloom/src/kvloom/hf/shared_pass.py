@@ -50,7 +50,7 @@ class Follower:
             the prompt, and storing it.
         error: Why the cache is still empty; None if it holds the prompt.
         reads_alone: Whether this cache needs a forward pass of its own.
-        repetition: Of a cache that scores one.
+        repetition: What repeats the prompt, where the recipe scores a repetition.
     """
 
     def __init__(self, cache: Cache) -> None:

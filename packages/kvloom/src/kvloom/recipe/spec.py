@@ -38,7 +38,7 @@ class Recipe:
         store: The formats of keys and values.
         recall: Which stored tokens a step reads; None: all.
         protect: Tokens that are exempt from eviction, from packing, or from both.
-        name: As reports print it.
+        name: The name that reports print.
         layers: Overrides for some layers; of two for one layer, the later one wins.
         compress_after: Everything stays exact until the context exceeds this many tokens; then all
             tokens so far are treated as one prompt.
@@ -137,7 +137,7 @@ class Recipe:
 
         Args:
             budget: In tokens (int), or as a fraction of the prompt (float).
-            prompt_tokens: Of the prompt; a recipe that recalls needs them for a fraction.
+            prompt_tokens: The prompt's tokens; a recipe that recalls needs them for a fraction.
 
         Raises:
             RecipeError: The budget is out of range.

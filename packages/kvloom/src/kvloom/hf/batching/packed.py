@@ -53,7 +53,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
     A request's block table has its full pages in order, then its tail blocks. So transformers
     shares, hashes, frees, forks and copies them as its own. A page that is not full has no block.
 
-    plans: of all layers. stored: where pages are stored, too. The others are those of transformers.
+    plans: one for each layer. stored: where pages are stored, too. The other arguments are those
+    of transformers.
     """
 
     supports_block_table = False
@@ -292,8 +293,8 @@ def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> 
 class PackedManager(ContinuousBatchingManager):
     """A manager of transformers with packed pages.
 
-    plans: of all layers. batching: of the block. hints: of transformers, the longest request that
-    is known. The others are those of transformers.
+    plans: one for each layer. batching: what the `with` block has installed. The other arguments
+    are those of transformers.
     """
 
     def __init__(

@@ -173,7 +173,7 @@ class CheckedLayer(RoutedLayer):
             parts.append(Held(index, keys, values, hidden))
             self._compare(index.clamp_min(0), keys, values, visible, hidden)
             taken.scatter_(2, index.clamp_min(0), taken.gather(2, index.clamp_min(0)) | ~hidden)
-        beside = layer._state.without_sinks(visible[:, None])  # sinks are stored apart
+        beside = layer._state.hide_sinks(visible[:, None])  # sinks are stored apart
         assert beside is not None
         parts += self._ragged(beside[:, 0])
         if not len(tokens):

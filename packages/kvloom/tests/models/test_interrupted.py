@@ -127,6 +127,15 @@ def test_a_prompt_that_stops_leaves_the_cache_empty(llama, form):
     assert torch.equal(step(model, cache, 0, PROMPT), want)
 
 
+def test_a_prompt_that_stops_before_attention_leaves_nothing_for_the_next_call(llama):
+    model, _ = llama
+    cache = kvloom.Cache(model, "rotated:fraction=0.5,recent=8")
+    layer = cache.full_layers[1]
+    with stopping(model.model.layers[1].self_attn.q_proj):
+        step(model, cache, 0, PROMPT)
+    assert (layer.awaits_attention, layer.norms, layer.ids, layer.repeated) == (False, *[None] * 3)
+
+
 @pytest.mark.parametrize("name", slow_except(
     ("gemma2", "gemma3", "gpt-oss", "gemma4-shared", "gpt2", "opt", "bloom", "falcon-gqa", "gptj"),
     "gemma3", "gpt-oss", "gemma4-shared", "gpt2", "bloom",

@@ -31,8 +31,8 @@ class DueBlock(NamedTuple):
     """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
 
     Attributes:
-        tokens: Of the block.
-        granted: That stay, of all heads.
+        tokens: How many tokens the block has.
+        granted: How many tokens stay, over all heads.
         used: The exact tokens, those of the block included, that score it.
         queries: The number of these tokens that still have queries. Tokens of an earlier block
             have none.
@@ -50,11 +50,11 @@ class BlockEvictor(ScoreEvictor):
     Attributes:
         sinks_store: The layer's first tokens.
         ragged: The tokens that stay of the blocks so far.
-        queries: Of the steps since the last block, [B, Hq, N, D].
-        norms: Of the layer's input at these queries, [B, 1, N, 1].
+        queries: The queries of the steps since the last block, [B, Hq, N, D].
+        norms: The norms of the layer's input at these queries, [B, 1, N, 1].
         offered: The tokens of a head that were in blocks so far.
         granted: Those of them that all heads kept.
-        block: The one that waits for the scores of other layers.
+        block: The block that waits for the scores of other layers.
     """
 
     counters = (*ScoreEvictor.counters, "offered", "granted")

@@ -19,8 +19,8 @@ def build_layers(
 ) -> list[LayerCache]:
     """Return one empty `LayerCache` per layer; layers that decide together know each other.
 
-    layer_indices: of these layers in the model. facts, ropes: of each of them. A rope rotates keys
-    where the recipe renumbers positions; None: no layer rotates them.
+    layer_indices: the indices of these layers in the model. facts, ropes: one for each of them. A
+    rope rotates keys where the recipe renumbers positions; None: no layer rotates them.
     """
     layers, budget_groups = [], recipe.budget_groups(layer_indices)
     for place, layer_index in enumerate(layer_indices):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import CacheMisuse, NotFinite
 from ..kernels.append.reference import within
+from ..store import Store
 from .evictor import Phase
 from .layer_state import LayerState
 from .step import StepInputs
@@ -80,21 +81,25 @@ def check_shapes(
                 )
 
 
-def out_of_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> NotFinite:
+def out_of_range(
+    name: str, store: Store, max_abs: tuple[float, ...], k: Tensor, v: Tensor
+) -> NotFinite:
     """Return the error that names numbers which the store cannot hold."""
     side = 1 if within((k,), max_abs[:1]) else 0
-    what, x = (("keys", k), ("values", v))[side]
-    if torch.isfinite(x).all():
-        return NotFinite(f'{name}: |x| > {max_abs[side]:g} in {what}; use meta="bf16"')
-    return NotFinite(f"{name}: NaN or infinity in {what}; check the model")
+    what, x, fmt = (("keys", k, store.keys), ("values", v, store.values))[side]
+    if not torch.isfinite(x).all():
+        return NotFinite(f"{name}: NaN or infinity in {what}; check the model")
+    has_larger = getattr(fmt, "meta", None) in ("fp16", "fp8")
+    remedy = 'use meta="bf16"' if has_larger else "use a format for larger numbers, or none"
+    return NotFinite(f"{name}: |x| > {max_abs[side]:g} in {what}; {remedy}")
 
 
-def check_range(name: str, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> None:
+def check_range(name: str, store: Store, max_abs: tuple[float, ...], k: Tensor, v: Tensor) -> None:
     """Raise `NotFinite` for numbers that the store cannot hold."""
     if k.is_cuda and k.shape[2] == 1:
         return  # reading the result back would stall the device at every step
     if not within((k, v), max_abs):
-        raise out_of_range(name, max_abs, k, v)
+        raise out_of_range(name, store, max_abs, k, v)
 
 
 def check_crop(state: LayerState, tokens: int) -> None:

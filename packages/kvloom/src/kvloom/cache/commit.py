@@ -61,8 +61,8 @@ def end_step(
 def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     """Score, evict, pack and index the tokens of a step, or of a draft that has ended.
 
-    queries: of the step, or of all steps of the draft. new: the keys and values of the step that
-    are not stored yet (None: all are stored).
+    queries: those of the step, or of all steps of the draft. new: the keys and values of the
+    step that are not stored yet (None: all are stored).
     """
     state.uncommitted = None
     prompt, state.prompt_done = not state.prompt_done, True
@@ -71,11 +71,11 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
-    if by_score and not segment.packed:
+    if by_score and not segment.has_packed:
         if prompt:
             state.score_evictor.note_protected(queries, state.seen)
         if new is not None and state.score_evictor.defers:
-            segment.append(*_without_sinks(state, queries, new))
+            segment.append(*_store_sinks(state, queries, new))
             new = None
         _score(state, queries, new)
         return
@@ -112,7 +112,7 @@ def index_due(state: LayerState) -> None:
     if retriever is None:
         return
     assert state.like is not None
-    retriever.grow(state.segment, state.without_sinks(retriever.visible), state.like)
+    retriever.grow(state.segment, state.hide_sinks(retriever.visible), state.like)
 
 
 def _score(
@@ -157,8 +157,8 @@ def _store(
     to_mark = None
     if outliers is not None and not outliers.done:
         to_mark = exact_tokens(state) if new is None and len(segment) else new
-    to_store = None if new is None else _without_sinks(state, queries, new)
-    visible = state.without_sinks(queries.visible)
+    to_store = None if new is None else _store_sinks(state, queries, new)
+    visible = state.hide_sinks(queries.visible)
     if to_store is not None:
         if tokens := to_store[0].shape[2]:
             segment.extend(*to_store, _surplus(state, segment, tokens), visible, prompt)
@@ -192,7 +192,7 @@ def _surplus(state: LayerState, segment: Segment, new: int) -> int:
 def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> None:
     """Store a step's tokens exactly; keep its queries if a part will score with them."""
     if new is not None:
-        state.segment.append(*_without_sinks(state, queries, new))
+        state.segment.append(*_store_sinks(state, queries, new))
     before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
     needed = (
@@ -208,8 +208,8 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
     state.uncommitted = Uncommitted(tokens, queries)
 
 
-def _without_sinks(state: LayerState, queries: Queries, new: KV) -> KV:
-    """Copy the sinks among new keys and values; return the other keys and values."""
+def _store_sinks(state: LayerState, queries: Queries, new: KV) -> KV:
+    """Store the sinks among new keys and values; return the other keys and values."""
     if state.sinks is None:
         return new
     k, v = new

@@ -103,7 +103,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
         raise CacheMisuse(f"{state.name}: prefill is for the first prompt; use attend")
     check_ids(state, inputs.queries.ids)
     step = checked_step(state, inputs)
-    check_range(state.name, state.max_abs, step.k, step.v)
+    check_range(state.name, state.recipe.store, state.max_abs, step.k, step.v)
     state.seen = state.read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
     end_step(state, queries, (step.k.detach(), step.v.detach()), [])
@@ -163,11 +163,11 @@ def _append(state: LayerState, step: StepInputs) -> bool:
         storage = state.storage = state.evictor.in_segment(storage)
     fits = t <= _SHORT or state.exact_until_commit
     if not state.seen or not fits or not (state.sinks is None or state.sinks.full(state.seen)):
-        check_range(state.name, state.max_abs, k, v)
+        check_range(state.name, state.recipe.store, state.max_abs, k, v)
         return False
     max_abs = None if k.is_cuda and t == 1 else state.max_abs  # see check_range
     if k.requires_grad or v.requires_grad:
         k, v = k.detach(), v.detach()
     if not storage.append(k, v, max_abs):
-        raise out_of_range(state.name, state.max_abs, k, v)
+        raise out_of_range(state.name, state.recipe.store, state.max_abs, k, v)
     return True

@@ -37,8 +37,9 @@ class Phase(IntEnum):
 class Evictor(Stateful):
     """Drops tokens of a layer down to a budget. The defaults are those without scores.
 
-    recipe: of the layer. ragged: the tokens of which heads have different numbers (None: budgets
-    are equal). repetition: the scores of a repetition of the prompt (None: it is not repeated).
+    recipe: the layer's recipe. ragged: the tokens of which heads have different numbers (None:
+    budgets are equal). repetition: the scores of a repetition of the prompt (None: it is not
+    repeated).
     """
 
     counters: ClassVar[tuple[str, ...]] = ("phase",)
@@ -101,7 +102,7 @@ class Evictor(Stateful):
     def renumbered(self, regions: list[Region], storage: Storage, newest: int) -> list[Region]:
         """Return the regions of a step, with keys at new positions if every step needs them.
 
-        storage: of the regions. newest: the logical index of the step's newest token.
+        storage: what holds the layer's tokens. newest: the logical index of the newest token.
         """
         return regions
 

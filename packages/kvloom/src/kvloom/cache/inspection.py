@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .layer import LayerCache
+from .ragged import RaggedTokens
 from .reading import index_mask
 from .segment import Segment
 from .step import Queries, StepInputs
@@ -81,20 +82,29 @@ def layer_contents(layer: LayerCache) -> LayerContents:
 
 def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
     """Return which tokens of one side are packed; `begin`: the first column of the segment."""
-    tokens, evictor = layer._state.storage, layer._state.evictor
+    tokens, ragged = layer._state.storage, _ragged(layer)
     packed = [index[:, :0]]
     if isinstance(tokens, Segment):
         stored = getattr(tokens, side)
         offloaded = 0 if stored.packed is None else tokens.offloaded
         packed.append(index[:, begin : begin + offloaded + stored.packed_count])
-        if stored.packed is not None and evictor is not None and evictor.ragged is not None:
+        if ragged is not None and getattr(ragged, side).packed is not None:
             packed.append(index[:, begin + len(tokens) :])  # all packed at once
     return index_mask(torch.cat(packed, dim=1), layer.seen)
 
 
 def holds_packed(layer: LayerCache) -> bool:
     """Return whether a layer has packed any token."""
-    return bool(getattr(layer._state.storage, "packed", False))
+    storage, ragged = layer._state.storage, _ragged(layer)
+    if ragged is not None and (ragged.keys.packed_count or ragged.values.packed_count):
+        return True
+    return isinstance(storage, Segment) and storage.has_packed
+
+
+def _ragged(layer: LayerCache) -> RaggedTokens | None:
+    """Return the tokens for which heads compete; None if they compete for none."""
+    evictor = layer._state.evictor
+    return None if evictor is None else evictor.ragged
 
 
 def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:

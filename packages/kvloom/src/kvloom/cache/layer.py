@@ -31,8 +31,8 @@ class LayerCache:
     """The cache of one layer, for all batch rows.
 
     Args:
-        recipe: Of this layer alone, without overrides for other layers.
-        name: Of the layer in errors.
+        recipe: The recipe of this layer alone, without overrides for other layers.
+        name: The name of the layer in errors.
         place: The number of the layer among the `count` layers of the cache.
         count: The layers of the cache.
         rope: Rotates keys where the recipe renumbers positions.

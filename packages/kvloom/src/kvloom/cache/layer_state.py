@@ -54,9 +54,10 @@ class LayerState(Stateful):
         joint_layers: The layers that decide together, in the order in which a step runs them;
             empty where this one decides alone.
         trace: The decisions of each step; None if `observe` was not called.
-        storage: Of the tokens.
+        storage: What holds the tokens that neither `sinks` nor the evictor stores.
         sinks: The first tokens, where they are stored by themselves; else None.
-        evictor: None where the recipe evicts nothing; as for the next two.
+        evictor: What drops tokens. This and the next two are None where the recipe has no such
+            part.
         retriever: What finds the tokens that a step reads.
         outliers: The tokens of the first prompt that stay exact.
         uncommitted: The newest tokens while their commit waits; else None.
@@ -153,7 +154,7 @@ class LayerState(Stateful):
         ragged = None if self.evictor is None else self.evictor.ragged
         return self.storage.first - sinks - (0 if ragged is None else ragged.mean)
 
-    def without_sinks(self, visible: Tensor | None) -> Tensor | None:
+    def hide_sinks(self, visible: Tensor | None) -> Tensor | None:
         """Return a mask [B, 1, tokens] without the sinks that are stored beside the segment."""
         return visible if self.sinks is None else self.sinks.hide(visible)
 

@@ -36,8 +36,8 @@ class RaggedChoice(NamedTuple):
 class RaggedTokens(Stateful):
     """The tokens of one layer that heads compete for. Before they are stored, `spans` is None.
 
-    spans: of B rows and Hk heads. logical_index: int32 [M], of each token (None: no padding was
-    among them, and no trace wants it).
+    spans: where the tokens of B rows and Hk heads are. logical_index: int32 [M], that of each token
+    (None: no padding was among them, and no trace wants it).
     """
 
     tensors = ("bounds", "logical_index")

@@ -34,7 +34,7 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
         visible, bias = _own_masks(queries, past, t)
         regions.append(Region.exact(k, v, visible=visible, bias=bias, step_tokens=t))
     if state.evictor is not None and state.evictor.ragged is not None:
-        regions += state.evictor.ragged.regions(state.without_sinks(queries.visible))
+        regions += state.evictor.ragged.regions(state.hide_sinks(queries.visible))
     return regions
 
 

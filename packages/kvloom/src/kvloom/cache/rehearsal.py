@@ -25,10 +25,10 @@ _QUERIES = 64  # at the end of the prompt, for scores
 
 
 class Rehearsal(NamedTuple):
-    """One layer, and the shape of its attention; rank of so many `layers`, as for `LayerCache`."""
+    """One layer, and the shape of its attention; `place` among `layers`, as for `LayerCache`."""
 
     recipe: Recipe
-    rank: int
+    place: int
     layers: int
     rope: Rope | None
     facts: LayerFacts
@@ -43,7 +43,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
     """Run a step in each layer. prompt: by kernels in its prompt too, else by the reference."""
     for spec in layers:
         layer = LayerCache(
-            spec.recipe, place=spec.rank, count=spec.layers, rope=spec.rope, facts=spec.facts
+            spec.recipe, place=spec.place, count=spec.layers, rope=spec.rope, facts=spec.facts
         )
         scale, d = spec.head_dim**-0.5, spec.head_dim
         q, k, v = (

@@ -55,15 +55,15 @@ class ScoreEvictor(Evictor):
     Attributes:
         budget_group: The layer's place among the layers that divide a budget.
         rope: Rotates keys again where the recipe renumbers positions.
-        scorer: Of the layer; `layer` and `head` seed its noise.
+        scorer: What scores the layer's tokens; `layer` and `head` seed its noise.
         heavy: The heavy hitters of the budget; None: not known yet.
         recent: The newest tokens of the budget.
-        prompt_tokens: Of the first prompt; 0 before `set_budget`.
-        pending_queries: Those whose eviction waits for a repetition or for other layers.
+        prompt_tokens: The tokens of the first prompt; 0 before `set_budget`.
+        pending_queries: The queries whose eviction waits for a repetition or for other layers.
         pending_scores: Their scores, in the phase DECIDING.
         protected: bool [B, 1, N], the tokens of a first prompt that the recipe marks, until they
             are scored.
-        scores: Those of all steps so far; None where each score is used once.
+        scores: The scores of all steps so far; None where each score is used once.
         sinks_store: The first tokens; None: they are in the segment, and their score is infinity.
     """
 
@@ -161,7 +161,7 @@ class ScoreEvictor(Evictor):
     def divided(self, variances: list[float] | None) -> int:
         """Return the number of heavy hitters of this layer.
 
-        variances: of the scores of each layer (None: the recipe does not divide by variance).
+        variances: those of each layer's scores (None: the recipe does not divide by variance).
         """
         index, size = self.budget_group
         return self.keep.budget.heavy(self.prompt_tokens, size, variances)[index]

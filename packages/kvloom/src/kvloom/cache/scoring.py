@@ -26,12 +26,12 @@ class StepScorer(Stateful):
     """A scorer, and the number of steps of this layer that it has scored.
 
     Attributes:
-        query_heads: How those of a key/value head are joined.
+        query_heads: How the scores of a key/value head's query heads are joined.
         sinks: How many first tokens the recipe protects.
-        seed: Of the noise, by layer.
+        seed: The seed of the noise of this layer.
         head: The model's number of the first key/value head, which seeds noise, too.
         rope: The model's rotary embedding, for scores that rotate keys.
-        steps: Those scored so far, the prompt included.
+        steps: The number of steps scored so far, the prompt included.
     """
 
     counters = ("steps",)
@@ -126,9 +126,9 @@ class RunningScores(Buffer):
 class RepetitionScores(Stateful):
     """The scores of a prompt's tokens, fp32 [B, Hk, P], collected chunk by chunk.
 
-    scorer: of the layer. sinks: the first tokens of the prompt that every chunk attends to. scores:
-    None before the first chunk and after the eviction. rule: what, besides the prompt, decides the
-    scores; the budget does not. Layers with equal rules get equal scores.
+    scorer: the layer's scorer. sinks: the first tokens of the prompt that every chunk attends to.
+    scores: None before the first chunk and after the eviction. rule: what, besides the prompt,
+    decides the scores; the budget does not. Layers with equal rules get equal scores.
     """
 
     tensors = ("scores",)

@@ -64,7 +64,7 @@ class Segment(Stateful):
         return len(self.keys) - max(self.keys.packed_count, self.values.packed_count)
 
     @property
-    def packed(self) -> bool:
+    def has_packed(self) -> bool:
         """Whether any token is packed or offloaded."""
         return bool(self.offloaded or self.keys.packed_count or self.values.packed_count)
 

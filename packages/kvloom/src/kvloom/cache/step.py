@@ -27,7 +27,7 @@ class Queries(NamedTuple):
 
     Attributes:
         visible: bool [B, 1, seen + T] by logical index, False for padding (None: no padding).
-        alibi: Of seen + T tokens, where the model has it.
+        alibi: ALiBi for seen + T tokens, where the model has it.
         ids: int64 [B, T], token ids, where a rule reads them.
         products: scale * q @ k, if the attention kernel returned it (see `ops.step_mass`).
         lse: fp32 [B, Hq, T], the log-sum-exp of the logits, if the kernel of a prompt returned it.
@@ -145,12 +145,12 @@ class StepInputs(NamedTuple):
     """What a model gives one layer in one step: its newest T of seen + T tokens.
 
     Attributes:
-        queries: Of these tokens.
+        queries: The queries of these tokens.
         k: New keys [B, Hk, T, D], which the layer has not stored yet.
-        v: New values, likewise.
+        v: The values of the same tokens, [B, Hk, T, channels of a value].
         attended: Attention [B, Hq, T, D] that the model computes itself: of a first prompt over
             latents or by a mask that is not causal, and of several tokens in a sliding window.
-        expand: Of a layer of latents, returns the output of the heads [B, Hq, T, D] for attention
+        expand: For a layer of latents, returns the output of the heads [B, Hq, T, D] for attention
             to latents, [B, Hq, T, r].
     """
 

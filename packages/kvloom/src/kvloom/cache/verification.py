@@ -28,7 +28,7 @@ from .step import StepInputs
 class Verification:
     """The steps of a layer's running draft, and the layer before the first of them.
 
-    accepted_tokens: those, of the next step too, that no crop will remove.
+    accepted_tokens: how many tokens no crop will remove, those of the next step included.
     """
 
     def __init__(self, accepted_tokens: int = 0) -> None:

@@ -23,10 +23,10 @@ from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from ..hf import compat, stock
 from ..hf.cache import Cache
-from ..hf.forward import read_tokens
 from ..hf.guard import outside_inference_mode
 from ..hf.hybrid import stock_part, with_compressed
 from ..hf.implementation import use_kvloom
+from ..hf.passes import read_tokens
 from ..hf.repetition import of_prompt
 from ..hf.routed_cache import RoutedCache
 from ..hf.routed_layer import RoutedLayer
@@ -38,8 +38,8 @@ from .recorder import attend_causally
 class LayerContext(NamedTuple):
     """What the layers beside a scored one hold.
 
-    tokens: by the index of each compressed layer in the model. outputs: of all layers, for the
-    continuation: tensors [1, T, hidden] or tuples.
+    tokens: the tokens of each compressed layer, by its index in the model. outputs: what each layer
+    of the model returns for the continuation: a tensor [1, T, hidden] or a tuple.
     """
 
     tokens: dict[int, _Tokens]
@@ -99,7 +99,7 @@ class ReadPrompt:
     def one_layer(self, layer_index: int, recipes: Sequence[Recipe], base: LayerContext) -> Tensor:
         """Return KL(exact || candidate) in nats, fp32 [candidates, T].
 
-        layer_index: of the layer that has these recipes. base: of all other layers.
+        layer_index: the layer that has these recipes. base: what all other layers hold.
         """
         cache = self._rows(len(recipes), base)
         members = [self._filled(layer_index, Cache(self.model, recipe)) for recipe in recipes]

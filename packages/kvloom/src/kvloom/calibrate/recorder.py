@@ -68,7 +68,7 @@ class RecordingLayer(RoutedLayer):
             return attend_causally(step)
         queries, k, v, *_ = step
         check_shapes(self.cache.name, None, k, v, v.shape[3])
-        check_range(self.cache.name, self.cache.max_abs, k, v)
+        check_range(self.cache.name, self.cache.recipe.store, self.cache.max_abs, k, v)
         bias = alibi_bias(queries, k)
         inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
         self.observer(self.layer_index, inputs)

@@ -2,9 +2,9 @@
 
 from . import adapters
 from .compat import geometry, has_adapter, stock_kinds
-from .forward import read_tokens
 from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
+from .passes import read_tokens
 from .rotary import layer_ropes
 from .routing import attachment_restored
 from .self_check import (

@@ -1,8 +1,8 @@
-"""Replaces the forward of attention modules that bypass transformers' attention interface.
+"""Replaces the forward of attention modules that kvloom cannot route in another way.
 
-Or that attend to other heads than they store.
-Decides which modules get it, and when it runs: only in a step with a kvloom cache, in the layers
-that kvloom compresses. Otherwise the model's own code runs.
+They bypass transformers' attention interface, or attend to other heads than they store. Decides
+which modules get it, and when it runs: only in a step with a kvloom cache, in the layers that
+kvloom compresses. Otherwise the model's own code runs.
 """
 
 from __future__ import annotations

@@ -62,14 +62,14 @@ class Cache(RoutedCache):
         stock = compat.new_stock_layers(model)
         layer_indices = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
         built = build_layers(adapted, layer_indices, facts, ropes)
-        ranks = shard.running()
-        heads = self.geometry.kv_heads if ranks else None
+        divided = shard.running()
+        heads = self.geometry.kv_heads if divided else None
         shared = compat.shared_layers(model)
         layers = [layer for _, layer in stock]
         for i, compressed in zip(layer_indices, built, strict=True):
             layers[i] = with_compressed(layers[i], RoutedLayer(compressed, heads, i in shared))
         for layer in self.geometry.sliding if self.recipe.packs_windows else ():
-            i, heads = layer.layer_index, layer.geometry.kv_heads if ranks else None
+            i, heads = layer.layer_index, layer.geometry.kv_heads if divided else None
             window = LayerCache(self.recipe.in_windows, f"layer {i}", window=layer.window)
             layers[i] = with_compressed(layers[i], RoutedLayer(window, heads))
         super().__init__(layers, compat.fingerprint(model))
@@ -106,16 +106,16 @@ class Cache(RoutedCache):
         """Return layers of full attention that need all kernels of the cache's steps."""
         layers = [layer.cache for layer in self.full_layers]
         by_recipe: dict[str, list[int]] = {}
-        for rank, layer in enumerate(layers):
-            by_recipe.setdefault(repr(layer.recipe), []).append(rank)
+        for place, layer in enumerate(layers):
+            by_recipe.setdefault(repr(layer.recipe), []).append(place)
         shape = self.geometry
         return [
             Rehearsal(
-                layers[rank].recipe, rank, len(layers), layers[rank].rope, layers[rank].facts,
+                layers[place].recipe, place, len(layers), layers[place].rope, layers[place].facts,
                 shape.q_heads, shape.kv_heads, shape.head_dim, shape.dtype,
             )
-            for ranks in by_recipe.values()
-            for rank in {ranks[0], ranks[-1]}  # recall may begin after the first
+            for places in by_recipe.values()
+            for place in {places[0], places[-1]}  # recall may begin after the first
         ]  # fmt: skip
 
     def save(self, path: str | Path) -> None:

@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
@@ -58,7 +57,7 @@ class RoutedForward:
         if getattr(self.model, "_kvloom", None) is None:
             return self.forward(*args, **kwargs)
         if args:
-            signature = _signature(type(self.module).forward)
+            signature = signature_of(type(self.module).forward)
             _, *named = signature.bind_partial(self.module, *args).arguments.items()
             kwargs = dict(named, **kwargs)
         cache = kwargs.get("past_key_values")
@@ -281,39 +280,7 @@ def _note_norms(
         layer.norms = x.detach().float().norm(dim=-1)
 
 
-def read_tokens(
-    model: PreTrainedModel, ids: Tensor, cache: Any, all_logits: bool = False
-) -> Tensor:
-    """Append tokens to a kvloom cache by one forward pass, and return logits.
-
-    Args:
-        model: The model of the cache.
-        ids: int64 [B, T].
-        cache: A `Cache`, or `BatchedCaches`.
-        all_logits: Whether to return the logits of all T positions.
-
-    Returns:
-        The logits of the last position [B, V], or of all positions [B, T, V].
-    """
-    if not all_logits:
-        return last_logits(model, cache, input_ids=ids)
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
-    return logits
-
-
-def last_logits(model: PreTrainedModel, cache: Any, **inputs: Any) -> Tensor:
-    """Run one forward pass with a cache, and return the logits of the last position [B, V].
-
-    The logits of a whole prompt may take more memory than its cache, so the model computes the last
-    ones alone where it can.
-    """
-    takes = _signature(type(model).forward).parameters
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
-    out = model(past_key_values=cache, use_cache=True, **inputs, **last_only)
-    logits: Tensor = out.logits[:, -1]
-    return logits
-
-
 @lru_cache
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a forward, which takes long to find."""
     return inspect.signature(forward)

@@ -27,8 +27,8 @@ class MaskFacts:
 
     Attributes:
         visible: bool [B, 1, N], False for padding; None: no padding.
-        make_stock: Of a padding mask: returns the mask of the model's own implementation. None: the
-            mask is the model's own.
+        make_stock: For a padding mask, returns the mask of the model's own implementation. None:
+            the mask is the model's own.
         hides_more: Whether it hides more than padding from its only query.
         later: What `later_tokens` returns, once it has been measured.
     """

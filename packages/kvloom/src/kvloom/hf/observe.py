@@ -32,10 +32,10 @@ class ObservedStep(NamedTuple):
         cache: The layer, before the step.
         q: The queries.
         keys: The keys.
-        scale: Of the logits.
-        softcap: Of the logits.
-        bias: ALiBi's of all tokens, fp32 [B, Hq, N], where the model has it.
-        later_seen: As of `Queries`.
+        scale: The factor of q @ k in the logits.
+        softcap: The soft cap of the logits; None: they have none.
+        bias: The bias that ALiBi adds for all tokens, fp32 [B, Hq, N], where the model has it.
+        later_seen: See `Queries`.
     """
 
     layer: int

@@ -36,8 +36,8 @@ _FOUND: WeakKeyDictionary[PreTrainedModel, Positions] = WeakKeyDictionary()
 class Positions(NamedTuple):
     """How a model gives tokens their positions.
 
-    ropes: of each layer that kvloom compresses; None: it does not rotate its keys. learned: the
-    model adds an embedding of the position to that of the token.
+    ropes: one for each layer that kvloom compresses; None: it does not rotate its keys. learned:
+    the model adds an embedding of the position to that of the token.
     """
 
     ropes: tuple[Rope | None, ...]

@@ -22,7 +22,22 @@ from .guard import outside_inference_mode
 
 
 class RoutedLayer(CacheLayerMixin):
-    """A compressed layer: marks the key that `update` returns, so that attention finds it."""
+    """A compressed layer: marks the key that `update` returns, so that attention finds it.
+
+    While a call runs, these fields carry what transformers does not pass to attention. `reset` and
+    `roll_back` clear what an unfinished step has left in the first three.
+
+    Attributes:
+        awaits_attention: Whether attention must follow. `update` sets it, `arrived` clears it.
+        latents: The step's positional parts and latents. `update` sets them, and makes this the
+            layer that `latents.expanding` names for its thread; `arrived` clears them.
+        norms: The norms of this call's input, fp32 [B, T], where the layer `uses_input_norms`.
+            `forward.input_norms` sets them, `with_ids_and_norms` takes them.
+        ids: The token ids of this call, int64 [B, T], where the layer `needs_ids`.
+            `forward.token_ids` sets and clears them.
+        repeated: The tokens of the prompt, first and end, that this call repeats.
+            `Repetition.score` sets and clears them.
+    """
 
     is_compileable = False
     is_croppable = True
@@ -37,12 +52,11 @@ class RoutedLayer(CacheLayerMixin):
         self.is_sliding = cache.window is not None
         self.shared = shared  # later layers attend to these keys and values, too
         self.kv_heads = kv_heads  # key/value heads of this process, where it is one of several
-        self.awaits_attention = False  # between `update` and the attention that must follow it
-        self.repeated: tuple[int, int] | None = None  # tokens that a call repeats: see `repetition`
-        self.ids: Tensor | None = None  # of the running call: see `needs_ids`
-        self.norms: Tensor | None = None  # of this call: see `uses_input_norms`
+        self.awaits_attention = False
         self.latents: tuple[Tensor, Tensor] | None = None
-        """The step's positional parts and latents, until attention comes."""
+        self.norms: Tensor | None = None
+        self.ids: Tensor | None = None
+        self.repeated: tuple[int, int] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -189,12 +203,12 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.awaits_attention, self.latents = False, None
+        self.awaits_attention, self.latents, self.norms = False, None, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self.awaits_attention, self.latents = False, None
+        self.awaits_attention, self.latents, self.norms = False, None, None
 
     @outside_inference_mode
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -41,8 +41,8 @@ class Attached(NamedTuple):
 class Routing:
     """What `unroute` restores, and what is attached.
 
-    configs: of the modules that attend, or make masks, in a step with a kvloom cache. whole: the
-    model is routed; False: an interrupt has stopped `route` or `unroute`.
+    configs: those of the modules that attend, or make masks, in a step with a kvloom cache. whole:
+    the model is routed; False: an interrupt has stopped `route` or `unroute`.
     """
 
     configs: list[Any]

@@ -248,8 +248,8 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
         name: getattr(config, name, None) for name in ("rope_parameters", "sliding_window")
     }
     dtype = str(model.dtype).removeprefix("torch.")
-    place = shard.weights_shard(model)
-    rank = None if place == shard.WHOLE else str(place)
+    part = shard.weights_shard(model)
+    rank = None if part == shard.WHOLE else str(part)
     traits = {**identity(model, part=True), "rank": rank, "dtype": dtype, **extra_config}
     if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
         traits["transformers"] = transformers.__version__  # which decides the form of states

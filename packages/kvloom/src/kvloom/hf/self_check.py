@@ -151,7 +151,7 @@ def generate_sample(
 ) -> Any:
     """Return what `generate()` does: sequences, and the logits of a few steps.
 
-    settings: of the generation config; greedy without any.
+    settings: fields of the generation config; without any, generation is greedy.
     """
     config = GenerationConfig(**{
         "max_new_tokens": _STEPS, "min_new_tokens": _STEPS, "do_sample": False, "pad_token_id": 0,

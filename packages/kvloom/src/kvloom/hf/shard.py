@@ -56,7 +56,7 @@ def heads_shard(model: PreTrainedModel) -> Shard:
 def problem(model: PreTrainedModel, q_heads: int, kv_heads: int) -> str | None:
     """Return why kvloom cannot run on this process's part of a model; None if it can.
 
-    q_heads, kv_heads: of the whole model.
+    q_heads, kv_heads: those of the whole model.
     """
     mesh = getattr(model, "_device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()

@@ -30,10 +30,11 @@ from ..cache.step import StepInputs
 from ..errors import CacheMisuse
 from . import compat
 from .cache import Cache
-from .forward import last_logits, token_ids
+from .forward import token_ids
 from .guard import outside_inference_mode
 from .hybrid import compressed_part, stock_part, with_compressed
 from .implementation import use_kvloom
+from .passes import last_logits
 from .repetition import Repetition, of_prompt
 from .routed_cache import RoutedCache
 from .routed_layer import RoutedLayer, on_one_device
@@ -49,7 +50,7 @@ class Follower:
             the prompt, and storing it.
         error: Why the cache is still empty; None if it holds the prompt.
         reads_alone: Whether this cache needs a forward pass of its own.
-        repetition: Of a cache that scores one.
+        repetition: What repeats the prompt, where the recipe scores a repetition.
     """
 
     def __init__(self, cache: Cache) -> None:

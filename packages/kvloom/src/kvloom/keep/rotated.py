@@ -88,7 +88,7 @@ class Rotated(Scorer):
         chunk_queries = slice(max(0, lo - before), max(0, hi - before))
         if step.lse is not None and chunk_queries == slice(0, step.k.shape[2]):
             once = replace(step, k=repeated, visible=None if step.visible is None else seen)
-            return once.mass(reduce_max=True, other_lse=_without_sinks(step, sinks))
+            return once.mass(reduce_max=True, other_lse=_lse_without_sinks(step, sinks))
         real_queries = step.visible_queries
         doubled = replace(
             step,
@@ -101,7 +101,7 @@ class Rotated(Scorer):
         return doubled.mass(reduce_max=True)[..., end + lo - hi : end]
 
 
-def _without_sinks(step: Step, sinks: Tensor) -> Tensor:
+def _lse_without_sinks(step: Step, sinks: Tensor) -> Tensor:
     """Return the log-sum-exp of each query's logits but those of sinks, fp32 [B, Hq, N].
 
     step: of a prompt, with `Step.lse`. sinks: bool [B or 1, 1 or Hk, N].

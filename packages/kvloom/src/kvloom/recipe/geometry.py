@@ -21,7 +21,7 @@ class Geometry:
         q_heads: Query heads of a layer (Hq).
         kv_heads: Key/value heads of a layer (Hk).
         head_dim: Channels of a head (D): of keys, and of values unless these differ.
-        dtype: Of exact keys and values.
+        dtype: The dtype of exact keys and values.
         alibi: Whether the model has ALiBi.
         cached: The model's indices of these layers, ascending; None: 0 to layers - 1.
         rank: Under tensor parallelism, the heads are this part of the model's.

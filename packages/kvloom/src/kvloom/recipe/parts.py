@@ -164,18 +164,18 @@ class Tuned:
 
     Attributes:
         model: The fingerprint of the model's weights.
-        text_sha256: Of the token ids of the text.
+        text_sha256: The SHA-256 of the token ids of the text.
         bound: What the recipe was tuned for: "share=0.2" or "kl=0.01".
         context: Tokens of a prompt.
         texts: The number of prompts.
         tokens: Tokens that follow each prompt.
-        seed: Of the choice of prompts.
+        seed: The seed of the choice of prompts.
         predicted_kl: The sum of the layers' scores.
         kl: The mean divergence from the exact cache on the tokens that follow, in nats.
         kl_p99: The 99th percentile of the same.
-        predicted_nbytes: By `Recipe.nbytes`.
+        predicted_nbytes: The bytes that `Recipe.nbytes` predicts.
         nbytes: Bytes of the cache after one prompt.
-        share: Of the bytes of the exact cache.
+        share: `nbytes` as a share of the bytes of the exact cache.
     """
 
     model: str

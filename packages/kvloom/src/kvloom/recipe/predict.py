@@ -10,11 +10,11 @@ _SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
 
 def predicted_layer_nbytes(
-    recipe: AnyRecipe, tokens: int, g: Geometry, rank: int = 0, count: int = 1
+    recipe: AnyRecipe, tokens: int, g: Geometry, place: int = 0, count: int = 1
 ) -> int:
     """Return the bytes that one row has in one layer with this plain recipe.
 
-    rank, count: the layer's rank among the `count` layers that share its budget.
+    place, count: the layer's place among the `count` layers that share its budget.
     """
     keep, sinks = recipe.keep, recipe.protect.sinks
     if recipe.compress_after and tokens <= recipe.compress_after:
@@ -40,7 +40,7 @@ def predicted_layer_nbytes(
         return total + g.kv_heads * _predict_index(recipe, body, 0, g)
     if keep.block is not None:
         return _predict_blocks(recipe, tokens, g)
-    room = keep.layer_tokens(tokens, count)[rank]
+    room = keep.layer_tokens(tokens, count)[place]
     kept = min(tokens, room) if keep.drops(tokens) else tokens
     equal, contested = keep.head_shares(tokens, kept, g.kv_heads, recipe.store.block_tokens)
     total = predicted_token_nbytes(recipe, equal, g)

@@ -26,7 +26,7 @@ from .layers import select
 from .model_problems import EXPIRED, model_problems
 from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
-from .upgrade import without_sinks
+from .upgrade import without_sinks_field
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Recipe:
         store: The formats of keys and values.
         recall: Which stored tokens a step reads; None: all.
         protect: Tokens that are exempt from eviction, from packing, or from both.
-        name: As reports print it.
+        name: The name that reports print.
         layers: Overrides for some layers; of two for one layer, the later one wins.
         compress_after: Everything stays exact until the context exceeds this many tokens; then all
             tokens so far are treated as one prompt.
@@ -137,7 +137,7 @@ class Recipe:
 
         Args:
             budget: In tokens (int), or as a fraction of the prompt (float).
-            prompt_tokens: Of the prompt; a recipe that recalls needs them for a fraction.
+            prompt_tokens: The prompt's tokens; a recipe that recalls needs them for a fraction.
 
         Raises:
             RecipeError: The budget is out of range.
@@ -297,8 +297,8 @@ class Recipe:
         """
         layer_indices, recipe = geometry.layer_indices, self.for_model(geometry)
         rows = (
-            predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *ranks)
-            for i, ranks in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True)
+            predicted_layer_nbytes(recipe.for_layer(i, layer_indices), tokens, geometry, *group)
+            for i, group in zip(layer_indices, recipe.budget_groups(layer_indices), strict=True)
         )
         return sum(rows) * batch
 
@@ -320,7 +320,7 @@ class Recipe:
     @classmethod
     def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of a table that a former version may have written."""
-        return renamed(without_sinks(table), "start", "compress_after")
+        return renamed(without_sinks_field(table), "start", "compress_after")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.

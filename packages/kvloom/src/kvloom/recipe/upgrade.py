@@ -12,7 +12,7 @@ from ..errors import RecipeError
 _SCORES = ("rotated", "expected")  # that had the field `sinks`
 
 
-def without_sinks(recipe: dict[str, Any]) -> dict[str, Any]:
+def without_sinks_field(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the table of a recipe without the former field `sinks` of scores and of fits.
 
     They take the number of `protect` now. Raises `RecipeError` where theirs is another.

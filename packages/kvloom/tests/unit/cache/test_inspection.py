@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import probe
 from kvloom.cache import LayerCache, fill, holds_packed, layer_contents, read_nbytes
 from kvloom.kernels import compile_seconds, operations_run, use_backend
 from kvloom.positions import Rope
@@ -51,6 +52,22 @@ def test_contents_of_a_layer_that_evicts(name):
     assert contents.scores is not None
     assert contents.budget_tokens == 40
     assert not holds_packed(layer)
+
+
+@pytest.mark.parametrize("block", [0, 128])
+def test_contents_of_a_layer_whose_heads_compete_for_packed_tokens(block):
+    """With blocks, the segment packs nothing."""
+    spelled = f"small:fraction=0.3,recent=16,group=32,residual=32,block={block}"
+    layer = LayerCache(resolve(spelled), rope=ROPE, facts=LayerFacts(rope=ROPE))
+    layer.observe()
+    assert not holds_packed(layer)
+    fill(layer, *prompt(600))
+    assert holds_packed(layer)
+    contents, sinks = layer_contents(layer), 4 if block else 0  # beside the segment, or in it
+    for name in ("keys", "values"):
+        side = getattr(probe.tokens(layer), name)
+        exact = contents.kept & ~contents.packed[name]
+        assert exact.sum(dim=1).tolist() == [sinks + len(side) - side.packed_count] * 2
 
 
 def test_contents_of_a_layer_with_recall():

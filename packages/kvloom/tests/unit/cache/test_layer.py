@@ -10,6 +10,8 @@ from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, NotFinite
 from kvloom.recipe.resolve import resolve
+from kvloom.recipe.spec import Recipe
+from kvloom.store import Format, Packed, Store
 from kvloom.store.buffer import Buffer
 from steps import RECIPES, SCALE, assert_same_state, build, core_recipes, draw, feed, state
 
@@ -162,6 +164,22 @@ def test_what_the_metadata_can_hold_depends_on_its_dtype_and_the_highest_code(na
     assert torch.isfinite(attend(held, *torch.zeros(3, 1, 1, 1, 32))).all()
     with pytest.raises(NotFinite, match=rf"\|x\| > {limit} in keys; use meta=\"bf16\""):
         build(resolve(name), torch.zeros_like(x), x * 1.01, x)
+
+
+class UpToTen(Format):
+    max_abs = 10.0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "large"), [(UpToTen(), 11.0), (Packed(1, "token", 16, "bf16"), 3e38)]
+)
+@pytest.mark.parametrize("side", ["keys", "values"])
+def test_no_other_metadata_is_advised_where_a_format_has_none_that_holds_more(fmt, large, side):
+    q, k, v = (torch.full((1, 1, 20, 32), x) for x in (0.0, 1.0, 1.0))
+    (k if side == "keys" else v)[0, 0, 3, 3] = large
+    cache = LayerCache(Recipe(store=Store(**{side: fmt})))
+    message = refuses(cache, NotFinite, lambda: attend(cache, q, k, v))
+    assert f"in {side}; use a format for larger numbers, or none" in message
 
 
 def test_the_largest_numbers_that_are_let_in_come_back_finite():

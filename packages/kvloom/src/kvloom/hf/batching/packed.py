@@ -53,7 +53,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
     A request's block table has its full pages in order, then its tail blocks. So transformers
     shares, hashes, frees, forks and copies them as its own. A page that is not full has no block.
 
-    plans: of all layers. stored: where pages are stored, too. The others are those of transformers.
+    plans: one for each layer. stored: where pages are stored, too. The other arguments are those
+    of transformers.
     """
 
     supports_block_table = False
@@ -221,17 +222,17 @@ class PackedAllocator(FullAttentionCacheAllocator):
             self.rows = []
         assert self.step is not None
         step, by_layer = self.step
-        rank = self.layer_indices.index(layer_index)
+        place = self.layer_indices.index(layer_index)
         if layer_index not in self.layers:
-            self.layers[layer_index] = self._layer(rank, scale)
+            self.layers[layer_index] = self._layer(place, scale)
         out = q.new_empty(q.shape)
-        self.layers[layer_index].run(step, by_layer[rank // self.tails_per_block], q, k, v, out)
+        self.layers[layer_index].run(step, by_layer[place // self.tails_per_block], q, k, v, out)
         return out
 
-    def _layer(self, rank: int, scale: float) -> PagedAttention:
-        begin, layout = self.begins[rank], self.layouts[rank]
+    def _layer(self, place: int, scale: float) -> PagedAttention:
+        begin, layout = self.begins[place], self.layouts[place]
         pages = PackedPages(layout, self._copy_view[:, begin : begin + layout.nbytes])
-        begin = rank % self.tails_per_block * self.tail_nbytes
+        begin = place % self.tails_per_block * self.tail_nbytes
         tail = self._copy_view[:, begin : begin + self.tail_nbytes].view(self.dtype)
         return PagedAttention(pages, tail.unflatten(1, self.tail_shape), scale)
 
@@ -292,8 +293,8 @@ def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> 
 class PackedManager(ContinuousBatchingManager):
     """A manager of transformers with packed pages.
 
-    plans: of all layers. batching: of the block. hints: of transformers, the longest request that
-    is known. The others are those of transformers.
+    plans: one for each layer. batching: what the `with` block has installed. The other arguments
+    are those of transformers.
     """
 
     def __init__(

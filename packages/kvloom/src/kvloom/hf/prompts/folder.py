@@ -53,8 +53,8 @@ class Entry:
 
     Attributes:
         key: The digest of all that it depends on, in hex; its file has this name.
-        tokens: How many it covers.
-        nbytes: Of its file, in whole pages of 4 KiB.
+        tokens: How many tokens it covers.
+        nbytes: The bytes of its file, in whole pages of 4 KiB.
         created: When it was stored, in seconds since 1970.
         used: When it was last used.
         model: The class of its model.

@@ -29,7 +29,7 @@ def read(
 ) -> Any:
     """Run the step of a prompt with an empty cache, and return what the model returns for its end.
 
-    forward: of the model. kwargs: of the step.
+    forward: the model's routed forward. kwargs: the arguments of the step.
     """
     store.count(prompts=1)
     reason = _reason(cache, kwargs)

@@ -128,7 +128,7 @@ class PromptStore:
         """Store a cache of whole blocks of 64 tokens, unless it is stored.
 
         Args:
-            cache: Of one row, which has read exactly these tokens.
+            cache: A cache of one row, which has read exactly these tokens.
             ids: Their token ids, [n] or [1, n].
 
         Raises:
@@ -211,8 +211,8 @@ class PromptStore:
     ) -> None:
         """Write the entry of a key and of ids [1, n], unless there is one; raises `StoreError`.
 
-        cache: of its model and recipe. nbytes: about the size of its file. write: as `save.save` of
-        a cache.
+        cache: the cache whose model and recipe the entry names. nbytes: about the size of its file.
+        write: writes the file, as `save.save` does of a cache.
         """
         path, now = self.index.path(key), time.time()
         if path.exists() and self.index.longest([bytes.fromhex(key)]):

@@ -152,7 +152,7 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
     """Attend q [B, Hq, 1, D], each row to its own pages."""
     table, rows = where.table, []
     for i, (packed, tokens) in enumerate(
-        zip(table.packed.tolist(), table.tokens.tolist(), strict=True)
+        zip(table.packed_tokens.tolist(), table.tokens.tolist(), strict=True)
     ):
         sides = []
         for view, first, last in zip(

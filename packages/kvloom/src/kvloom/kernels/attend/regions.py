@@ -117,7 +117,7 @@ class PageTable:
 
     Attributes:
         blocks: int64 [B, width], of a row's packed pages in order.
-        packed: int64 [B], tokens in these, whole pages.
+        packed_tokens: int64 [B], in these, whole pages.
         tokens: int64 [B], packed and exact ones.
         tails: int64 [B], the block of the exact tokens.
         page: Tokens of a page.
@@ -125,7 +125,7 @@ class PageTable:
     """
 
     blocks: Tensor
-    packed: Tensor
+    packed_tokens: Tensor
     tokens: Tensor
     tails: Tensor
     page: int
@@ -135,8 +135,8 @@ class PageTable:
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four tensors, contiguous, as kernels read them by address."""
         return (
-            self.blocks.contiguous(), self.packed.contiguous(), self.tokens.contiguous(),
-            self.tails.contiguous(),
+            self.blocks.contiguous(), self.packed_tokens.contiguous(),
+            self.tokens.contiguous(), self.tails.contiguous(),
         )  # fmt: skip
 
 

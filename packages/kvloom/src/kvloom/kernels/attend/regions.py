@@ -58,14 +58,14 @@ class KVView(NamedTuple):
         return exact if self.packed is None else exact + self.packed.hi
 
     def stored(self, lo: int, hi: int) -> PackedView | Any | Tensor:
-        """Tokens lo to hi as they are stored; they must not cross the end of the prefix."""
+        """Return tokens lo to hi as they are stored; they must not cross the end of the prefix."""
         if lo < self.prefix:
             assert self.packed is not None
             return self.packed.cut(lo, hi)
         return self.tail[:, :, lo - self.prefix : hi - self.prefix]
 
     def tensor(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Tokens lo to hi [B, Hk, N, D], unpacked."""
+        """Return tokens lo to hi [B, Hk, N, D], unpacked."""
         hi = self.tokens if hi is None else hi
         if self.packed is None:
             return self.tail[:, :, lo:hi]

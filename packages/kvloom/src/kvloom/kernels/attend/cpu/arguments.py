@@ -228,14 +228,14 @@ def _rowwise(x: Tensor) -> Tensor:
 
 @cache
 def rotation(group: int, d: int, back: bool = False) -> Tensor:
-    """M fp32 [d, d] with x M = R x for every group of x; back: its transpose. Never freed."""
+    """Return M fp32 [d, d] with x M = R x for each group of x; back: transposed. Never freed."""
     blocks = torch.block_diag(*[matrix(group)] * (d // group))
     return (blocks.T if back else blocks).contiguous()
 
 
 @cache
 def _levels(bits: float) -> Tensor:
-    """The levels of a code, fp32 [16]."""
+    """Return the levels of a code, fp32 [16]."""
     table = levels(bits)
     return F.pad(table, (0, 16 - len(table)))
 

@@ -251,7 +251,7 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
 
 @kernel_step
 def _token(x, n_first, n_slots, slots, begin):  # type: ignore[no-untyped-def]
-    """The view's token that is number x of the list; below 0 for one of the first."""
+    """Return the view's token that is number x of the list; below 0 for one of the first."""
     j = x - n_first
     if j >= n_slots:
         j = j - n_slots + begin

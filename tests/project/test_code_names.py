@@ -45,12 +45,22 @@ def all_names():
     return parts.union(dir(builtins), *map(defined, all_nodes().values()))
 
 
+def members(node):
+    """Yield the nodes that define members of a class: those of its body, and those set on self."""
+    for part in node.body:
+        yield from ast.walk(part) if isinstance(part, ast.Assign | ast.AnnAssign) else [part]
+    attributes = (part for part in ast.walk(node) if isinstance(part, ast.Attribute))
+    yield from (part for part in attributes if ast.unparse(part.value) == "self")
+
+
 def has(owner, member):
     """Return whether a class of ours has the member; a class from elsewhere may."""
     found = [node for node in classes() if node.name == owner]
-    bases = [getattr(base, "id", "") for node in found for base in node.bases]
-    own = defined(part for node in found for part in ast.walk(node))
-    return not found or member in own or any(has(base, member) for base in bases)
+    if not found:
+        return owner not in ("Generic", "NamedTuple")
+    bases = [re.match(r"[\w.]+", ast.unparse(base))[0] for node in found for base in node.bases]
+    own = defined(part for node in found for part in members(node))
+    return member in own or any(has(base, member) for base in bases)
 
 
 def exists(name, call):

@@ -47,12 +47,12 @@ ROTATIONS = ("none", "group", "head")
 
 
 def top(bits: float) -> int:
-    """The highest code of `bits` bits; 1.5 bits have three codes."""
+    """Return the highest code of `bits` bits; 1.5 bits have three codes."""
     return 2 if bits == 1.5 else 2 ** int(bits) - 1
 
 
 def rows_for(tokens: int, bits: float) -> int:
-    """Byte rows that hold `tokens` codes of `bits` bits."""
+    """Return the byte rows that hold `tokens` codes of `bits` bits."""
     per_block, rows = PACK_BLOCK[bits]
     return -(-tokens // per_block) * rows
 
@@ -363,7 +363,7 @@ def stored_scale(scale: Tensor, meta: torch.dtype) -> Tensor:
 
 
 def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero, as stored, of groups that reach from `low` to `high` (fp32, any shape).
+    """Return scale and zero, as stored, of groups from `low` to `high` (fp32, any shape).
 
     Which of 0 and -0 is the less depends on the order in which they are compared: 0 it is.
     """
@@ -375,7 +375,7 @@ def metadata(low: Tensor, high: Tensor, bits: float, meta: torch.dtype) -> tuple
 
 
 def per_channel(meta: Tensor, group_of: Tensor) -> Tensor:
-    """Numbers of groups [B, 1, N, groups] to those of their channels, fp32 [B, Hk, N, D]."""
+    """Spread numbers of groups [B, 1, N, groups] over their channels: fp32 [B, Hk, N, D]."""
     by_channel = meta[:, 0].float().index_select(-1, group_of.reshape(-1))  # [B, N, Hk * D]
     return by_channel.unflatten(-1, group_of.shape).transpose(1, 2)
 

@@ -325,6 +325,21 @@ def test_a_format_without_a_kernel_is_counted_with_the_reason(model):
     assert dispatch.ran["attend", "ref", "int8: it has no attention kernel"] == layers
 
 
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("quest:page=4,sinks=4,recent=8", "Slots"), ("snapkv:window=8,head_share=0.2", "Spans")],
+)
+def test_chosen_tokens_of_a_format_are_counted_with_the_reason(model, name, where):
+    recipe = replace(resolve(name + ",tokens=40"), store=resolve("store:format=int8").store)
+    cache, ids = kvloom.Cache(model, recipe), batch(PROMPT + 1)
+    with torch.no_grad(), dispatch.use("auto"):
+        model(ids[:, :PROMPT], past_key_values=cache)
+        dispatch.ran.clear()
+        model(ids[:, PROMPT:], past_key_values=cache)
+    assert dispatch.ran["attend", "ref", f"int8: a format's kernel reads no {where}"] > 0
+    assert not any("not supported" in why for *_, why in dispatch.ran)
+
+
 # --- a kernel backend ----------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def pool(fmt, page, dtype, seed, channels=None):
 def rows(page, tokens, views):
     """Return a table of rows with so many tokens, and write their exact tokens, but the last."""
     table = page_table(page, tokens, BLOCKS)
-    for i, count in enumerate((table.tokens - table.packed).tolist()):
+    for i, count in enumerate((table.tokens - table.packed_tokens).tolist()):
         for view in views:
             view.tail[table.tails[i], :, : count - 1] = torch.randn(HEADS, count - 1, D)
     return table

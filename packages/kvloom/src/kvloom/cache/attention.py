@@ -63,10 +63,12 @@ def attend_to(
         return out, None, lse
     states = [] if to_later is None else [to_later]
     for region in regions:
-        if _has_format(region):
+        if not _has_format(region):
+            states.append(ops.attend(q, [region], scale, softcap=softcap))
+        elif region.where is None:
             states += _by_format(q, region, scale, softcap)
         else:
-            states.append(ops.attend(q, [region], scale, softcap=softcap))
+            states.append(_without_kernel_of_format(q, region, scale, softcap))
     state = reference.merge(states)
     if sink_logits is not None:
         state = reference.with_sinks(state, sink_logits)
@@ -108,9 +110,9 @@ def _exact_attention(
 
 
 def _has_format(region: Region) -> bool:
-    """Return whether all tokens are read, some packed in a format of another distribution."""
+    """Return whether tokens are packed in a format of another distribution."""
     packed = region.keys.packed, region.values.packed
-    return region.where is None and any(isinstance(x, FormatView) for x in packed)
+    return any(isinstance(x, FormatView) for x in packed)
 
 
 def _by_format(
@@ -154,6 +156,21 @@ def _by_kernel_of_format(
     if refused:
         dispatch.ran["attend", "ref", "; ".join(dict.fromkeys(refused))] += 1
     return None
+
+
+def _without_kernel_of_format(
+    q: Tensor, region: Region, scale: float, softcap: float | None
+) -> AttentionState:
+    """Attend to a region of which a step reads some tokens; count why no format's kernel does."""
+    bound = ops.attend.choose(q, [region], scale, softcap=softcap)
+    if bound.kernel is None and dispatch.setting() != "ref" and not dispatch.differentiated(q):
+        packed = region.keys.packed, region.values.packed
+        kinds = dict.fromkeys(x.fmt.kind for x in packed if isinstance(x, FormatView))
+        reasons = [
+            f"{kind}: a format's kernel reads no {type(region.where).__name__}" for kind in kinds
+        ]
+        bound = bound._replace(counted=("attend", "ref", "; ".join(reasons)))
+    return bound.run(q, [region], scale, softcap=softcap)
 
 
 def one_region(regions: Sequence[Region]) -> Sequence[Region]:

@@ -357,7 +357,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @intrinsic
 def read_arguments(ctx: Any, args: Any, layout: Any) -> Any:
-    """The arguments behind a task counter as a record; layout: `Arguments.dtype`."""
+    """Read the arguments behind a task counter as a record; layout: `Arguments.dtype`."""
     record = layout.dtype
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
@@ -369,13 +369,13 @@ def read_arguments(ctx: Any, args: Any, layout: Any) -> Any:
 
 @njit(inline="always")  # for tensors of any number of dimensions
 def head_address(tensor, b, h):  # type: ignore[no-untyped-def]
-    """The address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
+    """Return the address of batch row b and head h of a tensor, packed as `MATRIX` or longer."""
     return tensor.address + b * tensor.batch + h * tensor.head
 
 
 @intrinsic
 def load_int(ctx: Any, address: Any, i: Any) -> Any:
-    """Number i of the int64 at an address."""
+    """Load number i of the int64 at an address."""
 
     def codegen(context: Any, b: Any, sig: Any, args: Any) -> Any:
         where = b.add(args[0], b.mul(args[1], ir.Constant(ir.IntType(64), 8)))

@@ -145,8 +145,7 @@ class Op(Generic[P, R]):
 
     def key(self, like: Tensor, case: Hashable) -> tuple[str, int, torch.device, Hashable]:
         """Return what decides the choice for a case: with it the setting, backends and device."""
-        setting = forced.get() or environment()  # `setting()` without its call
-        return setting, len(self.backends), like.device, case
+        return forced.get() or environment(), len(self.backends), like.device, case
 
     def register(self, name: str, backend: Backend, device: str = "cpu") -> None:
         """Add a backend from another distribution, for tensors on a type of device.
@@ -242,7 +241,7 @@ def use(backend: str) -> Iterator[None]:
 def setting() -> str:
     """Return the backend setting: `auto`, `ref`, `gpu` or the name of a registered backend.
 
-    `choose` of an `Op` and of an `OpPlan` run at every step, with this expression in place.
+    `Op.key` runs at every step, with this expression in place.
     """
     return forced.get() or environment()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from . import ops
-from .dispatch import BoundOp, Op, environment, forced, ran
+from .dispatch import BoundOp, Op, ran
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,8 +44,7 @@ class OpPlan(Generic[P, R]):
         If a kernel raises while it is bound, warns once and returns the reference and the reason.
         """
         like, case = self.op.case(*args, **options)
-        # `Op.key` without its call
-        key = forced.get() or environment(), len(self.op.backends), like.device, case
+        key = self.op.key(like, case)
         bound = self.bound
         if bound is None or key != self._key or (bound.until and bound.expired()):
             bound = self.bound = self._bound(*args, **options)

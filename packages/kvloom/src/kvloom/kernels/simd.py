@@ -71,18 +71,18 @@ for _name, _instruction in _OPERATORS.items():
 
 @cache
 def features() -> frozenset[str]:
-    """What the machine that code is compiled for has, by LLVM's names."""
+    """Return what the machine that code is compiled for has, by LLVM's names."""
     names = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return frozenset(name[1:] for name in names if name.startswith("+"))
 
 
 def constant(value: float, kind: Any = VF) -> ir.Constant:
-    """A constant in all lanes."""
+    """Return a constant in all lanes."""
     return ir.Constant(kind, [value] * kind.count)
 
 
 def add_bytes(builder: Any, address: Any, offset: int) -> Any:
-    """An address and a constant number of bytes."""
+    """Add a constant number of bytes to an address."""
     return builder.add(address, ir.Constant(I64, offset)) if offset else address
 
 
@@ -97,14 +97,14 @@ def write(builder: Any, address: Any, value: Any) -> None:
 
 
 def broadcast(builder: Any, scalar: Any) -> Any:
-    """A scalar of any type in all lanes."""
+    """Return a scalar of any type in all lanes."""
     undefined = ir.Constant(ir.VectorType(scalar.type, WIDTH), ir.Undefined)
     vector = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
     return builder.shuffle_vector(vector, undefined, constant(0, VI))
 
 
 def gather_f32(builder: Any, table: Any, index: Any) -> Any:
-    """The fp32 numbers of a table at sixteen int32, read one by one."""
+    """Load the fp32 numbers of a table at sixteen int32, one by one."""
     lanes = ir.Constant(VF, ir.Undefined)
     for i in range(WIDTH):
         lane = ir.Constant(I32, i)
@@ -121,7 +121,7 @@ def call(builder: Any, name: str, kind: Any, *args: Any) -> Any:
 
 
 def muladd(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c."""
+    """Return a * b + c."""
     return call(builder, "llvm.fmuladd.v16f32", VF, a, b, c)
 
 
@@ -131,13 +131,13 @@ def has_pairs() -> bool:
 
 
 def muladd_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c where each lane of a and b holds two bf16 numbers; both products are added."""
+    """Return a * b + c, where each lane of a and b is two bf16 numbers; both products are added."""
     kind = ir.FunctionType(VF, [VF, VF, VF])
     return builder.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [a, b, c])
 
 
 def reduce_add(builder: Any, x: Any) -> Any:
-    """The sum of all lanes."""
+    """Return the sum of all lanes."""
     fn_type = ir.FunctionType(F32, [F32, VF])
     fn = builder.module.declare_intrinsic("llvm.vector.reduce.fadd.v16f32", (), fn_type)
     return builder.call(fn, [ir.Constant(F32, -0.0), x], fastmath=("reassoc",))
@@ -168,7 +168,7 @@ def loop(
 
 
 def load_barrier(builder: Any) -> None:
-    """No load moves across: else the compiler loads ahead until registers spill."""
+    """Let no load move across: else the compiler loads ahead until registers spill."""
     nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
     builder.call(nothing, [])
 
@@ -205,7 +205,7 @@ def read_f32(builder: Any, address: Any, dtype_code: int, width: int = WIDTH) ->
 
 
 def lowered(signature: Any, emit: Any) -> Any:
-    """What an intrinsic returns that emits code of its arguments."""
+    """Return what an intrinsic returns that emits code of its arguments."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         got = emit(builder, *args)
@@ -216,20 +216,20 @@ def lowered(signature: Any, emit: Any) -> Any:
 
 @intrinsic
 def load(ctx: Any, address: Any) -> Any:
-    """Sixteen fp32 numbers."""
+    """Load sixteen fp32 numbers."""
     return lowered(Lanes(types.int64), lambda b, a: read(b, a, VF))
 
 
 @intrinsic(prefer_literal=True)
 def load_any(ctx: Any, address: Any, dtype_code: Any) -> Any:
-    """Sixteen numbers of a dtype, a constant."""
+    """Load sixteen numbers of a dtype, a constant."""
     code = dtype_code.literal_value
     return lowered(Lanes(types.int64, dtype_code), lambda b, a, _: read_f32(b, a, code))
 
 
 @intrinsic(prefer_literal=True)
 def load_one(ctx: Any, address: Any, dtype_code: Any) -> Any:
-    """One number of a dtype, a constant."""
+    """Load one number of a dtype, a constant."""
     code, zero = dtype_code.literal_value, ir.Constant(I32, 0)
     return lowered(
         types.float32(types.int64, dtype_code),
@@ -251,57 +251,57 @@ def store_one(ctx: Any, address: Any, x: Any) -> Any:
 
 @intrinsic
 def load_byte(ctx: Any, address: Any) -> Any:
-    """The byte at an address."""
+    """Load the byte at an address."""
     byte = ir.IntType(8)
     return lowered(types.int64(types.int64), lambda b, a: b.zext(read(b, a, byte, 1), I64))
 
 
 @intrinsic
 def load_i32(ctx: Any, address: Any) -> Any:
-    """The int32 at an address."""
+    """Load the int32 at an address."""
     return lowered(types.int64(types.int64), lambda b, a: b.sext(read(b, a, I32), I64))
 
 
 @intrinsic
 def splat(ctx: Any, x: Any) -> Any:
-    """A scalar in all lanes."""
+    """Return a scalar in all lanes."""
     return lowered(Lanes(types.float32), broadcast)
 
 
 @intrinsic
 def fma(ctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c."""
+    """Return a * b + c."""
     return lowered(Lanes(Lanes, Lanes, Lanes), muladd)
 
 
 @intrinsic
 def maximum(ctx: Any, a: Any, b: Any) -> Any:
-    """The larger of a and b, lane by lane."""
+    """Return the larger of a and b, lane by lane."""
     return lowered(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
 @intrinsic
 def minimum(ctx: Any, a: Any, b: Any) -> Any:
-    """The smaller of a and b, lane by lane."""
+    """Return the smaller of a and b, lane by lane."""
     return lowered(Lanes(Lanes, Lanes), lambda b, x, y: b.select(b.fcmp_ordered("<", x, y), x, y))
 
 
 @intrinsic
 def sum_lanes(ctx: Any, x: Any) -> Any:
-    """The sum of all lanes."""
+    """Return the sum of all lanes."""
     return lowered(types.float32(Lanes), reduce_add)
 
 
 @intrinsic
 def first_lane(ctx: Any, x: Any) -> Any:
-    """The first lane."""
+    """Return the first lane."""
     zero = ir.Constant(I32, 0)
     return lowered(types.float32(Lanes), lambda b, x: b.extract_element(x, zero))
 
 
 @intrinsic
 def max_lanes(ctx: Any, x: Any) -> Any:
-    """The largest lane that is a number, -inf where none is.
+    """Return the largest lane that is a number, -inf where none is.
 
     LLVM's own reduction, which NaN may enter, goes lane by lane.
     """
@@ -319,7 +319,7 @@ def max_lanes(ctx: Any, x: Any) -> Any:
 
 @intrinsic
 def first_lanes(ctx: Any, x: Any, count: Any) -> Any:
-    """The first `count` lanes of x, -inf in the others."""
+    """Return the first `count` lanes of x, -inf in the others."""
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
@@ -331,7 +331,7 @@ def first_lanes(ctx: Any, x: Any, count: Any) -> Any:
 
 @intrinsic
 def masked_lanes(ctx: Any, x: Any, address: Any) -> Any:
-    """x where the sixteen bytes at address are not 0, else -inf."""
+    """Return x where the sixteen bytes at address are not 0, else -inf."""
 
     def emit(b: Any, x: Any, address: Any) -> Any:
         kind = ir.VectorType(ir.IntType(8), WIDTH)
@@ -343,7 +343,7 @@ def masked_lanes(ctx: Any, x: Any, address: Any) -> Any:
 
 @intrinsic
 def exp(ctx: Any, x: Any) -> Any:
-    """e^x to fp32's precision; 0 below -87, where fp32 ends, and e^88 above 88."""
+    """Return e^x to fp32's precision; 0 below -87, where fp32 ends, and e^88 above 88."""
 
     def emit(b: Any, x: Any) -> Any:
         x = b.select(b.fcmp_ordered("<", x, constant(88.0)), x, constant(88.0))

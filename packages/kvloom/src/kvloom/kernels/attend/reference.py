@@ -152,7 +152,7 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
     """Attend q [B, Hq, 1, D], each row to its own pages."""
     table, rows = where.table, []
     for i, (packed, tokens) in enumerate(
-        zip(table.packed.tolist(), table.tokens.tolist(), strict=True)
+        zip(table.packed_tokens.tolist(), table.tokens.tolist(), strict=True)
     ):
         sides = []
         for view, first, last in zip(
@@ -261,7 +261,7 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _softmax(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of logits [B, Hk, R, T, N] times values [B, Hk, N, D]; all-hidden rows give 0."""
+    """Return softmax of logits [B, Hk, R, T, N] times values [B, Hk, N, D]; hidden rows give 0."""
     b, hk, r, t, n = logits.shape
     if n == 0:
         return values.new_zeros(b, hk, r, t, values.shape[-1]), logits.new_full(
@@ -295,7 +295,7 @@ def merge(states: list[AttentionState]) -> AttentionState:
 
 
 def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
-    """Which of n keys each of the last t tokens may see: causally, itself if it would see none.
+    """Return which of n keys the last t tokens may see: causally, itself if it would see none.
 
     visible: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
     """

@@ -58,14 +58,14 @@ class KVView(NamedTuple):
         return exact if self.packed is None else exact + self.packed.hi
 
     def stored(self, lo: int, hi: int) -> PackedView | Any | Tensor:
-        """Tokens lo to hi as they are stored; they must not cross the end of the prefix."""
+        """Return tokens lo to hi as they are stored; they must not cross the end of the prefix."""
         if lo < self.prefix:
             assert self.packed is not None
             return self.packed.cut(lo, hi)
         return self.tail[:, :, lo - self.prefix : hi - self.prefix]
 
     def tensor(self, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Tokens lo to hi [B, Hk, N, D], unpacked."""
+        """Return tokens lo to hi [B, Hk, N, D], unpacked."""
         hi = self.tokens if hi is None else hi
         if self.packed is None:
             return self.tail[:, :, lo:hi]
@@ -117,7 +117,7 @@ class PageTable:
 
     Attributes:
         blocks: int64 [B, width], of a row's packed pages in order.
-        packed: int64 [B], tokens in these, whole pages.
+        packed_tokens: int64 [B], in these, whole pages.
         tokens: int64 [B], packed and exact ones.
         tails: int64 [B], the block of the exact tokens.
         page: Tokens of a page.
@@ -125,7 +125,7 @@ class PageTable:
     """
 
     blocks: Tensor
-    packed: Tensor
+    packed_tokens: Tensor
     tokens: Tensor
     tails: Tensor
     page: int
@@ -135,8 +135,8 @@ class PageTable:
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The four tensors, contiguous, as kernels read them by address."""
         return (
-            self.blocks.contiguous(), self.packed.contiguous(), self.tokens.contiguous(),
-            self.tails.contiguous(),
+            self.blocks.contiguous(), self.packed_tokens.contiguous(),
+            self.tokens.contiguous(), self.tails.contiguous(),
         )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def dequantize_rotated(
 @lru_cache
 @on_cpu
 def levels(bits: float) -> Tensor:
-    """The levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
+    """Return the levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
     normal = torch.distributions.Normal(0.0, torch.tensor(1.0, dtype=torch.float64))
     count = top(bits) + 1
     levels = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
@@ -70,19 +70,19 @@ def levels(bits: float) -> Tensor:
 
 
 def ends(levels: Tensor) -> Tensor:
-    """Up to where each level but the last is the nearest."""
+    """Return up to where each level but the last is the nearest."""
     return (levels[1:] + levels[:-1]) / 2
 
 
 def rotate(x: Tensor) -> Tensor:
-    """R x along the last dimension, fp32; the same for a vector whatever stands beside it."""
+    """Return R x along the last dimension, fp32; the same for a vector whatever is beside it."""
     signs, mix = parts(x.shape[-1])
     blocks = (x * signs.to(x.device)).unflatten(-1, (len(mix), -1))
     return _mix_rows(_hadamard(blocks), mix).flatten(-2)
 
 
 def unrotate(x: Tensor) -> Tensor:
-    """R^T x along the last dimension, fp32."""
+    """Return R^T x along the last dimension, fp32."""
     signs, mix = parts(x.shape[-1])
     back = _hadamard(_mix_rows(x.unflatten(-1, (len(mix), -1)), mix.T)).flatten(-2)
     return back * signs.to(x.device)
@@ -91,12 +91,12 @@ def unrotate(x: Tensor) -> Tensor:
 @lru_cache
 @on_cpu
 def matrix(group: int) -> Tensor:
-    """M fp32 [group, group] with x M = R x, for vectors so few that butterflies take longer."""
+    """Return M fp32 [group, group] with x M = R x: faster than butterflies for few vectors."""
     return rotate(torch.eye(group))
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """The symmetric orthogonal Hadamard matrix times x, by butterflies."""
+    """Multiply x by the symmetric orthogonal Hadamard matrix, by butterflies."""
     size, half = x.shape[-1], 1
     while half < size:
         a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -116,12 +116,12 @@ def _mix_rows(x: Tensor, mix: Tensor) -> Tensor:
 
 
 def _length(x: Tensor) -> Tensor:
-    """|x| along the last dimension, [..., 1]."""
+    """Return |x| along the last dimension, [..., 1]."""
     return root(summed(x.square()))
 
 
 def summed(x: Tensor) -> Tensor:
-    """The sum along the last dimension, [..., 1]: sixteen numbers are added to the next sixteen,
+    """Sum along the last dimension to [..., 1]: sixteen numbers are added to the next sixteen,
     and so on, then the upper half of the sixteen sums to the lower, and so on.
     """
     total, *others = F.pad(x, (0, -x.shape[-1] % 16)).split(16, dim=-1)
@@ -134,14 +134,14 @@ def summed(x: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The square root; torch's of fp32 is not always the nearest."""
+    """Return the square root; torch's of fp32 is not always the nearest."""
     return x.double().sqrt().float()
 
 
 @lru_cache
 @on_cpu
 def parts(dim: int) -> tuple[Tensor, Tensor]:
-    """Random signs [dim], and the cosine transform of the odd part of dim, [m, m]."""
+    """Return random signs [dim], and the cosine transform of the odd part of dim, [m, m]."""
     signs = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(dim)) * 2.0 - 1
     m = dim // (dim & -dim)
     i = torch.arange(m, dtype=torch.float64)

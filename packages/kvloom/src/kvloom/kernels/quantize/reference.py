@@ -218,7 +218,7 @@ def dequantize_mapped(
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
-    """Codes uint8 of x fp32, given stored scale and zero that broadcast against it."""
+    """Return codes uint8 of x fp32, given stored scale and zero that broadcast against it."""
     step = scale.float()
     nonzero = step > 0
     codes = (x - zero.float()) / torch.where(nonzero, step, torch.ones_like(step))
@@ -227,7 +227,7 @@ def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:
 
 
 def _range(grouped: Tensor, dim: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Minimum and maximum of each group; without padding, 0 where a group has no other token."""
+    """Return the least and largest of each group; without padding, 0 where all of it is padding."""
     if nonpadding is None:
         low, high = grouped.aminmax(dim=dim, keepdim=True)
         return low, high
@@ -286,7 +286,7 @@ def unpack_codes(packed: Tensor, bits: float, tokens: int) -> Tensor:
 
 
 def _join(codes: Tensor, bits: int) -> Tensor:
-    """[..., per_byte, D] to bytes [..., D], code t at bits t * bits."""
+    """Join codes [..., per_byte, D] into bytes [..., D], code t at bits t * bits."""
     out = codes[..., 0, :].clone()
     for t in range(1, codes.shape[-2]):
         out |= codes[..., t, :] << (t * bits)
@@ -294,6 +294,6 @@ def _join(codes: Tensor, bits: int) -> Tensor:
 
 
 def _split(packed: Tensor, bits: int) -> Tensor:
-    """Bytes [..., D] to codes [..., 8 / bits, D]."""
+    """Split bytes [..., D] into codes [..., 8 / bits, D]."""
     mask = (1 << bits) - 1
     return torch.stack([(packed >> (t * bits)) & mask for t in range(8 // bits)], dim=-2)

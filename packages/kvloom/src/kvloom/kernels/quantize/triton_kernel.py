@@ -24,7 +24,7 @@ _VARY = ["begin", "n", "lo", "hi", "nonpadding_row", "nonpadding_head"]
 
 @triton.jit
 def round_to(x, META: tl.constexpr):
-    """X fp32 rounded to nearest even as the metadata dtype (0 fp32, 1 fp16, 2 bf16, 3 e4m3)."""
+    """Round x fp32 to nearest even as the metadata dtype (0 fp32, 1 fp16, 2 bf16, 3 e4m3)."""
     if META == 1:
         x = x.to(tl.float16).to(tl.float32)
     if META == 2:
@@ -43,7 +43,7 @@ def round_to(x, META: tl.constexpr):
 
 @triton.jit
 def as_stored(x, META: tl.constexpr):
-    """X fp32, a number that the metadata dtype holds, as it is stored; e4m3 as bytes."""
+    """Return x fp32, which the metadata dtype holds, as it is stored; e4m3 as bytes."""
     if META == 1:
         x = x.to(tl.float16)
     if META == 2:
@@ -60,7 +60,7 @@ def as_stored(x, META: tl.constexpr):
 
 @triton.jit
 def as_float(x):
-    """What `as_stored` made, fp32; bytes are e4m3, by hand: not all GPUs know it."""
+    """Return what `as_stored` made in fp32; bytes are e4m3, by hand: not all GPUs know it."""
     if x.dtype == tl.uint8:
         byte = x.to(tl.int32)
         normal = (((byte & 127) << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -72,7 +72,7 @@ def as_float(x):
 
 @triton.jit
 def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
-    """Scale and zero, as stored, of groups from low to high."""
+    """Return scale and zero, as stored, of groups from low to high."""
     scale = tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32))
     if META == 3:
         scale = tl.where(scale > 0, tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scale)
@@ -82,7 +82,7 @@ def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, zero, TOP: tl.constexpr):
-    """Codes int32 of x, given the stored scale and zero of its groups."""
+    """Return codes int32 of x, given the stored scale and zero of its groups."""
     positive = scale > 0
     ratio = tl.div_rn(x - zero, tl.where(positive, scale, 1.0))
     ratio = tl.minimum(tl.maximum(ratio, 0.0), TOP * 1.0)
@@ -135,7 +135,7 @@ def tile_of(
     begin, n, heads, D,
     PACK_BLOCK: tl.constexpr, A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
-    """The tile of a program among the n tokens after `begin`.
+    """Return the tile of a program among the n tokens after `begin`.
 
     Returns its batch row, head, pack blocks [A], channels [DB] and which of these exist, tokens
     [A, P] counted from `begin`, and which of these exist.
@@ -250,7 +250,7 @@ def ranges(
     TOP: tl.constexpr, META: tl.constexpr, TB: tl.constexpr, DB: tl.constexpr,
     DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Metadata [B, 1, N, groups] of groups of any channels. Grid: (tiles of TB tokens, B, groups).
+    """Write metadata [B, 1, N, groups] of any groups. Grid: (tiles of TB tokens, B, groups).
 
     columns: int32 [Hk, D], each channel's group. clip: fp32 [groups].
     """
@@ -285,7 +285,7 @@ def unpack(
     BITS_X2: tl.constexpr, PER: tl.constexpr, PACK_BLOCK: tl.constexpr,
     A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
 ):  # fmt: skip
-    """Tokens lo to hi as numbers, out [B, Hk, hi - lo, D]. Grid as `pack`'s, from lo's block on."""
+    """Write tokens lo to hi as numbers: out [B, Hk, hi - lo, D]. Grid: `pack`'s from lo's block."""
     row, head, block, channel, inside, token, token_mask = tile_of(
         lo, hi - lo, heads, D, PACK_BLOCK, A, P, DB
     )

@@ -69,7 +69,7 @@ def _widen(out, out_step, numbers, source, step, dtype_code):  # type: ignore[no
 
 @kernel_step
 def _state(options, head, row):  # type: ignore[no-untyped-def]
-    """The hash of what noise depends on beside the key."""
+    """Return the hash of what noise depends on beside the key."""
     state = hash_u32((options.seed + head * A) & 0xFFFFFFFF)
     if options.fixed_noise != 0:
         return state
@@ -159,7 +159,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def _options(options, b, h, head):  # type: ignore[no-untyped-def]
-    """Addresses of a head's bias, its keys' flags and indices, and its rows' weights; or 0."""
+    """Return addresses of a head's bias, keys' flags and indices, and rows' weights; or 0."""
     bias, visible, keys, weights = 0, 0, 0, 0
     if options.bias.address != 0:
         bias = head_address(options.bias, b, head)

@@ -91,7 +91,7 @@ def products(
 
 @intrinsic
 def mask_first(ctx: Any, x: Any, count: Any) -> Any:
-    """x, with -inf in its first `count` lanes."""
+    """Return x, with -inf in its first `count` lanes."""
 
     def emit(b: Any, x: Any, count: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
@@ -103,7 +103,7 @@ def mask_first(ctx: Any, x: Any, count: Any) -> Any:
 
 @intrinsic
 def mask_not_below(ctx: Any, x: Any, address: Any, end: Any) -> Any:
-    """x where the sixteen int32 at address are below `end`, else inf."""
+    """Return x where the sixteen int32 at address are below `end`, else inf."""
 
     def emit(b: Any, x: Any, address: Any, end: Any) -> Any:
         below = b.icmp_signed("<", read(b, address, VI), broadcast(b, b.trunc(end, I32)))
@@ -114,7 +114,7 @@ def mask_not_below(ctx: Any, x: Any, address: Any, end: Any) -> Any:
 
 @intrinsic
 def find_lane(ctx: Any, x: Any, wanted: Any) -> Any:
-    """The number of the first lane of x that holds `wanted`, 16 if none does."""
+    """Return the number of the first lane of x that holds `wanted`, 16 if none does."""
 
     def emit(b: Any, x: Any, wanted: Any) -> Any:
         lane = ir.Constant(VI, list(range(WIDTH)))
@@ -125,7 +125,7 @@ def find_lane(ctx: Any, x: Any, wanted: Any) -> Any:
 
 
 def _log(b: Any, x: Any) -> Any:
-    """The logarithm of normal numbers above 0."""
+    """Return the logarithm of normal numbers above 0."""
     word = b.bitcast(x, VI)
     # so that the rest of x lies between sqrt(1/2) and sqrt(2)
     shifted = b.sub(word, constant(0x3F3504F3, VI))
@@ -144,12 +144,12 @@ def _log(b: Any, x: Any) -> Any:
 
 
 def _signed(x: int) -> int:
-    """The int32 with the bits of x, 0 .. 2^32 - 1."""
+    """Return the int32 with the bits of x, 0 .. 2^32 - 1."""
     return x - (x >> 31 << 32)
 
 
 def _uniform(b: Any, state: Any, keys: Any) -> Any:
-    """The uniform numbers that `noise` draws for sixteen keys, given the hash of the rest."""
+    """Return the uniform numbers that `noise` draws for sixteen keys, given the rest's hash."""
     x = b.mul(keys, constant(_signed(C), VI))
     x = b.add(broadcast(b, b.trunc(state, I32)), x)
     for shift, factor in ((16, M1), (13, M2)):
@@ -169,7 +169,7 @@ def _horner(b: Any, x: Any, factors: tuple[float, ...]) -> Any:
 
 
 def _noise(emit: Any) -> Any:
-    """An intrinsic: noise of sixteen keys, whose int32 lie at an address, from a row's state."""
+    """Make an intrinsic: noise of sixteen keys, int32 at an address, from a row's state."""
 
     def typed(ctx: Any, state: Any, address: Any) -> Any:
         return lowered(
@@ -185,7 +185,7 @@ def _gumbel(b: Any, u: Any) -> Any:
 
 
 def _gaussian(b: Any, u: Any) -> Any:
-    """sqrt(2) * erfinv(2 u - 1), scaled; without `noise`'s mean: softmax ignores a constant."""
+    """Return sqrt(2) * erfinv(2 u - 1), scaled; without `noise`'s mean: softmax ignores it."""
     w = b.fsub(constant(-0.0), _log(b, b.fmul(b.fmul(u, constant(4.0)), b.fsub(constant(1.0), u))))
     root = call(b, "llvm.sqrt.v16f32", VF, w)
     near = _horner(b, b.fsub(w, constant(2.5)), _NEAR)
@@ -200,7 +200,7 @@ gumbel, gaussian = _noise(_gumbel), _noise(_gaussian)
 
 @kernel_step
 def hash_u32(x):  # type: ignore[no-untyped-def]
-    """`noise`'s hash of an int64 in 0 .. 2^32 - 1; so is the result."""
+    """Return `noise`'s hash of an int64 in 0 .. 2^32 - 1, which is in the same range."""
     x = ((x ^ (x >> 16)) * M1) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * M2) & 0xFFFFFFFF
     return x ^ (x >> 16)

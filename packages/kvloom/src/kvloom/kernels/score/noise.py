@@ -47,7 +47,7 @@ class Noise(NamedTuple):
         return (self.seed + self.head * r * A) & 0xFFFFFFFF
 
     def block(self, hk: int, r: int, lo: int, hi: int, end: int) -> Tensor:
-        """Noise of queries lo to hi and the first `end` keys: fp32 [B or 1, Hk, R, rows, end].
+        """Return noise of queries lo to hi and keys below `end`: fp32 [B or 1, Hk, R, rows, end].
 
         rows is 1 if the noise is fixed.
         """
@@ -64,13 +64,13 @@ class Noise(NamedTuple):
 
 
 def _int32(x: Tensor) -> Tensor:
-    """Integers x mod 2^32, as the int32 with the same bits."""
+    """Return integers x mod 2^32, as the int32 with the same bits."""
     low = x & 0xFFFFFFFF
     return torch.where(low >= 1 << 31, low - (1 << 32), low).int()
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 on int32 [...]: every input bit moves every output bit."""
+    """Apply the finalizer of MurmurHash3 to int32 [...]: every input bit moves every output bit."""
     m1, m2 = M1 - (1 << 32), M2 - (1 << 32)
     x = x ^ (x >> 16).bitwise_and_(0xFFFF)
     x.mul_(m1)
@@ -85,7 +85,7 @@ def _gumbel(u: Tensor) -> Tensor:
 
 
 def _gaussian(u: Tensor) -> Tensor:
-    """Mean and deviation are those of the Gumbel distribution."""
+    """Return numbers with the mean and the deviation of the Gumbel distribution."""
     return torch.special.ndtri(u).mul_(math.pi / math.sqrt(6)).add_(_EULER)
 
 

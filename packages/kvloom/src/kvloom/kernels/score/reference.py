@@ -73,7 +73,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
 
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
-    """`column_mass` of a step whose attention has left its products behind.
+    """Compute `column_mass` of a step whose attention has left its products behind.
 
     products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
     after the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
@@ -86,7 +86,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
 
 
 def lowest(scores: Tensor, index: Tensor, before: int, visible: Tensor | None = None) -> Tensor:
-    """The slot of the lowest score among the tokens with an index below `before`: int64 [B, Hk, 1].
+    """Find the slot of the lowest score of tokens with an index below `before`: int64 [B, Hk, 1].
 
     scores: fp32 [B, Hk, N]. index: int32 [B, Hk, N]. visible: bool [B, Hk, N], False counts as
     lowest of all. The first of equals.
@@ -96,7 +96,7 @@ def lowest(scores: Tensor, index: Tensor, before: int, visible: Tensor | None = 
 
 
 def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
-    """Mass from logits [B, Hk, R, rows, end] of the query rows from lo and the first keys of n.
+    """Return mass from logits [B, Hk, R, rows, end] of query rows from lo and the first keys of n.
 
     The last row's own key is the last, but for `later_seen`.
     """

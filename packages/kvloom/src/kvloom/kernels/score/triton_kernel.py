@@ -29,7 +29,7 @@ _VARY = [
 
 @triton.jit
 def hashed(x):
-    """The finalizer of MurmurHash3 on uint32 (see `noise`)."""
+    """Apply the finalizer of MurmurHash3 to uint32 (see `noise`)."""
     x ^= x >> 16
     x *= 0x85EBCA6B
     x ^= x >> 13
@@ -39,7 +39,7 @@ def hashed(x):
 
 @triton.jit
 def gumbel(seed, head, query, key, FIXED: tl.constexpr):
-    """Noise of query heads, queries and keys, uint32 that broadcast, fp32."""
+    """Draw noise of query heads, queries and keys, uint32 that broadcast, fp32."""
     state = hashed(seed + head * tl.full(head.shape, 0x9E3779B1, tl.uint32))
     if not FIXED:
         state = hashed(state + query * tl.full(query.shape, 0x85EBCA77, tl.uint32))
@@ -55,7 +55,7 @@ def shaped(
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr,
     VISIBLE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Logits [ROWS, KEYS] from scaled products: softcap, bias, noise, temperature, masks.
+    """Return logits [ROWS, KEYS] from scaled products: softcap, bias, noise, temperature, masks.
 
     head, query: [ROWS], of the rows; token: [KEYS]. bias, numbers, visible: where those of the
     batch row (and key/value head) begin. back: keys before the first query, N - T.
@@ -94,7 +94,7 @@ def row_lse(
     BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The log-sum-exp of ROWS rows, lse [B, Hq, T]. Grid: (blocks of rows, batch row and head)."""
+    """Write the log-sum-exp of ROWS rows, lse [B, Hq, T]. Grid: (blocks of rows, batch x head)."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // hq, line % hq
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -141,7 +141,7 @@ def column_mass(
     BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
-    """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head)."""
+    """Write the mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch x query head)."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // hq, line % hq
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
@@ -193,7 +193,7 @@ def step_logits(
     BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Logits [B, Hk, R * T, N] over KEYS keys, and their log-sum-exp, parts [B, Hk, R * T, blocks].
+    """Write logits [B, Hk, R * T, N] of KEYS keys, and log-sum-exp, parts [B, Hk, R * T, blocks].
 
     Grid: (blocks of keys, batch row and key/value head). All rows of the group are one tile.
     """
@@ -235,7 +235,7 @@ def step_mass(
     logits, lse, visible_queries, mass, hq, t, n, nonpadding_row,
     KEYS: tl.constexpr, HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
-    """The mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch row and query head).
+    """Write the mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch x query head).
 
     logits: [B, Hq, T, N]; lse: [B, Hq, T].
     """

@@ -28,12 +28,12 @@ COVERAGE = Coverage(
 def kmeans(
     x: Tensor, start: Tensor, nonpadding: Tensor, alive: Tensor, distance: str, iterations: int
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.kmeans`."""
+    """Cluster as `reference.kmeans` does."""
     return ref.lloyd(_flat(x), start, nonpadding, alive, distance, iterations, nearest, means)
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
-    """As `reference.nearest`."""
+    """Find what `reference.nearest` finds."""
     b, h, n, d = x.shape
     panel = kernels().PANEL
     weights, offset = ref.linear(centroids, distance, alive, x.dtype)
@@ -56,7 +56,7 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
 
 
 def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """As `reference.means`."""
+    """Average as `reference.means` does."""
     b, h, n, d = x.shape
     c = centroids.shape[2]
     total, labels = centroids.new_zeros(b, h, c, d), labels.contiguous()
@@ -70,14 +70,14 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
 
 
 def cluster_scores(q: Tensor, centroids: Tensor, alive: Tensor, query_heads: str) -> Tensor:
-    """As `reference.cluster_scores`."""
+    """Score as `reference.cluster_scores` does."""
     rows = _by_group(q, centroids.shape[1])
     rows = rows.mean(dim=2, keepdim=True) if query_heads == "mean" else rows
     return _grouped(_score(rows, None, centroids, None, alive), query_heads)
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tensor:
-    """As `reference.page_scores`."""
+    """Score as `reference.page_scores` does."""
     rows = _by_group(q, low.shape[1])
     above, below = rows.clamp_min(0), rows.clamp_max(0)
     if query_heads == "mean":
@@ -86,7 +86,7 @@ def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tenso
 
 
 def _by_group(q: Tensor, hk: int) -> Tensor:
-    """q [B, Hq, D] in fp32, [B, Hk, R, D]."""
+    """Return q [B, Hq, D] by key/value head, fp32 [B, Hk, R, D]."""
     return q.float().reshape(q.shape[0], hk, -1, q.shape[-1])
 
 
@@ -100,7 +100,7 @@ def _grouped(scores: Tensor, query_heads: str) -> Tensor:
 def _score(
     rows: Tensor, below: Tensor | None, high: Tensor, low: Tensor | None, alive: Tensor | None
 ) -> Tensor:
-    """Products of rows [B, Hk, rows, D] and high, plus those of `below` and low: [.., rows, C]."""
+    """Multiply rows [B, Hk, rows, D] by high, and add those of `below` by low: [.., rows, C]."""
     b, hk, r, d = rows.shape
     n = high.shape[2]
     out = rows.new_empty(b, hk, r, n)
@@ -118,13 +118,13 @@ def _score(
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
-    """As `reference.select_clusters`; size, start, order: int32."""
+    """Select as `reference.select_clusters` does; size, start, order: int32."""
     size, start, order = (x.int().contiguous() for x in (size, start, order))
     return _select(scores, size.shape[1], m, 0, size, start, order)
 
 
 def select_pages(scores: Tensor, pages: int, page: int) -> Tensor:
-    """As `reference.select_pages`."""
+    """Select as `reference.select_pages` does."""
     pages = min(pages, scores.shape[-1])
     return _select(scores, scores.shape[1], pages * page, page, None, None, None)
 
@@ -152,7 +152,7 @@ def _select(
 
 
 def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `reference.page_bounds`."""
+    """Find bounds as `reference.page_bounds` does."""
     b, h, n, d = x.shape
     low, high = torch.empty(2, b, h, n // page, d, device="cpu").unbind(0)
     x = _flat(x)
@@ -168,7 +168,7 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
 
 
 def _threads(numbers: int) -> int:
-    """How many threads are worth reading so many numbers."""
+    """Return how many threads are worth reading so many numbers."""
     return min(torch.get_num_threads(), 1 + numbers // _NUMBERS_PER_THREAD)
 
 

@@ -19,7 +19,7 @@ _BLOCK_NUMEL = 1 << 24
 
 
 def seeds(nonpadding: Tensor, count: Tensor, most: int, generator: torch.Generator) -> Tensor:
-    """Tokens that centroids start from: int64 [B, 1, most], the first count[b] of them distinct.
+    """Return tokens that centroids start from: int64 [B, 1, most], the first count[b] distinct.
 
     nonpadding: bool [B, 1, N]. count: int64 [B, 1]. Seed j of a row is drawn from the j-th of
     `count` equal stretches of its tokens without padding, so that it depends on nothing but them.
@@ -37,7 +37,7 @@ def seeds(nonpadding: Tensor, count: Tensor, most: int, generator: torch.Generat
 def linear(
     centroids: Tensor, distance: str, alive: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """A distance as weights fp32 [B, Hk, C, D] and offset [B, Hk, C]: nearest, x w + o is most.
+    """Return weights fp32 [B, Hk, C, D] and offsets [B, Hk, C]: the nearest has the most x w + o.
 
     Weights are rounded to the keys' dtype, as centroids are in the end.
     """
@@ -52,7 +52,7 @@ def linear(
 
 
 def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tensor:
-    """The living centroid nearest to each key: int64 [B, Hk, N].
+    """Return the living centroid nearest to each key: int64 [B, Hk, N].
 
     x: [B, Hk, N, D]. centroids: fp32 [B, Hk, C, D]. alive: bool [B, 1 or Hk, C]. Cosine and inner
     product: the largest; l2: the smallest.
@@ -69,7 +69,7 @@ def nearest(x: Tensor, centroids: Tensor, distance: str, alive: Tensor) -> Tenso
 
 
 def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
-    """The mean of the keys x [B, Hk, N, D] of every label below C: fp32 [B, Hk, C, D].
+    """Return the mean of the keys x [B, Hk, N, D] of every label below C: fp32 [B, Hk, C, D].
 
     labels: int64 [B, Hk, N]. centroids: fp32 [B, Hk, C, D], for those without keys.
     """
@@ -104,7 +104,7 @@ def lloyd(
     nearest: Callable[[Tensor, Tensor, str, Tensor], Tensor],
     means: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """`kmeans` by functions that do a step's work."""
+    """Run `kmeans` by functions that do a step's work."""
     b, h, n, d = x.shape
     c = start.shape[-1]
     centroids = x.gather(2, start.unsqueeze(-1).expand(b, h, c, d)).float()
@@ -119,7 +119,7 @@ def lloyd(
 
 
 def sizes(labels: Tensor, clusters: int) -> Tensor:
-    """Tokens with each of the labels 0..clusters - 1: int64 [B, Hk, clusters]."""
+    """Count the tokens with each of the labels 0..clusters - 1: int64 [B, Hk, clusters]."""
     b, h, _ = labels.shape
     count = torch.zeros(b, h, clusters + 1, dtype=torch.long, device=labels.device)
     return count.scatter_add_(2, labels, torch.ones_like(labels))[..., :clusters]
@@ -169,7 +169,7 @@ def by_turns(scores: Tensor) -> Tensor:
 
 
 def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, m: int) -> Tensor:
-    """The tokens of the best clusters, exactly m of them: int64 [B, H, m].
+    """Return the tokens of the best clusters, exactly m of them: int64 [B, H, m].
 
     scores: fp32 [B, H, C]. size, start: [B, Hk, C], where each cluster's tokens lie in order
     [B, Hk, N], every token once. H is a multiple of Hk: heads of a group choose alone. Clusters are
@@ -188,7 +188,7 @@ def select_clusters(scores: Tensor, size: Tensor, start: Tensor, order: Tensor, 
 
 
 def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The least and the largest key of every page and channel: 2 x [B, Hk, N / page, D].
+    """Return the least and largest key of each page and channel: 2 x [B, Hk, N / page, D].
 
     x: [B, Hk, N, D], whole pages. nonpadding: bool [B, 1, N], False for tokens that do not count
     (None: all do); a page without tokens has the bounds (plus, minus) the largest number there is.
@@ -204,7 +204,7 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
 
 
 def page_scores(q: Tensor, low: Tensor, high: Tensor, query_heads: str) -> Tensor:
-    """The most that q . k can be for a key of each page; -inf for no tokens.
+    """Return the most that q . k can be for a key of each page; -inf for no tokens.
 
     q: [B, Hq, D]. low, high: [B, Hk, pages, D]. Returns fp32 [B, Hk, pages], of the heads that
     choose together; "each": [B, Hq, pages]; "turns": [B, Hk, R, pages]. The sum
@@ -250,7 +250,7 @@ def dots(q: Tensor, k: Tensor) -> Tensor:
 
 
 def gather(x: Tensor, slots: Tensor) -> Tensor:
-    """x [B, Hk, N, D] at slots int64 [B, H, M], H a multiple of Hk: [B, H, M, D]."""
+    """Gather x [B, Hk, N, D] at slots int64 [B, H, M], H a multiple of Hk: [B, H, M, D]."""
     b, h, m = slots.shape
     _, hk, n, d = x.shape
     row, head, token, channel = x.stride()
@@ -297,13 +297,13 @@ def gather_packed(
 
 
 def _gather_numbers(x: Tensor, slots: Tensor) -> Tensor:
-    """`gather` of scales or zeros in fp32; those of 8 bit are gathered as bytes."""
+    """Gather scales or zeros in fp32, as `gather` does; those of 8 bit as bytes."""
     if x.dtype.itemsize == 1:
         return gather(x.view(torch.uint8), slots).view(x.dtype).float()
     return gather(x, slots).float()
 
 
 def _by_group(x: Tensor, index: Tensor, r: int) -> Tensor:
-    """x [B, Hk, N] at int64 [B, Hk * r, M]: [B, Hk * r, M]."""
+    """Gather x [B, Hk, N] at int64 [B, Hk * r, M]: [B, Hk * r, M]."""
     b, h, m = index.shape
     return x.gather(2, index.reshape(b, h // r, -1)).view(b, h, m)

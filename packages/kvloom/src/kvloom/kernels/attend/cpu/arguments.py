@@ -42,7 +42,7 @@ PREFIX = Block(  # packed tokens
 _NO_PREFIX = (0,) * PREFIX.numbers
 SIDE = Block(  # keys or values: a packed prefix and an exact tail
     prefix=PREFIX,
-    packed=int,  # tokens of the prefix
+    packed_tokens=int,  # of the prefix
     tail=TOKENS,  # [B, Hk, N - packed, D]
 )
 
@@ -99,10 +99,19 @@ PROMPT = Arguments(
 )
 
 DECODE = Arguments(**_STEP)
-PAGED = Arguments(  # as GATHERED, not behind `_STEP`
+
+GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
+    share=int,  # heads that choose per key/value head
+    slots_count=int,
+    begin=int,  # all tokens from this one on are read, after the chosen ones
+    slots=MATRIX,  # int64 [B, heads, slots_count]
+    **_STEP,
+)
+
+PAGED = Arguments(  # not behind `_STEP`, as GATHERED
     table=int,  # int64 [B, width], the blocks of each row's pages
     table_row=int,  # bytes of a row
-    packed=int,  # int64 [B], tokens in full pages
+    packed_tokens=int,  # int64 [B], in full pages
     lengths=int,  # int64 [B], tokens in all
     tails=int,  # int64 [B], the block of the exact tokens
     sinks=int,  # first tokens of the first page that are read exactly: [blocks, H, sinks, D]
@@ -113,18 +122,10 @@ PAGED = Arguments(  # as GATHERED, not behind `_STEP`
     **_STEP,
 )
 
-SPANS = Arguments(  # as GATHERED, not behind `_STEP`: the tokens of spans, after the others
+SPANS = Arguments(  # not behind `_STEP`, as GATHERED: the tokens of spans, after the others
     spans=int,  # int64 [B, heads, 2], each head's first token and number
     span_keys=SIDE,
     span_values=SIDE,
-    **_STEP,
-)
-
-GATHERED = Arguments(  # not behind `_STEP`: Numba would take its record for one of DECODE's
-    share=int,  # heads that choose per key/value head
-    slots_count=int,
-    begin=int,  # all tokens from this one on are read, after the chosen ones
-    slots=MATRIX,  # int64 [B, heads, slots_count]
     **_STEP,
 )
 
@@ -227,14 +228,14 @@ def _rowwise(x: Tensor) -> Tensor:
 
 @cache
 def rotation(group: int, d: int, back: bool = False) -> Tensor:
-    """M fp32 [d, d] with x M = R x for every group of x; back: its transpose. Never freed."""
+    """Return M fp32 [d, d] with x M = R x for each group of x; back: transposed. Never freed."""
     blocks = torch.block_diag(*[matrix(group)] * (d // group))
     return (blocks.T if back else blocks).contiguous()
 
 
 @cache
 def _levels(bits: float) -> Tensor:
-    """The levels of a code, fp32 [16]."""
+    """Return the levels of a code, fp32 [16]."""
     table = levels(bits)
     return F.pad(table, (0, 16 - len(table)))
 

@@ -349,15 +349,16 @@ def _visible(region: Region, b: int, heads: int, device: torch.device) -> Tensor
 
 def _pages(where: Paged, dtype: torch.dtype) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """Return the arguments of pages, and the tensors that must outlive the run."""
-    blocks, packed, lengths, tails = where.table.contiguous
+    blocks, packed_tokens, lengths, tails = where.table.contiguous
     exact = [
         (None, None) if pair is None else tuple(contiguous_rows(x.to(dtype)) for x in pair)
         for pair in (where.sinks, where.new)
     ]
     (sink_keys, sink_values), (new_keys, new_values) = exact
     arguments = {
-        "table": blocks.data_ptr(), "table_row": 8 * blocks.shape[1], "packed": packed.data_ptr(),
-        "lengths": lengths.data_ptr(), "tails": tails.data_ptr(),
+        "table": blocks.data_ptr(), "table_row": 8 * blocks.shape[1],
+        "packed_tokens": packed_tokens.data_ptr(), "lengths": lengths.data_ptr(),
+        "tails": tails.data_ptr(),
         "sinks": 0 if sink_keys is None else sink_keys.shape[2],
         "sink_keys": strides(sink_keys, 3), "sink_values": strides(sink_values, 3),
         "new_keys": strides(new_keys, 2), "new_values": strides(new_values, 2),

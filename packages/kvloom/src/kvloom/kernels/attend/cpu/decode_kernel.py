@@ -151,7 +151,7 @@ def _range(variant: Variant) -> Any:
         all_tiles = dense_end + -(-span_tokens // tile)
         begin, end = part * all_tiles // a.splits, (part + 1) * all_tiles // a.splits
         if page and a.new_keys.address and begin * tile < n <= end * tile:
-            past = n - 1 - keys.packed
+            past = n - 1 - keys.packed_tokens
             keep_token(a.new_keys, keys.tail + past * keys.tail_row, b, h, token_bytes)
             keep_token(a.new_values, values.tail + past * values.tail_row, b, h, token_bytes)
         if lead:
@@ -159,7 +159,7 @@ def _range(variant: Variant) -> Any:
                 attend_lead(a, b, h, i * tile, min(tile, first - i * tile), padded, mem)
         for i in range(max(begin, lead_tiles), min(end, dense_end)):
             lo = (i - lead_tiles) * tile
-            if page and lo < keys.packed:
+            if page and lo < keys.packed_tokens:
                 keys = page_of_keys(head_keys, a.keys, place, lo // page)
                 values = page_of_values(head_values, a.values, place, lo // page)
             attend_tile(
@@ -215,11 +215,11 @@ def _tile(variant: Variant) -> Any:
 
         at_token, remaining: as for `softmax_tile`. place: of the row's pages in the table.
         """
-        keys_packed = min(max(keys.packed - lo, 0), n)
-        values_packed = min(max(values.packed - lo, 0), n)
+        keys_packed = min(max(keys.packed_tokens - lo, 0), n)
+        values_packed = min(max(values.packed_tokens - lo, 0), n)
         sinks, first_page = 0, 0
         if page:
-            sinks = min(max(min(a.sinks, keys.packed) - lo, 0), n)
+            sinks = min(max(min(a.sinks, keys.packed_tokens) - lo, 0), n)
             first_page = load_int(place, 0) if sinks > 0 else 0
         for m0 in range(0, padded, w):
             skip = 4 * m0 * d
@@ -227,7 +227,7 @@ def _tile(variant: Variant) -> Any:
             if k_bits:
                 packed_q = mem.packed_queries + skip if own_queries else q
                 score_keys(a, keys, packed_q, lo, keys_packed, position + lo, mem)
-            tail = keys.tail + (lo - keys.packed) * keys.tail_row
+            tail = keys.tail + (lo - keys.packed_tokens) * keys.tail_row
             score_tail(q, tail, keys.tail_row, keys_packed, n, mem)
             if page:
                 base = head_address(a.sink_keys, first_page, h) + lo * a.sink_keys.row
@@ -246,7 +246,7 @@ def _tile(variant: Variant) -> Any:
             if v_bits:
                 packed_sums = sums + 4 * (sets - 1) * padded * d
                 sum_values(values, lo, values_packed, packed_sums, mem)
-            tail = values.tail + (lo - values.packed) * values.tail_row
+            tail = values.tail + (lo - values.packed_tokens) * values.tail_row
             sum_tail(tail, values.tail_row, values_packed, n, sums, mem)
 
     return attend
@@ -263,7 +263,7 @@ def _find(variant: Variant, side: int) -> Any:
         if page:  # of block 0; pages are found tile by tile
             view = head_view(stored, 0, h, group_size)
             view = moved(view, 0, 0, 0, load_int(a.tails, b) * stored.tail.batch)
-            view = with_packed(view, load_int(a.packed, b), view.table)
+            view = with_packed(view, load_int(a.packed_tokens, b), view.table)
         else:
             view = head_view(stored, b, h, group_size)
         return tabled(view, groups)
@@ -284,7 +284,7 @@ def _span(variant: Variant, side: int) -> Any:
         view = head_view(stored, 0, 0, group_size)
         meta, rows = skipped // per_row * view.meta_row, skipped // per_block * height
         view = moved(view, rows * view.row, meta, meta, skipped * view.tail_row)
-        return tabled(with_packed(view, min(view.packed, n), view.table), groups)
+        return tabled(with_packed(view, min(view.packed_tokens, n), view.table), groups)
 
     return find
 
@@ -292,7 +292,7 @@ def _span(variant: Variant, side: int) -> Any:
 def _tokens_per_row(variant: Variant, side: int) -> int:
     """Return the tokens of a row of scales of keys (0) or values (1)."""
     constants = variant.sides[side]
-    return variant.span(constants) if constants.by == CHANNEL else 1
+    return variant.tokens_at_once(constants) if constants.by == CHANNEL else 1
 
 
 def _tabled(variant: Variant, side: int) -> Any:
@@ -303,9 +303,9 @@ def _tabled(variant: Variant, side: int) -> Any:
     @kernel_step
     def tabled(view, groups):  # type: ignore[no-untyped-def]
         """Return the view with its table at `groups`."""
-        if by_table and view.packed > 0:
+        if by_table and view.packed_tokens > 0:
             scatter_table(view.table, groups, d, literal)
-            view = with_packed(view, view.packed, groups)
+            view = with_packed(view, view.packed_tokens, groups)
         return view
 
     return tabled

@@ -43,7 +43,7 @@ def _codes(b: Any, rows: list[Any], constants: SideConstants) -> list[Any]:
     numbers = [b.zext(read(b, row, ir.VectorType(ir.IntType(8), WIDTH), 1), VI) for row in rows]
 
     def part(row: int, low: int, count: int, bit: int) -> Any:
-        """`count` bits of a byte row from bit `low`, moved to `bit`."""
+        """Return `count` bits of a byte row from bit `low`, moved to `bit`."""
         x = numbers[row]
         x = b.shl(x, constant(bit - low, VI)) if bit >= low else b.lshr(x, constant(low - bit, VI))
         return b.and_(x, constant(((1 << count) - 1) << bit, VI))
@@ -67,7 +67,7 @@ def _codes(b: Any, rows: list[Any], constants: SideConstants) -> list[Any]:
 
 
 def _digits(b: Any, byte: Any, constants: SideConstants) -> list[Any]:
-    """The five digits of a number below 3^5, the lowest first.
+    """Return the five digits of a number below 3^5, the lowest first.
 
     270 / 2^16 is 1 / 243 and a little more: the highest digit is the whole part of three times
     that fraction, and so on with what is left.
@@ -82,7 +82,7 @@ def _digits(b: Any, byte: Any, constants: SideConstants) -> list[Any]:
 
 
 def tokens(b: Any, base: Any, stride: Any, v: int, constants: SideConstants) -> list[Any]:
-    """Channels 16v to 16v + 15 of the tokens of a pack block: as `_codes`, or exact numbers."""
+    """Return channels 16v to 16v + 15 of a pack block's tokens: as `_codes`, or exact numbers."""
     if not constants.bits_x2:
         dtype_code = constants.exact_dtype
         return [read_f32(b, add_bytes(b, base, v * WIDTH * SIZE[dtype_code]), dtype_code)]
@@ -100,7 +100,7 @@ class Meta(NamedTuple):
     dtype_code: int = FP32  # of S and Z; by map, fp32
 
     def scaled(self, b: Any, x: Any, t: int, v: int, d: int, constants: SideConstants) -> Any:
-        """Channels 16v to 16v + 15 of token t of those at hand, from its x."""
+        """Return channels 16v to 16v + 15 of token t of those at hand, from its x."""
         if constants.levels:
             x = table_lookup(b, self.lane_isa, self.table, x, 1)
         if constants.by == NONE:
@@ -125,7 +125,7 @@ class Meta(NamedTuple):
 
 
 def load_broadcast(b: Any, address: Any, dtype_code: int = FP32) -> Any:
-    """One number in all lanes."""
+    """Load one number into all lanes."""
     return broadcast(b, b.extract_element(read_f32(b, address, dtype_code, 1), ir.Constant(I32, 0)))
 
 
@@ -136,7 +136,7 @@ def lane_isa() -> str:
 
 
 def table_lookup(b: Any, isa: str, base: Any, index: Any, tables: int) -> Any:
-    """Sixteen numbers, each at base + 4 * index below 16 * tables."""
+    """Return sixteen numbers, each at base + 4 * index below 16 * tables."""
     if isa == "avx512":
         return _select_table(b, base, index, tables, lambda x: _permute(b, isa, x, index))
     if isa == "avx2":
@@ -149,7 +149,7 @@ def table_lookup(b: Any, isa: str, base: Any, index: Any, tables: int) -> Any:
 
 
 def _select_table(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
-    """What `pick` takes of the table of sixteen that each index is in."""
+    """Return what `pick` takes of the table of sixteen that each index is in."""
     numbers = None
     for k in range(tables):
         part = pick(add_bytes(b, base, 64 * k))
@@ -162,7 +162,7 @@ def _select_table(b: Any, base: Any, index: Any, tables: int, pick: Any) -> Any:
 
 
 def _permute(b: Any, isa: str, where: Any, index: Any) -> Any:
-    """Lanes of the numbers at an address; of an index the low bits count."""
+    """Return lanes of the numbers at an address; of an index the low bits count."""
     name = {"avx512": "llvm.x86.avx512.permvar.sf.512", "avx2": "llvm.x86.avx2.permps"}[isa]
     kind = ir.VectorType(F32, index.type.count)
     fn = b.module.declare_intrinsic(name, (), ir.FunctionType(kind, [kind, index.type]))
@@ -175,7 +175,7 @@ def _half_lanes(b: Any, index: Any, side: int) -> Any:
 
 
 def _lookup_16(b: Any, where: Any, index: Any) -> Any:
-    """Of sixteen numbers in two registers, those that an index of eight lanes names."""
+    """Return those of sixteen numbers in two registers that an index of eight lanes names."""
     low, high = (_permute(b, "avx2", add_bytes(b, where, 32 * i), index) for i in (0, 1))
     upper = b.icmp_signed("!=", b.and_(index, constant(8, index.type)), constant(0, index.type))
     return b.select(upper, high, low)

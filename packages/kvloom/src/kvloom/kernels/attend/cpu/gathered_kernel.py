@@ -181,7 +181,7 @@ def _unpack(variant: Variant, side: int) -> Any:
             if is_key:
                 fetch_ahead(a, sources, x)
             j = _token(x, a.lead_tokens, a.slots_count, sources.slots, a.begin)
-            is_packed = bits > 0 and x >= a.lead_tokens and j < view.packed
+            is_packed = bits > 0 and x >= a.lead_tokens and j < view.packed_tokens
             if own_space and many > 0 and is_packed != packed:
                 break
             packed, out = is_packed, mem.block + 4 * d * many
@@ -202,7 +202,7 @@ def _unpack(variant: Variant, side: int) -> Any:
                     mem.scales, near, far, d, literal, meta,
                 )  # fmt: skip
                 continue
-            source = view.tail + (j - view.packed) * view.tail_row
+            source = view.tail + (j - view.packed_tokens) * view.tail_row
             if x < a.lead_tokens:
                 source = first + x * (a.lead_keys.row if is_key else a.lead_values.row)
             for c in range(0, d, 16):
@@ -236,9 +236,9 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
 
     @kernel_step
     def fetch(view, j):  # type: ignore[no-untyped-def]
-        if bits == 0 or j >= view.packed:
+        if bits == 0 or j >= view.packed_tokens:
             for v in range(0, line, 64):
-                prefetch(view.tail + (j - view.packed) * view.tail_row + v)
+                prefetch(view.tail + (j - view.packed_tokens) * view.tail_row + v)
         else:
             for v in range(0, height * d, 64):
                 prefetch(view.codes + j // per_block * height * view.row + v)
@@ -251,7 +251,7 @@ def _prefetch_side(variant: Variant, side: int) -> Any:
 
 @kernel_step
 def _token(x, n_first, n_slots, slots, begin):  # type: ignore[no-untyped-def]
-    """The view's token that is number x of the list; below 0 for one of the first."""
+    """Return the view's token that is number x of the list; below 0 for one of the first."""
     j = x - n_first
     if j >= n_slots:
         j = j - n_slots + begin

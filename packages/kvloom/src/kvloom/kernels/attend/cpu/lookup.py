@@ -71,7 +71,7 @@ def scatter_table(ctx: Any, table: Any, out: Any, d: Any, literal: Any) -> Any:
 
 
 def indices(b: Any, base: Any, v: int, constants: SideConstants, placed: Any) -> list[Any]:
-    """Of channels 16v to 16v + 15 of the tokens of a pack block, where each one's number is."""
+    """Return where the numbers of channels 16v to 16v + 15 are, of each token of a pack block."""
     groups = read(b, add_bytes(b, placed, 64 * v), VI)
     byte = read(b, add_bytes(b, base, v * WIDTH), ir.VectorType(ir.IntType(8), WIDTH), 1)
     four = [i // 4 for i in range(4 * WIDTH)]
@@ -87,7 +87,7 @@ def indices(b: Any, base: Any, v: int, constants: SideConstants, placed: Any) ->
 
 
 def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
-    """Five digits of a number below 3^5, two at a time: see `dequant`, in halves of 16 bits.
+    """Return five digits of a number below 3^5, two at a time: see `dequant`; in halves of 16 bits.
 
     What is left of byte * 270 / 2^16 behind k digits is byte * 270 * 3^k, less whole numbers; a
     half has its byte twice, that is byte * 257.
@@ -103,7 +103,7 @@ def _digits(b: Any, lanes: Any, joined: Any) -> list[Any]:
 
 
 def table(b: Any, meta: Any, z_offset: Any) -> tuple[Any, Any]:
-    """A token's table, from the address of its scales; its zeros are `z_offset` bytes after."""
+    """Return a token's table, from the address of its scales; zeros are `z_offset` bytes after."""
     quarter = ir.VectorType(F32, 4)
     codes = ir.Constant(VF, [float(i // 4) for i in range(WIDTH)])
     pick = ir.Constant(VI, [i % 4 for i in range(WIDTH)])
@@ -134,10 +134,10 @@ def tabled(ctx: Any, meta: Any, z_offset: Any, count: Any, out: Any, literal: An
 
 
 def stored(b: Any, where: Any) -> tuple[Any, Any]:
-    """A table that `tabled` wrote."""
+    """Return a table that `tabled` wrote."""
     return read(b, where, VF), read(b, add_bytes(b, where, 64), VF)
 
 
 def looked_up(b: Any, table: tuple[Any, Any], index: Any) -> Any:
-    """The numbers of a table at these indices, of which the low five bits count."""
+    """Return the numbers of a table at these indices, of which the low five bits count."""
     return call(b, "llvm.x86.avx512.vpermi2var.ps.512", VF, table[0], index, table[1])

@@ -37,7 +37,7 @@ from .variant import CHANNEL, MAP, NONE, TABLE, SideConstants, from_literal
 
 
 def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
-    """Lane i: the sum of the lanes of vector i. Four rounds halve how many lanes a sum takes."""
+    """Return in lane i the sum of vector i. Four rounds halve how many lanes a sum takes."""
     half = WIDTH // 2
     while half:
         # of every vector's runs of 2 * half lanes, the first and the second halves
@@ -53,7 +53,7 @@ def _sixteen_sums(b: Any, vectors: list[Any]) -> Any:
 
 
 def rotary_pairs(d: int, rope_dims: int, interleaved: bool) -> list[int]:
-    """The channel that rotates with each channel; itself where it does not rotate."""
+    """Return the channel that rotates with each channel; itself where it does not rotate."""
     half = rope_dims // 2
 
     def pair(c: int) -> int:
@@ -66,7 +66,7 @@ def rotary_pairs(d: int, rope_dims: int, interleaved: bool) -> list[int]:
 
 @cache
 def rotation_groups(d: int, constants: SideConstants) -> list[list[int]]:
-    """Vectors of a token that are needed together: those that hold each other's pairs."""
+    """Return vectors of a token that are needed together: those that hold each other's pairs."""
     of = list(range(d // WIDTH))
     for c, pair in enumerate(rotary_pairs(d, constants.rope_dims, bool(constants.interleaved))):
         a, b = of[c // WIDTH], of[pair // WIDTH]
@@ -75,7 +75,7 @@ def rotation_groups(d: int, constants: SideConstants) -> list[list[int]]:
 
 
 def _place(v: int, constants: SideConstants) -> int:
-    """Where a row has a vector's cosines: of two that are a pair, the first's."""
+    """Return where a row has a vector's cosines: of two that are a pair, the first's."""
     whole = not constants.interleaved and constants.rope_dims % (2 * WIDTH) == 0
     second = whole and constants.rope_dims // 2 <= WIDTH * v < constants.rope_dims
     return 64 * v - (2 * constants.rope_dims if second else 0)

@@ -25,7 +25,7 @@ class HeadView(NamedTuple):
 
     codes: int
     row: int
-    packed: int  # tokens of the prefix
+    packed_tokens: int  # of the prefix
     scale: int
     zero: int
     meta_row: int
@@ -43,12 +43,12 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
     """
     prefix = side.prefix
     scale, zero = head_address(prefix.scale, b, h), head_address(prefix.zero, b, h)
-    if size and side.packed > 0:
+    if size and side.packed_tokens > 0:
         first = size * load_int(prefix.first_group, h)
         scale += first
         zero += first
     return HeadView(
-        head_address(prefix.codes, b, h), prefix.codes.row, side.packed, scale, zero,
+        head_address(prefix.codes, b, h), prefix.codes.row, side.packed_tokens, scale, zero,
         prefix.meta_row, prefix.table + h * prefix.table_head, head_address(side.tail, b, h),
         side.tail.row,
     )  # fmt: skip
@@ -58,16 +58,16 @@ def head_view(side, b, h, size):  # type: ignore[no-untyped-def]
 def moved(view, codes, scale, zero, tail):  # type: ignore[no-untyped-def]
     """Return a view whose parts begin so many bytes further on."""
     return HeadView(
-        view.codes + codes, view.row, view.packed, view.scale + scale, view.zero + zero,
+        view.codes + codes, view.row, view.packed_tokens, view.scale + scale, view.zero + zero,
         view.meta_row, view.table, view.tail + tail, view.tail_row,
     )  # fmt: skip
 
 
 @kernel_step
-def with_packed(view, packed, table):  # type: ignore[no-untyped-def]
+def with_packed(view, packed_tokens, table):  # type: ignore[no-untyped-def]
     """Return a view with another number of packed tokens and another table."""
     return HeadView(
-        view.codes, view.row, packed, view.scale, view.zero, view.meta_row, table, view.tail,
+        view.codes, view.row, packed_tokens, view.scale, view.zero, view.meta_row, table, view.tail,
         view.tail_row,
     )  # fmt: skip
 
@@ -176,12 +176,12 @@ def score_exact(variant: Variant) -> Any:
         for j in range(first, even, at_once):
             scores(
                 q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales,
-                z_offset,                 0, 0, d, w, at_once, literal,
+                z_offset, 0, 0, d, w, at_once, literal,
             )  # fmt: skip
         for j in range(even, last):
             scores(
                 q, mem.begin, base + j * row, row, mem.logits + 4 * j, s_row, mem.scales,
-                z_offset,                 0, 0, d, w, 1, literal,
+                z_offset, 0, 0, d, w, 1, literal,
             )  # fmt: skip
 
     return score
@@ -190,7 +190,7 @@ def score_exact(variant: Variant) -> Any:
 def score_packed(variant: Variant) -> Any:
     """Make the step that scores packed keys."""
     constants, d, w, z_offset = variant.keys, variant.d, variant.w, variant.z_offset
-    span, meta, size = variant.span(constants), constants.meta, constants.meta_size
+    span, meta, size = variant.tokens_at_once(constants), constants.meta, constants.meta_size
     rope, rope_row, literal = constants.rope_dims, 8 * d, _literal(constants)
     factor, offset = constants.factor, constants.offset
     by_channel, folds = constants.by == CHANNEL, constants.folds
@@ -260,7 +260,7 @@ def _score_blocks(variant: Variant) -> Any:
 
     @kernel_step
     def score(a, keys, q, base, out, first, last, mem):  # type: ignore[no-untyped-def]
-        """Write the scores of blocks first to last; block 0 is at `base`, its scores go to `to`."""
+        """Write scores of blocks first to last: of block 0, which is at `base`, to `out`."""
         meta, step = mem.scales + 4 * first * per_block * across, 4 * per_block * across
         if by_table:
             tabled(meta, z_offset, (last - first) * per_block, mem.tables, literal)
@@ -304,7 +304,7 @@ def sum_exact(variant: Variant) -> Any:
 def sum_packed(variant: Variant) -> Any:
     """Make the step that adds packed values."""
     constants, d, z_offset = variant.values, variant.d, variant.z_offset
-    span, per_block = variant.span(constants), constants.per_block[0]
+    span, per_block = variant.tokens_at_once(constants), constants.per_block[0]
     meta, size = constants.meta, constants.meta_size
     factor, offset = constants.factor, constants.offset
     by_channel, per_token, across = constants.by == CHANNEL, constants.per_token, constants.across

@@ -95,7 +95,7 @@ def unpack(
 
 
 def _taker(b: Any, base: Any, stride: Any, t: Any, extractor: Any, constants: SideConstants) -> Any:
-    """Gives sixteen codes of a token, int32, by the number of their vector."""
+    """Return a function that takes the number of a vector, and returns its sixteen codes, int32."""
     bits = constants.bits
     amount = broadcast(b, b.trunc(extractor, I32))
     bytes_type = ir.VectorType(ir.IntType(8), WIDTH)
@@ -124,7 +124,7 @@ def _taker(b: Any, base: Any, stride: Any, t: Any, extractor: Any, constants: Si
 
 
 def _widened(b: Any, meta: Meta, room: Any, constants: SideConstants) -> Meta:
-    """S and Z of a token's groups as fp32 in `room`, where lanes are picked from whole vectors."""
+    """Write S and Z of a token's groups in fp32 to `room`, in whole vectors; return where."""
     z_offset = 4 * WIDTH * -(-constants.across // WIDTH)
     zeros = b.add(meta.base, meta.z_offset), add_bytes(b, room, z_offset)
     for place, out in ((meta.base, room), zeros):

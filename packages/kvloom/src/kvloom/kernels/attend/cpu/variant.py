@@ -143,8 +143,8 @@ class Variant(NamedTuple):
         unit = math.lcm(16, *(side.per_block[0] for side in self.sides), *spans)
         return unit * -(-128 // unit)
 
-    def span(self, side: SideConstants) -> int:
-        """Tokens that are read together: those that share metadata, else those of a tile."""
+    def tokens_at_once(self, side: SideConstants) -> int:
+        """Return the tokens that are read together: those that share metadata, else a tile."""
         return side.tokens_per_scale or self.tile
 
     @property

@@ -82,7 +82,7 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> l
 
 def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:
     """Attend q [B, Hq, 1, D], each row to its own pages."""
-    table, tail_row = where.table, where.table.tokens - where.table.packed - 1
+    table, tail_row = where.table, where.table.tokens - where.table.packed_tokens - 1
     if where.new is not None:
         for view, x in zip((keys, values), where.new, strict=True):
             view.tail[table.tails, :, tail_row] = x[:, :, 0].to(view.tail.dtype)

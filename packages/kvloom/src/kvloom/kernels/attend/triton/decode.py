@@ -183,7 +183,7 @@ def _regions(
 
 
 def _steps(name: str, x: Tensor | None) -> dict[str, int]:
-    """Strides of the first two dimensions, 0 where there is one of a kind."""
+    """Return strides of the first two dimensions, 0 where there is one of a kind."""
     b, h = (0, 0) if x is None else (x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1))
     return {f"{name}_b": b, f"{name}_h": h}
 
@@ -310,7 +310,7 @@ def processors(device: torch.device) -> int:
 
 @cache
 def _rotation(group: int, device: torch.device) -> Tensor:
-    """The matrix whose product with a row is the row rotated, fp32 [group, group]."""
+    """Return the matrix whose product with a row is the row rotated, fp32 [group, group]."""
     return rotate(torch.eye(group)).to(device)
 
 

@@ -29,7 +29,7 @@ KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as i
 
 @triton.jit
 def _rows(ptr, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
-    """The rows `row` [N] of a matrix with D channels: [N, DP], zeros after."""
+    """Return the rows `row` [N] of a matrix with D channels: [N, DP], zeros after."""
     mask = ok[:, None]
     if D != DP:
         mask = mask & (o_d[None, :] < D)
@@ -38,7 +38,7 @@ def _rows(ptr, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _repeat_rows(x, TIMES: tl.constexpr):
-    """[N, DP] to [N, TIMES, DP]."""
+    """Repeat each row: [N, DP] to [N, TIMES, DP]."""
     return tl.broadcast_to(x[:, None, :], [x.shape[0], TIMES, x.shape[1]])
 
 
@@ -48,7 +48,7 @@ def _meta(
     KIND: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
-    """Scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
+    """Return scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
     if KIND == CHANNEL:
         if APART:
             x = as_float(_rows(ptr, step, n // GROUP, ok, o_d, D, DP))
@@ -81,7 +81,7 @@ def _codes(
     ptr, step, base, first, stop, n, ok, o_d,
     BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """The codes of the tokens n [BN]: int32 [BN, DP]."""
+    """Return the codes of the tokens n [BN]: int32 [BN, DP]."""
     if BITS == 15:  # a byte is the sum of five codes times 3^a; inverse: of 3^a, times 65536
         byte = _rows(ptr, step, n // 5, ok, o_d, D, DP).to(tl.int32)
         a = n[:, None] % 5
@@ -125,7 +125,7 @@ def _unpacked(
     x, base, first, stop, n, ok, o_d,
     X: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """The packed tokens n [BN] of a side x in fp32, rotated ones as they were rotated: [BN, DP]."""
+    """Return packed tokens n [BN] of a side x in fp32, without rotating any back: [BN, DP]."""
     code = _codes(
         x.codes, x.codes_n, base, first, stop, n, ok, o_d, X.bits, D, DP, BN, APART
     )  # fmt: skip
@@ -206,7 +206,7 @@ def _walk(
 
 @triton.jit
 def side_of_head(x, h, o_d, X: tl.constexpr, D: tl.constexpr):
-    """Side x at head h, with the divisors and the groups of its channels."""
+    """Return side x at head h, with the divisors and the groups of its channels."""
     divisor, group_of = o_d, o_d
     if X.divided:
         divisor = tl.load(x.divisor + h * D + o_d, mask=o_d < D, other=0.0)
@@ -222,7 +222,7 @@ def side_of_head(x, h, o_d, X: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def side_of_row(x, b):
-    """Side x at batch row, or block, b."""
+    """Return side x at batch row, or block, b."""
     return Side(
         x.codes + b * x.codes_b, x.scale + b * x.meta_b, x.zero + b * x.meta_b,
         x.group_of, x.divisor, x.levels, x.tail + b * x.tail_b,
@@ -233,7 +233,7 @@ def side_of_row(x, b):
 
 @triton.jit
 def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
-    """The queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each."""
+    """Load queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each."""
     offsets = (head * rows + o_m)[:, None] * D + o_d[None, :]
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     plain = tl.load(q + offsets, mask=mask, other=0.0)
@@ -277,7 +277,7 @@ def _split(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, PACKED_SIDE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One split of a region for BM query rows of a head; grid: [splits x heads x rows].
+    """Attend to one split of a region by BM query rows of a head; grid: [splits x heads x rows].
 
     Region 0, tokens begin to both_packed_end: both sides in their formats (packed or not). Region
     1, to the later end of a packed prefix: one side packed, PACKED_SIDE (KEYS or VALUES; 0: there

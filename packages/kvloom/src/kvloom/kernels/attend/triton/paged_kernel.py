@@ -24,7 +24,7 @@ def _split_pages(
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, PAGE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    """One split of a row for BM query heads of a group; grid: [(splits + 1) x heads x rows].
+    """Attend to a split of a row by BM query heads of a group; grid: [(splits + 1) x heads x rows].
 
     h: key/value heads, r: query heads of each. Split number `splits` has the exact tokens. width:
     of the table's rows. sinks: exact first tokens of a row's first page, in place of its own.

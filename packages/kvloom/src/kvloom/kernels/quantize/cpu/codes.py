@@ -76,7 +76,7 @@ def _narrowed(b: Any, x: Any, dtype_code: int) -> Any:
 
 
 def _wide(b: Any, x: Any) -> Any:
-    """A scalar as a vector of one lane."""
+    """Return a scalar as a vector of one lane."""
     undefined = ir.Constant(ir.VectorType(x.type, 1), ir.Undefined)
     return b.insert_element(undefined, x, ir.Constant(I32, 0))
 
@@ -88,7 +88,7 @@ def put_vector(b: Any, address: Any, x: Any) -> None:
 
 @intrinsic
 def gather(ctx: Any, base: Any, slots: Any) -> Any:
-    """The fp32 numbers of an array at sixteen slots, int32."""
+    """Return the fp32 numbers of an array at sixteen slots, int32."""
     return lowered(
         Lanes(types.int64, types.int64),
         lambda b, base, slots: gather_f32(b, base, read(b, slots, VI)),
@@ -97,7 +97,7 @@ def gather(ctx: Any, base: Any, slots: Any) -> Any:
 
 @intrinsic
 def above(ctx: Any, x: Any, end: Any, yes: Any, no: Any) -> Any:
-    """`yes` where x > end, else `no`."""
+    """Return `yes` where x > end, else `no`."""
     return lowered(
         Lanes(Lanes, Lanes, Lanes, Lanes),
         lambda b, x, end, yes, no: b.select(b.fcmp_ordered(">", x, end), yes, no),
@@ -113,7 +113,7 @@ def clamp_scale(scale):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def nonzero(x):  # type: ignore[no-untyped-def]
-    """x, and infinity where it is 0 (or less)."""
+    """Return x, and infinity where it is 0 (or less)."""
     return above(x, splat(np.float32(0.0)), x, splat(np.float32(np.inf)))
 
 
@@ -170,7 +170,7 @@ def encode(x, zero, step, top, out):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def decode(codes, zero, step):  # type: ignore[no-untyped-def]
-    """Sixteen codes, a byte each, times step plus zero, rounded once."""
+    """Return sixteen codes, a byte each, times step plus zero, rounded once."""
     return fma(get_codes(codes), step, zero)
 
 

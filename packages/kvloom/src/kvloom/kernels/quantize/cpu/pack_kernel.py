@@ -242,7 +242,7 @@ def unpacking() -> Kernel:
 
 @kernel_step
 def first_token(spec, lo):  # type: ignore[no-untyped-def]
-    """The first token whose numbers are in the row of scales of token lo."""
+    """Return the first token whose numbers are in the row of scales of token lo."""
     return lo // spec.group * spec.group if spec.sharing == CHANNEL else lo
 
 

@@ -57,7 +57,7 @@ def _forms(b: Any, bits_x2: Any) -> Any:
 
 
 def _all(b: Any, table: Any, i: int) -> Any:
-    """Number i of a table, in all lanes."""
+    """Return number i of a table, in all lanes."""
     return broadcast(b, read(b, add_bytes(b, table, 4 * i), F32))
 
 
@@ -83,7 +83,7 @@ def _searched(b: Any, x: Any, ends: Any, levels: Any, highest: int) -> tuple[Any
 
 
 def _named(b: Any, code: Any, levels: Any, highest: int) -> Any:
-    """The levels of sixteen codes."""
+    """Return the levels of sixteen codes."""
     if highest > _MAX_LINEAR:
         return gather_f32(b, levels, code)
     level = _all(b, levels, 0)
@@ -95,7 +95,7 @@ def _named(b: Any, code: Any, levels: Any, highest: int) -> Any:
 
 @intrinsic(prefer_literal=True)
 def butterfly(ctx: Any, x: Any, half: Any) -> Any:
-    """a + b where a lane is a, a - b where it is b: a, b are `half` lanes apart, in turns."""
+    """Return a + b in lanes of a, a - b in those of b: a, b are `half` lanes apart, in turns."""
     distance = half.literal_value
     others = ir.Constant(VI, [i ^ distance for i in range(WIDTH)])
     signs = ir.Constant(VF, [-1.0 if i & distance else 1.0 for i in range(WIDTH)])
@@ -109,7 +109,7 @@ def butterfly(ctx: Any, x: Any, half: Any) -> Any:
 
 @intrinsic
 def halved(ctx: Any, x: Any) -> Any:
-    """The sum of all lanes: the upper half is added to the lower until one is left."""
+    """Return the sum of all lanes: the upper half is added to the lower until one is left."""
 
     def emit(b: Any, x: Any) -> Any:
         while x.type.count > 1:
@@ -127,7 +127,7 @@ def halved(ctx: Any, x: Any) -> Any:
 
 @intrinsic
 def root(ctx: Any, x: Any) -> Any:
-    """The square root."""
+    """Return the square root."""
     return lowered(Lanes(Lanes), lambda b, x: call(b, "llvm.sqrt.v16f32", VF, x))
 
 
@@ -163,7 +163,7 @@ def leveled(ctx: Any, codes: Any, levels: Any, bits_x2: Any, scale: Any, out: An
 
 @kernel_step
 def hadamard(x, n, size, before, after):  # type: ignore[no-untyped-def]
-    """Blocks of `size` numbers, a power of 2, times the Hadamard matrix, in place.
+    """Multiply blocks of `size` numbers, a power of 2, by the Hadamard matrix, in place.
 
     before, after: fp32, by which numbers are multiplied, whole vectors, or 0.
     """
@@ -226,7 +226,7 @@ def mix_rows(x, rows, size, mix, row, column, spare):  # type: ignore[no-untyped
 
 @kernel_step
 def squared(x, n):  # type: ignore[no-untyped-def]
-    """The sum of the squares of n numbers; their row is filled up with 0."""
+    """Return the sum of the squares of n numbers; their row is filled up with 0."""
     total = splat(np.float32(0.0))
     for c in range(n, -(-n // 16) * 16):
         store_one(x + 4 * c, np.float32(0.0))
@@ -292,7 +292,7 @@ def round_row(x, d, group, levels, ends, bits_x2, unit, codes):  # type: ignore[
 
 @kernel_step
 def limited(scale, meta):  # type: ignore[no-untyped-def]
-    """Scales, 0 or more, none of them larger than the format's largest."""
+    """Return scales, 0 or more, none of them larger than the format's largest."""
     if meta == 1:
         scale = minimum(scale, splat(np.float32(65504.0)))
     elif meta == 2:

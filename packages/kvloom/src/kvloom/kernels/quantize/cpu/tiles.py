@@ -32,13 +32,13 @@ from .codes import clamp_scale, decode, encode, gather, join, nonzero, put, put_
 
 @kernel_step
 def size_of(dtype_code):  # type: ignore[no-untyped-def]
-    """The bytes of a number of a dtype."""
+    """Return the bytes of a number of a dtype."""
     return 4 if dtype_code == 0 else 1 if dtype_code == 3 else 2
 
 
 @kernel_step
 def _get(x, i, dtype_code):  # type: ignore[no-untyped-def]
-    """Sixteen numbers of a dtype, the i-th and on."""
+    """Load sixteen numbers of a dtype, the i-th and on."""
     if dtype_code == 0:
         return load(x + 4 * i)
     if dtype_code == 1:
@@ -106,7 +106,7 @@ def narrow(x, d, dtype_code, out):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[no-untyped-def]
-    """The least and the largest of each channel, without padding; 0 where all is padding.
+    """Write the least and the largest of each channel, without padding; 0 where all is padding.
 
     nonpadding: the address of a byte a token, 0 for padding; or 0.
     """
@@ -127,7 +127,7 @@ def range_of_tokens(x, row, tokens, dp, nonpadding, low, high):  # type: ignore[
 
 @kernel_step
 def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
-    """The least and the largest of each group of consecutive channels."""
+    """Write the least and the largest of each group of consecutive channels."""
     for g in range(d // group):
         lo = hi = load(x + 4 * g * group)
         for c in range(g * group + 16, (g + 1) * group, 16):
@@ -139,7 +139,7 @@ def range_of_channels(x, d, group, low, high):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def range_of_slots(x, slots, ends, groups, clip, low, high):  # type: ignore[no-untyped-def]
-    """The least and the largest of each group, times its alpha.
+    """Write the least and the largest of each group, times its alpha.
 
     slots: int32, where the channels of the first group are, then those of the next, each in whole
     sixteens. ends: int32, where a group ends among them.
@@ -287,7 +287,7 @@ def tile_of(a, sizes, task):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def meta_at(spec, padded, t):  # type: ignore[no-untyped-def]
-    """Bytes from the first scale of a tile in fp32 to those of its token t."""
+    """Return bytes from the first scale of a tile in fp32 to those of its token t."""
     if spec.sharing == CHANNEL:
         return 4 * (t // spec.group * padded)
     return 0 if spec.sharing == STATIC else 4 * t * spec.groups

@@ -91,9 +91,18 @@ def _positions(model: PreTrainedModel) -> Positions:
         return Positions((adapter.rope(config),) * count)
     if compat.has_alibi(config):
         return Positions((None,) * count)
+    if model.get_input_embeddings().weight.is_meta:
+        return _without_weights(model, count)
     if model not in _FOUND:
         _FOUND[model] = _find(model, count)
     return _FOUND[model]
+
+
+def _without_weights(model: PreTrainedModel, count: int) -> Positions:
+    """Return embeddings of the right size for a model on the meta device, which runs no step."""
+    sizes = [rope.inv_freq.shape for rope, _ in _candidates(model)]
+    rope = Rope(torch.ones(sizes[0]), False) if sizes else None
+    return Positions((rope,) * count, learned=rope is None)
 
 
 def _find(model: PreTrainedModel, count: int) -> Positions:

@@ -108,14 +108,17 @@ def free(figures: list[dict]) -> str:
 
 
 def needles(figures: list[dict]) -> str:
-    """Return the needles found, and pairs won and lost to `full`, as a Markdown table, by bytes."""
-    lines = ["|Recipe|Bytes|Needles|Found|Won|Lost|Verdict|", "|---|---|---|---|---|---|---|"]
+    """Return divergence, needles found, and pairs won and lost to `full`, as a Markdown table."""
+    lines = ["|Recipe|Bytes|KL, mean|Needles|Won|Lost|Verdict|", "|---|---|---|---|---|---|---|"]
+    kl = {f["recipe"]: f["scores"].get("kl_mean") for f in figures if f["task"] == "perplexity"}
     rows = [f for f in figures if f["task"] == "niah" and f["scores"]]
     for row in sorted(rows, key=lambda f: -f["share"]):
-        found = _interval(row["scores"]["correct"])
+        divergence = kl.get(row["recipe"])
         paired = row["over_full"].get("correct", {"won": 0, "lost": 0, "verdict": ""})
         lines.append(
-            f"|`{row['recipe']}`|{row['share']:.1%}|{row['samples']}|{found}|"
+            f"|`{row['recipe']}`|{row['share']:.1%}|"
+            f"{'' if divergence is None else _interval(divergence)}|"
+            f"{_interval(row['scores']['correct'])}|"
             f"{paired['won']}|{paired['lost']}|{paired['verdict']}|"
         )
     return "\n".join(lines)
@@ -156,7 +159,9 @@ def table_by_kind(rows: list[dict]) -> str:
     """
     scored = [row for row in rows if "kl_mean" in row["scores"]]
     kinds = list(dict.fromkeys(row["kind"] for row in scored))
-    cells = {(x["recipe"], x["kind"]): _interval(x["scores"]["kl_mean"]) for x in scored}
+    cells = {
+        (x["recipe"], x["kind"]): format(x["scores"]["kl_mean"]["mean"], ".3g") for x in scored
+    }
     shares = {row["recipe"]: row["share"] for row in scored}
     lines = [f"|Recipe|Bytes|{'|'.join(kinds)}|", f"|---|---|{'---|' * len(kinds)}"]
     for name in sorted(shares, key=lambda name: -shares[name]):

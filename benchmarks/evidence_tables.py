@@ -107,11 +107,14 @@ def free(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+FEWEST = 30  # samples of a row of `needles`
+
+
 def needles(figures: list[dict]) -> str:
     """Return divergence, needles found, and pairs won and lost to `full`, as a Markdown table."""
     lines = ["|Recipe|Bytes|KL, mean|Needles|Won|Lost|Verdict|", "|---|---|---|---|---|---|---|"]
     kl = {f["recipe"]: f["scores"].get("kl_mean") for f in figures if f["task"] == "perplexity"}
-    rows = [f for f in figures if f["task"] == "niah" and f["scores"]]
+    rows = [f for f in figures if f["task"] == "niah" and f["scores"] and f["samples"] >= FEWEST]
     for row in sorted(rows, key=lambda f: -f["share"]):
         divergence = kl.get(row["recipe"])
         paired = row["over_full"].get("correct", {"won": 0, "lost": 0, "verdict": ""})

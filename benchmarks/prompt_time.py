@@ -6,6 +6,7 @@ are medians over rounds, each with another text. The first round compiles kernel
 
     python benchmarks/prompt_time.py
     python benchmarks/prompt_time.py --tokens 6144 --recipes full small --result prompt_time_6144
+        # writes prompt_time_6144.json
 """
 
 from __future__ import annotations

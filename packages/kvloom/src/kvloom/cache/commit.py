@@ -168,8 +168,8 @@ def _store(
         segment.pack(visible, prompt)
         if prompt:
             segment.trim()
-    if state.window is not None:
-        segment.drop_front(_expired(state, segment))
+    if state.window is not None and (expired := _expired(state, segment)):
+        segment.drop_front(expired)
     if outliers is not None and to_mark is not None:
         outliers.done = True
         if to_mark[0].shape[2] == state.seen:

@@ -100,8 +100,8 @@ def _positions(model: PreTrainedModel) -> Positions:
 
 def _without_weights(model: PreTrainedModel, count: int) -> Positions:
     """Return embeddings of the right size for a model on the meta device, which runs no step."""
-    sizes = [rope.inv_freq.shape for rope, _ in _candidates(model)]
-    rope = Rope(torch.ones(sizes[0]), False) if sizes else None
+    first = next(_candidates(model), None)
+    rope = None if first is None else Rope(torch.ones(first.rope.inv_freq.shape), False)
     return Positions((rope,) * count, learned=rope is None)
 
 

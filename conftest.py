@@ -28,8 +28,8 @@ companion.disable()
 # every operation ten times slower.
 torch.set_num_threads(1)
 
-# A full collection looks at a million objects of imports and tests, and transformers asks for one
-# after each continuous batch. So none runs until all tests are collected; then those objects stay.
+# transformers runs the garbage collector after each continuous batch. The collector then visits a
+# million objects of imports and tests, so it is off until they exist, and skips them from then on.
 gc.disable()
 
 EXAMPLES = {"default": 5, "slow": 10}

@@ -2,7 +2,7 @@
 
 The guide docs/guides/papers.md has the number of verdicts.
 
-A claim whose rule has changed since it was measured, or that was never measured, says so.
+A claim is "not measured yet" if its rule has changed since its measurement, or it has none.
 
     python benchmarks/papers_page.py   # writes the page
 """

@@ -93,7 +93,7 @@ def _normalized(x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def projections(model: PreTrainedModel) -> dict[tuple[int, str], nn.Module]:
-    """Return the modules that make keys and values, by layer and side; empty if there are none."""
+    """Return the modules named `k_proj` and `v_proj`, by layer and side."""
     found: dict[tuple[int, str], nn.Module] = {}
     for side, name in (("keys", "k_proj"), ("values", "v_proj")):
         modules = [m for path, m in model.named_modules() if path.endswith(f".{name}")]

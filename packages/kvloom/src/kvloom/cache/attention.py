@@ -137,7 +137,7 @@ def _by_format(
 def _by_kernel_of_format(
     q: Tensor, region: Region, lo: int, hi: int, scale: float, softcap: float | None
 ) -> AttentionState | None:
-    """Attend to the tokens lo to hi by the kernel of their format; None if there is none.
+    """Attend to the tokens lo to hi by their format's kernel; return None if it has no kernel.
 
     Counts in `operations_run` which format it was, or why each has no kernel.
     """

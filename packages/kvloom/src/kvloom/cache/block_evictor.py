@@ -121,7 +121,7 @@ class BlockEvictor(ScoreEvictor):
     def score(
         self, storage: Storage, queries: Queries, new: KV | None, regions: Sequence[Region] = ()
     ) -> Decision | None:
-        """Score the next block to evict from. If there is none, hold the queries and return None.
+        """Score the next block to evict from. Until it is complete, hold the queries; return None.
 
         The scores of padding are minus infinity.
         """

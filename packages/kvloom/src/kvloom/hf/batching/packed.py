@@ -156,7 +156,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         return blocks
 
     def _load(self, key: str, tokens: list[int], digest: int) -> int | None:
-        """Load a stored page into a free block, which no request has yet; None: there is none."""
+        """Load a stored page into a free block; return None without such a page or block."""
         assert self.stored is not None
         pool, sizes = self.pool, [layout.nbytes for layout in self.layouts]
         has_room = pool.count_free_blocks(self.index) or pool.num_free_sectors

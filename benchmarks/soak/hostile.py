@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from random import Random
 
@@ -157,6 +158,9 @@ def store_entries(folder: Path, model: PreTrainedModel) -> Kind:
         store = kvloom.PromptStore(folder)
         try:
             found, tokens = store.longest(model, recipe, ids)
+            assert all(str(datetime.fromtimestamp(entry.used)) for entry in store.entries())
+            store.index.note([bytes(32)], 2**20)
+            assert not store.index.evict(2**40, 2.0**40), "an entry is evicted too early"
         finally:
             store.index._db.close()  # else the next case finds a database that is open
         assert tokens in (0, 128)

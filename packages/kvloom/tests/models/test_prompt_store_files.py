@@ -355,6 +355,18 @@ def test_an_index_damaged_while_another_has_it_open_is_made_again_at_once(model,
     assert time.monotonic() - began < 30  # SQLite would wait for 60 s
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["key = x'00'", "used = NULL", "used = 1e300", "tokens = -1", "nbytes = 'x'", "model = 1",
+     "recipe = CAST(x'ff' AS TEXT)"],
+)  # fmt: skip
+def test_a_damaged_row_makes_the_index_again(model, store, change):
+    before = store.entries()
+    store.index._run(lambda db: db.execute(f"UPDATE entries SET {change}"))
+    assert list(map(sizes, kvloom.PromptStore(store.folder).entries())) == list(map(sizes, before))
+    assert held(model, kvloom.PromptStore(store.folder)) == 256
+
+
 def test_a_whole_file_without_a_row_gets_one(model, store):
     key = store.entries()[0].key
     store.index._run(lambda db: db.execute("DELETE FROM entries"))

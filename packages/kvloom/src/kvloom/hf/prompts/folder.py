@@ -30,8 +30,10 @@ INDEX = "index-1.sqlite"
 """The name of the database; the number is the version of its tables."""
 
 _SUFFIX, _DAMAGED = ".safetensors", ".damaged"
-_KEY = "[0-9a-f]{64}"
+_KEY_BYTES = 32
+_KEY = f"[0-9a-f]{{{2 * _KEY_BYTES}}}"
 _PATIENCE = 60  # seconds that a process waits for the transactions of others
+_END_OF_TIME = 253402300800.0  # the year 10000, which no date reaches
 _PAGE = 4096  # bytes, in which file systems allocate
 _LOG_PAGES = 64  # of the database's log, which counts as a part of the folder
 _SEEN_BYTES = 100  # of the index, for a boundary that a prompt had
@@ -256,6 +258,7 @@ class PromptFolder:
             self.database if writable else ":memory:",
             timeout=_PATIENCE, isolation_level=None, check_same_thread=False,
         )  # fmt: skip
+        db.text_factory = bytes  # `_entry` decodes, and knows damaged text
         end = time.monotonic() + _PATIENCE
         while True:
             try:
@@ -300,7 +303,21 @@ _ALL = "SELECT key, tokens, nbytes, created, used, model, recipe FROM entries"
 
 
 def _entry(row: Sequence[Any]) -> Entry:
-    return Entry(row[0].hex(), *row[1:])
+    """Return the entry of a row; raises an error for what `_insert` never writes."""
+    key, tokens, nbytes, created, used, *names = row
+    if not (
+        isinstance(key, bytes)
+        and len(key) == _KEY_BYTES
+        and all(isinstance(x, int) and x >= 0 for x in (tokens, nbytes))
+        and all(isinstance(x, float) and 0 <= x < _END_OF_TIME for x in (created, used))
+        and all(isinstance(name, bytes) for name in names)
+    ):
+        raise sqlite3.DatabaseError("a row is damaged")
+    try:
+        model, recipe = (name.decode() for name in names)
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError("a row is damaged") from error
+    return Entry(key.hex(), tokens, nbytes, created, used, model, recipe)
 
 
 def _insert(db: sqlite3.Connection, x: Entry) -> None:
@@ -338,7 +355,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error means that the database is no database, or has other tables."""
+    """Return whether an error means that the database is damaged, or has other tables."""
     return not isinstance(error, sqlite3.OperationalError) or "no such" in str(error)
 
 

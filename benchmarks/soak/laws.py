@@ -5,6 +5,7 @@ A case that fails is shrunk.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from kvloom.keep import policy
@@ -38,10 +39,16 @@ def shrunk(case: Case, error: Exception) -> Case:
         try:
             run(case)
         except Exception as other:
-            return type(other) is type(error)
+            return _where(other) == _where(error)
         return False
 
     return _simplest(case, fails)
+
+
+def _where(error: Exception) -> tuple[type, str, int]:
+    """Return the kind of an error, and the last line of Python that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error), frame.filename, frame.lineno or 0
 
 
 def _simplest(case: Case, fails: Callable[[Case], bool]) -> Case:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import by_reference
-from kvloom.keep import Budget, Keep, Mass, Outliers
+from kvloom.keep import Budget, Expected, Keep, Mass, Outliers
 from kvloom.recall import Clusters, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -42,6 +42,15 @@ FOUND = {
             Store(keys=Packed(bits=3, axis="token", group=0, residual=15, unit=5)),
         ),
         1, (2, 2), 16, "fp32", (0,), (("step", 8),),
+    ),
+    "a mask of the sinks alone, after rows without padding have replaced another": Case(
+        Recipe(
+            Keep(
+                Budget(fraction=0.5, recent=1, head_share=0.5), Expected(), when="block", block=4
+            ),
+            protect=Protect(sinks=4),
+        ),
+        1, (2, 1), 16, "fp32", (2, 0), (("step", 6), ("reorder", (1, 1)), ("step", 30)),
     ),
     "a saved cache whose packed tokens are all in the tier": Case(
         Recipe(

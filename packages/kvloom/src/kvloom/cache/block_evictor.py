@@ -188,11 +188,15 @@ class BlockEvictor(ScoreEvictor):
         v = torch.cat([sinks_region.values.tail, segment.exact_values()[:, :, :used]], dim=2)
         index, exact_index = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
         index = torch.cat([index, exact_index.expand(len(index), -1, -1)], dim=-1)
-        visible, exact = sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
-        if exact is not None:
-            if visible is None:
-                visible = exact.new_ones(len(exact), 1, sinks.count)
-            visible = torch.cat([visible, exact], dim=-1)
+        of_sinks, of_exact = (
+            sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
+        )  # fmt: skip
+        visible = None
+        if of_sinks is not None or of_exact is not None:
+            shown = k.new_ones(len(k), 1, 1, dtype=torch.bool)
+            of_sinks = shown.expand(-1, -1, sinks.count) if of_sinks is None else of_sinks
+            of_exact = shown.expand(-1, -1, used) if of_exact is None else of_exact
+            visible = torch.cat([of_sinks, of_exact], dim=-1)
         return self.scorer.step(queries, k, v, visible, index, seen, None)
 
     # --- eviction ---------------------------------------------------------------------------------

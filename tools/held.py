@@ -8,6 +8,7 @@ is packed is compared with the model's own keys and values, packed again by the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
@@ -100,7 +101,7 @@ class CheckedLayer(RoutedLayer):
         if out.isnan().any():
             self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
         if not repeats:
-            if read != self.cache._state.read:
+            if not math.isclose(read, self.cache._state.read, rel_tol=1e-12):
                 self.findings.wrong.append(
                     f"{self.cache.name}: says it read {self.cache._state.read}, not {read} tokens"
                 )

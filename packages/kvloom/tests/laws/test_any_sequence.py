@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import by_reference
-from kvloom.keep import Budget, Expected, Keep, Mass, Outliers
+from kvloom.keep import Budget, Expected, Keep, Mass, Outliers, Random
 from kvloom.recall import Clusters, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -51,6 +51,16 @@ FOUND = {
             protect=Protect(sinks=4),
         ),
         1, (2, 1), 16, "fp32", (2, 0), (("step", 6), ("reorder", (1, 1)), ("step", 30)),
+    ),
+    "sinks of a padded row among the tokens that stay of a block": Case(
+        Recipe(
+            Keep(
+                Budget(fraction=0.7, recent=3, head_share=0.2), Random(), when="block", block=29
+            ),
+            Store(keys=Packed(bits=2, axis="channel", group=16, residual=16)),
+            protect=Protect(sinks=3),
+        ),
+        1, (4, 2), 16, "fp32", (8, 0, 16), (("step", 23), ("step", 7)),
     ),
     "a saved cache whose packed tokens are all in the tier": Case(
         Recipe(

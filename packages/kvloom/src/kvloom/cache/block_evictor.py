@@ -219,11 +219,10 @@ class BlockEvictor(ScoreEvictor):
             trace.scored = index.expand_as(scores), scores
         k = storage.exact_keys()[:, :, : block.tokens]
         v = self._block_values(storage, queries, stays, block)
-        padded = queries.visible is not None or ragged.logical_index is not None
+        visible = self.sinks_store.hide(queries.visible)
+        indexed = visible is not None or ragged.logical_index is not None or trace is not None
         if ragged.stored or block.granted:
-            ragged.add(
-                k, v, stays, counts, storage.first, queries.visible, padded or trace is not None
-            )
+            ragged.add(k, v, stays, counts, storage.first, visible, indexed)
         self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         storage.drop_front(block.tokens)
         storage.trim()
@@ -243,6 +242,7 @@ class BlockEvictor(ScoreEvictor):
         free = torch.zeros_like(kept)
         free[..., self.sinks : self.sinks + n] = stays
         keys = step.k.clone()
-        keys[free] = self.ragged.keys.as_packed(step.k[free][None, None])[0, 0]
+        shown = None if step.visible is None else step.visible.expand_as(free)[free][None, None]
+        keys[free] = self.ragged.keys.as_packed(step.k[free][None, None], shown)[0, 0]
         values = fit(step, kept, keys, free, step.k.shape[2] - block.queries)
         return values[:, :, self.sinks : self.sinks + n]

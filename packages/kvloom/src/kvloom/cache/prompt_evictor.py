@@ -132,13 +132,18 @@ class PromptEvictor(ScoreEvictor):
         if fit is None:
             return v
         places = slots[..., None].expand(*slots.shape, k.shape[3])
-        kept = segment.keys.as_stored(gather(k, slots), segment.keys.recent)
-        keys = k.scatter(2, places, kept)
         stays = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device).scatter(2, slots, True)
+        shown = None if queries.visible is None else queries.visible[..., :n].expand_as(stays)
+        kept = segment.keys.as_stored(
+            gather(k, slots), segment.keys.recent, None if shown is None else shown.gather(2, slots)
+        )
+        keys = k.scatter(2, places, kept)
         if self.ragged is not None and choice is not None and choice.contested is not None:
             contested = torch.zeros_like(stays)
             contested[..., : choice.contested.shape[2]] = choice.contested
-            flat = self.ragged.keys.as_packed(k[contested][None, None])
+            flat = self.ragged.keys.as_packed(
+                k[contested][None, None], None if shown is None else shown[contested][None, None]
+            )
             keys[contested], stays = flat[0, 0], stays | contested
         index = torch.arange(n, device=k.device).expand(1, 1, -1)
         step = self.scorer.step(queries, k, v, queries.visible, index, n, None)

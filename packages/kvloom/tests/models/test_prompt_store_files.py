@@ -367,6 +367,16 @@ def test_a_damaged_row_makes_the_index_again(model, store, change):
     assert held(model, kvloom.PromptStore(store.folder)) == 256
 
 
+def test_damaged_names_of_tables_make_the_index_again(model, store):
+    before, path = store.entries(), store.folder / INDEX
+    store.index._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+    store.index._db.close()
+    whole = path.read_bytes()
+    assert b"tableseenseen" in whole
+    path.write_bytes(whole.replace(b"tableseenseen", b"table\xffeenseen"))
+    assert list(map(sizes, kvloom.PromptStore(store.folder).entries())) == list(map(sizes, before))
+
+
 def test_a_whole_file_without_a_row_gets_one(model, store):
     key = store.entries()[0].key
     store.index._run(lambda db: db.execute("DELETE FROM entries"))

@@ -229,13 +229,13 @@ class PromptFolder:
         with self._lock:
             try:
                 return work(self._connected())
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeError) as error:
                 if not _is_damage(error):
                     raise _unusable(self.folder, error) from error
             self._discard()
             try:
                 return work(self._connected())
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeError) as error:
                 raise _unusable(self.folder, error) from error
 
     def _connected(self) -> sqlite3.Connection:
@@ -354,9 +354,13 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error means that the database is damaged, or has other tables."""
-    return not isinstance(error, sqlite3.OperationalError) or "no such" in str(error)
+def _is_damage(error: Exception) -> bool:
+    """Return whether an error means that the database is damaged, or has other tables.
+
+    Python cannot decode the messages of SQLite about damaged names.
+    """
+    messages = "no such", "unsupported file format"
+    return not isinstance(error, sqlite3.OperationalError) or any(x in str(error) for x in messages)
 
 
 def _unusable(folder: Path, error: Exception) -> StoreError:

@@ -124,7 +124,7 @@ class PromptFolder:
     @property
     def nbytes(self) -> int:
         """Bytes of the folder's files, in whole pages."""
-        return sum(_nbytes(path) for path in self._files(""))
+        return sum(_nbytes(path) for path in self._files(lambda _: True))
 
     def touch(self, key: str) -> None:
         """Note that an entry was used."""
@@ -160,11 +160,16 @@ class PromptFolder:
         def work(db: sqlite3.Connection) -> list[Entry]:
             oldest = time.time() - max_age
             with _transaction(db):
-                for path in self._files(_DAMAGED):
+                for path in self._files(lambda name: name.endswith(_DAMAGED)):
                     if _modified(path) < oldest:
                         path.unlink(missing_ok=True)
-                surplus = self.nbytes - max_bytes
-                evicted = []
+                sums = "SELECT total(nbytes), total(used < ?) FROM entries"
+                stored, too_old = db.execute(sums, (oldest,)).fetchone()
+                others = self._files(lambda name: not name.endswith(_SUFFIX))
+                surplus = stored + sum(map(_nbytes, others)) - max_bytes
+                evicted: list[Entry] = []
+                if surplus <= 0 and not too_old:
+                    return evicted
                 for row in db.execute(f"{_ALL} ORDER BY used").fetchall():
                     entry = _entry(row)
                     if entry.used >= oldest and surplus <= 0:
@@ -197,7 +202,8 @@ class PromptFolder:
         """Remove the temporary files of killed writers; give each file a row, and no other."""
         files.remove_abandoned(self.folder, _KEY + re.escape(_SUFFIX))
         rows = {_entry(row).key for row in db.execute(_ALL)}
-        stored = {path.stem: path for path in self._files(_SUFFIX) if re.fullmatch(_KEY, path.stem)}
+        entry_name = re.compile(_KEY + re.escape(_SUFFIX)).fullmatch
+        stored = {path.stem: path for path in self._files(lambda name: bool(entry_name(name)))}
         new = []
         for key in stored.keys() - rows:
             try:
@@ -213,11 +219,11 @@ class PromptFolder:
                 if not self.path(key).exists():
                     _delete(db, key)
 
-    def _files(self, suffix: str) -> list[Path]:
-        """Return the files of the folder whose names end so."""
+    def _files(self, wanted: Callable[[str], bool]) -> list[Path]:
+        """Return the files of the folder whose names are wanted."""
         try:
             with os.scandir(self.folder) as found:
-                return [Path(x.path) for x in found if x.name.endswith(suffix) and x.is_file()]
+                return [Path(x.path) for x in found if wanted(x.name) and x.is_file()]
         except OSError as error:
             raise _unusable(self.folder, error) from error
 

@@ -12,29 +12,33 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import IncompatibleRecipe
+from ..keep import built_in
 from ..recipe import LayerOverride, Protect, Recipe, resolve
 from ..store import Packed, Store
 
 
-def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
+def paged(
+    recipe: Recipe | str, page: int, engine: str, option: str, evicts: bool = False
+) -> Recipe:
     """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
 
-    Formats and sinks are those of the recipe. A cache packs pages after the sinks, and an engine
-    from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
-    has sinks have the engine's pages.
+    Formats, sinks and eviction are those of the recipe. A cache packs pages after the sinks, and an
+    engine from the first token on. Rows of a cache that begin with as many tokens of padding as the
+    recipe has sinks have the engine's pages; so do rows without padding where a prompt was evicted.
 
     Args:
         recipe: Any recipe, or its name.
         page: Tokens of a page.
         engine: What errors call the engine.
         option: How a user spells the size of a page, up to the number.
+        evicts: Whether the engine evicts from a prompt that it has read.
 
     Raises:
         IncompatibleRecipe: Pages cannot hold the recipe; with the nearest one that they can.
         ValueError: The page does not fit the recipe.
     """
     named = resolve(recipe)
-    check_pages_hold(named, engine)
+    check_pages_hold(named, engine, evicts)
     most = max(protect.sinks for protect in _parts(named, "protect"))
     if most > page:
         raise ValueError(
@@ -57,12 +61,12 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
     )
 
 
-def check_pages_hold(recipe: Recipe, engine: str) -> None:
+def check_pages_hold(recipe: Recipe, engine: str, evicts: bool = False) -> None:
     """Raise `IncompatibleRecipe` for a recipe that pages of any size cannot hold.
 
-    engine: what the error calls the engine.
+    engine: what the error calls the engine. evicts: see `paged`.
     """
-    if problems := _problems(recipe):
+    if problems := _problems(recipe, evicts):
         raise IncompatibleRecipe(recipe.name, [f"in {engine}, {problem}" for problem in problems])
 
 
@@ -72,14 +76,17 @@ def _parts(recipe: Recipe, name: str) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
-def _problems(recipe: Recipe) -> list[str]:
+def _problems(recipe: Recipe, evicts: bool) -> list[str]:
     """Return why pages cannot hold this recipe, one sentence each; empty if they can."""
-    problems = []
-    if _parts(recipe, "keep"):
+    problems, keeps = [], _parts(recipe, "keep")
+    if any(not evicts or keep.when != "prompt" for keep in keeps):
+        held = "every token after the prompt" if evicts else "every token of a request"
         problems.append(
-            "pages hold every token of a request, and this recipe evicts some; use "
+            f"pages hold {held}, and this recipe evicts some; use "
             f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
         )
+    elif keeps:
+        problems += _eviction_problems(recipe)
     if _parts(recipe, "recall"):
         problems.append(
             "a step reads every page, and this recipe recalls a choice of tokens; use "
@@ -100,6 +107,51 @@ def _problems(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _eviction_problems(recipe: Recipe) -> list[str]:
+    """Return why pages cannot hold what this recipe keeps of a prompt, one sentence each.
+
+    A block has a page of every layer, and a page equally many tokens of every head.
+    """
+    keeps = _parts(recipe, "keep")
+    budgets = {keep.budget for keep in keeps}
+    everywhere = recipe.keep is not None and None not in (
+        override.parts.get("keep", recipe.keep) for override in recipe.layers
+    )
+    found = {
+        "pages of all layers hold equally many tokens; give all layers one budget": (
+            len(budgets) > 1 or not everywhere
+        ),
+        "pages of all layers hold equally many tokens; use layers=uniform": any(
+            budget.layers != "uniform" for budget in budgets
+        ),
+        "a page holds equally many tokens of each head; leave out head_share": any(
+            budget.head_share is not None for budget in budgets
+        ),
+        "a layer is packed before the next one is scored; leave out shared": any(
+            keep.shared for keep in keeps
+        ),
+        "the model reads a prompt once, and the score repeats it; use the score observation": (
+            recipe.repeats_prompt
+        ),
+        "the score reads the input of layers, which the engine does not give; use another": any(
+            keep.scorer.uses_input_norms and not built_in(keep.scorer) for keep in keeps
+        ),
+        "values are fitted to keys that are packed later; use a recipe without fit": any(
+            keep.fit is not None for keep in keeps
+        ),
+        "tokens keep their positions; use positions=original": any(
+            keep.positions != "original" for keep in keeps
+        ),
+        "a page before RoPE holds consecutive tokens; leave out pre_rope": any(
+            store.pre_rope for store in recipe.stores
+        ),
+        "a preempted request reads its answer as a prompt; leave out ids, spans and roles": any(
+            protect.marks for protect in _parts(recipe, "protect")
+        ),
+    }
+    return [problem for problem, has in found.items() if has]
+
+
 def _nearest(recipe: Recipe) -> str:
     """Return the name of the nearest recipe that works."""
     formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
@@ -110,7 +162,7 @@ def _nearest(recipe: Recipe) -> str:
 
 
 def _override(override: LayerOverride, page: int) -> LayerOverride:
-    parts = {name: x for name, x in override.parts.items() if name not in ("keep", "recall")}
+    parts = {name: x for name, x in override.parts.items() if name != "recall"}
     if "store" in parts:
         parts["store"] = _store(parts["store"], page)
     if "protect" in parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,8 +19,8 @@ class PagedRow:
         table_row: The request's row in the engine's block tables.
         batch_begin: Of its tokens in the step's tensors.
         batch_end: Likewise.
-        token_begin: The index of the first of these tokens in the request.
-        token_end: The index after the last one.
+        token_begin: How many tokens the request stores before the step.
+        token_end: How many it stores after it.
         blocks: int64, the blocks of its pages.
     """
 
@@ -31,18 +31,24 @@ class PagedRow:
     token_end: int
     blocks: Tensor
 
+    @property
+    def evicts(self) -> bool:
+        """Whether these tokens are a prompt, of which some are not stored."""
+        return self.token_end - self.token_begin < self.batch_end - self.batch_begin
+
 
 @dataclass
 class PagedStep:
-    """All rows of a step; `single` are those of one token, in the order of `Rows` of them."""
+    """All rows of a step: those of one token, those that evict, and the others."""
 
     rows: list[PagedRow]
     page: int
-    many: list[PagedRow] = field(init=False)
 
     def __post_init__(self) -> None:
         self.single = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
-        self.many = [row for row in self.rows if row.batch_end - row.batch_begin > 1]
+        self.evicting = [row for row in self.rows if row.evicts]
+        others = (row for row in self.rows if row.batch_end - row.batch_begin > 1)
+        self.many = [row for row in others if not row.evicts]
 
     @cached_property
     def single_rows(self) -> SingleTokenRows | None:

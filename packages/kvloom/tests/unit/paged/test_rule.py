@@ -1,16 +1,24 @@
 """Which recipes pages of an engine hold, and how these are packed."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe
+from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.paged import LayerPlan, check_pages_hold
 from kvloom.paged import paged as by_page
-from kvloom.recipe import resolve
+from kvloom.recipe import Protect, resolve
 
 
-def paged(recipe, page=128):
-    return by_page(recipe, page, "a test", "page=")
+@dataclass(frozen=True)
+class ReadsInputs(KeyNorm):
+    uses_input_norms = True
+
+
+def paged(recipe, page=128, evicts=False):
+    return by_page(recipe, page, "a test", "page=", evicts)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +63,44 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         assert recipe.protect.exact_recents == (0, 0)
     assert (found.protect.sinks, found.for_layer(0, range(4)).protect.sinks) == (4, 2)
     assert kvloom.Recipe.from_toml(found.to_toml()) == found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "remedy"),
+    [
+        ("h2o", "every token after the prompt, .*use 'near-lossless'"),
+        ("streaming", "every token after the prompt"),
+        ("small:block=256", "every token after the prompt"),
+        ("snapkv:head_share=0.2", "leave out head_share"),
+        ("pyramidkv", "use layers=uniform"),
+        ("kvzip", "use the score observation"),
+        ("rotated:fit=true", "use a recipe without fit"),
+        ("small:head_share=1", "use a recipe without fit"),
+        ("snapkv:positions=renumbered", "use positions=original"),
+        (replace(resolve("knorm"), store=resolve("skvq").store), "leave out pre_rope"),
+        ("kivi@0=snapkv", "give all layers one budget"),
+        ("snapkv@0=kivi", "give all layers one budget"),
+        ("snapkv@0=snapkv:tokens=512", "give all layers one budget"),
+        (replace(resolve("snapkv"), protect=Protect(spans=((0, 9),))), "leave out ids, spans"),
+        (replace(resolve("knorm"), keep=Keep(Budget(9), KeyNorm(), "prompt", shared=True)),
+         "leave out shared"),
+        (replace(resolve("knorm"), keep=Keep(Budget(9), ReadsInputs(), "prompt")), "use another"),
+    ],
+)  # fmt: skip
+def test_evictions_that_no_page_holds(recipe, remedy):
+    with pytest.raises(IncompatibleRecipe, match=f"in a test, .*{remedy}"):
+        paged(recipe, evicts=True)
+
+
+def test_an_eviction_stays_and_packs_sinks():
+    found = paged("expected:store=kivi@0=expected", evicts=True)
+    assert found.keep == resolve("expected").keep
+    for layer, residuals in ((0, set()), (1, {128})):
+        plain = found.for_layer(layer, range(4))
+        assert plain.protect.sinks == 4
+        assert plain.keep == found.keep
+        assert {fmt.residual for fmt in plain.store.quantized.values()} == residuals
+        assert LayerPlan.of_recipe(plain).sinks == 0
 
 
 def test_an_exact_page_needs_no_sinks():

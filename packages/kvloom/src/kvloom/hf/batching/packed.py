@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
     compute_block_hash,
 )
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
 from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout, paged
@@ -34,6 +36,7 @@ from ..implementation import FIELD
 from ..layer_facts import load_layer_facts
 from ..prompts.pages import StoredPages
 from ..routing import attention_configs
+from .eviction import PromptEviction
 
 NAME = "kvloom_flash"
 """The attention implementation: transformers makes no masks for a name with "flash", and reads no
@@ -53,8 +56,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
     A request's block table has its full pages in order, then its tail blocks. So transformers
     shares, hashes, frees, forks and copies them as its own. A page that is not full has no block.
 
-    plans: one for each layer. stored: where pages are stored, too. The other arguments are those
-    of transformers.
+    plans: one for each layer. stored: where pages are stored, too. eviction: from prompts; blocks
+    are then not shared. The other arguments are those of transformers.
     """
 
     supports_block_table = False
@@ -63,6 +66,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self,
         plans: list[LayerPlan],
         stored: StoredPages | None,
+        eviction: PromptEviction | None,
         *,
         index: int,
         config: Any,
@@ -73,6 +77,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         allow_block_sharing: bool,
     ) -> None:
         head_dim, self.dtype, self.stored = stock.find_head_dim(config), cache_dtype, stored
+        self.eviction = eviction
         self.layouts = [
             PageLayout(plan, page_size, num_key_value_heads, head_dim, cache_dtype)
             for plan in plans
@@ -87,6 +92,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.tails_per_block = page * layers // self.tail_nbytes
         self.tail_blocks = -(-layers // self.tails_per_block)
         self.untailed: set[str] = set()  # requests that have pages of a prefix alone
+        self.evicted: dict[str, int] = {}  # tokens that requests have read and do not store
         self.rows: list[tuple[PagedRow, list[int]]] = []
         self.step: tuple[PagedStep, tuple[Tensor, ...]] | None = None
         self.layers: dict[int, PagedAttention] = {}
@@ -107,12 +113,24 @@ class PackedAllocator(FullAttentionCacheAllocator):
         """Return the blocks of a request that stores so many tokens."""
         return tokens // self.tokens_per_page + self.tail_blocks
 
+    def kept(self, prompt: int) -> int:
+        """Return how many tokens of a prompt are stored."""
+        return prompt if self.eviction is None else self.eviction.kept(prompt)
+
+    def stored_tokens(self, request_id: str, past: int, new: int) -> tuple[int, int]:
+        """Return how many tokens a request stores before a step with new ones, and after it."""
+        if not past:
+            return 0, self.kept(new)
+        stored = past - self.evicted.get(request_id, 0)
+        return stored, stored + new
+
     # --- blocks of a request
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Return how many blocks a request needs for new tokens."""
         have = len(self.block_table.get(request_id, []))
-        return max(0, self.blocks_for(past_length + query_length) - have)
+        _, stored = self.stored_tokens(request_id, past_length, query_length)
+        return max(0, self.blocks_for(stored) - have)
 
     def allocate_cache_to_request(
         self, request_id: str, past_length: int, query_length: int
@@ -132,10 +150,18 @@ class PackedAllocator(FullAttentionCacheAllocator):
         super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
         self.untailed.add(request_id)
 
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """Give a request the blocks of another, of which transformers copies those returned."""
+        self.evicted[dest_request_id] = self.evicted.get(source_request_id, 0)
+        return super().fork_blocks(source_request_id, dest_request_id, past_length)
+
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """Free a request's pages and tail, between steps: rows that wait are of a failed one."""
         self.rows.clear()
         self.untailed.discard(request_id)
+        self.evicted.pop(request_id, None)
         super().free_blocks(request_id, no_cache)
 
     # --- stored pages
@@ -193,16 +219,13 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     # --- one step
 
-    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
-        """Return none: a step reads whole pages."""
-        return []
-
     def get_write_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
         """Note a request of the next step; transformers asks in the order of its tokens."""
-        begin = self.rows[-1][0].batch_end if self.rows else 0
-        table, stop = self.block_table[request_id], past_length + query_length
+        begin, table = self.rows[-1][0].batch_end if self.rows else 0, self.block_table[request_id]
+        stored = self.stored_tokens(request_id, past_length, query_length)
+        self.evicted[request_id] = past_length + query_length - stored[1]
         blocks = torch.tensor(table[: -self.tail_blocks], dtype=torch.long)
-        row = PagedRow(len(self.rows), begin, begin + query_length, past_length, stop, blocks)
+        row = PagedRow(len(self.rows), begin, begin + query_length, *stored, blocks)
         self.rows.append((row, table[-self.tail_blocks :]))
         return []
 
@@ -234,7 +257,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
         pages = PackedPages(layout, self._copy_view[:, begin : begin + layout.nbytes])
         begin = place % self.tails_per_block * self.tail_nbytes
         tail = self._copy_view[:, begin : begin + self.tail_nbytes].view(self.dtype)
-        return PagedAttention(pages, tail.unflatten(1, self.tail_shape), scale)
+        choose = None if self.eviction is None else partial(self.eviction.choose, place)
+        return PagedAttention(pages, tail.unflatten(1, self.tail_shape), scale, choose)
 
 
 def attention(
@@ -266,7 +290,7 @@ def attention(
 
 
 @contextmanager
-def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> Iterator[None]:
+def _packed(allocator: Callable[..., PackedAllocator], config: Any) -> Iterator[None]:
     """Let transformers make packed blocks for the model of a config, and its own for others."""
     with _TABLE:
         table = stock.ATTN_TYPE_TO_ALLOCATOR
@@ -277,11 +301,7 @@ def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> 
 
             def __new__(cls, **options: Any) -> Any:
                 is_this_model = options["config"] is config
-                return (
-                    PackedAllocator(plans, stored, **options)
-                    if is_this_model
-                    else former(**options)
-                )
+                return allocator(**options) if is_this_model else former(**options)
 
         table[compat.FULL] = Chosen
         try:
@@ -293,20 +313,20 @@ def _packed(plans: list[LayerPlan], stored: StoredPages | None, config: Any) -> 
 class PackedManager(ContinuousBatchingManager):
     """A manager of transformers with packed pages.
 
-    plans: one for each layer. batching: what the `with` block has installed. The other arguments
-    are those of transformers.
+    allocator: makes a `PackedAllocator`, given the arguments of transformers. batching: what the
+    `with` block has installed. The other arguments are those of transformers.
     """
 
     def __init__(
         self,
-        plans: list[LayerPlan],
+        allocator: Callable[..., PackedAllocator],
         batching: PackedBatching,
         model: PreTrainedModel,
         generation_config: Any,
         continuous_batching_config: Any,
         workload_hints: Any,
     ) -> None:
-        self.plans, self.batching, self.hints = plans, batching, workload_hints
+        self.allocator, self.batching, self.hints = allocator, batching, workload_hints
         self.batch_processor: Any = None
         try:
             super().__init__(model, generation_config, continuous_batching_config, workload_hints)
@@ -374,8 +394,9 @@ class PackedManager(ContinuousBatchingManager):
         if self.batch_processor is not None:  # transformers resets it
             return super()._create_batch_processor()
         try:
-            with _packed(self.plans, self.batching.stored, self.model.config.get_text_config()):
+            with _packed(self.allocator, self.model.config.get_text_config()):
                 self.batch_processor = super()._create_batch_processor()
+            _prepare(self.batch_processor.cache)
             self._check_fits(1, 1)
             if self.hints is not None:
                 self._check_fits(self.hints.max_prompt_length, self.hints.max_generated_length)
@@ -393,8 +414,16 @@ class PackedManager(ContinuousBatchingManager):
     def _check_fits(self, prompt: int, new: int | None) -> None:
         if self.batch_processor is None:
             return
-        (blocks,) = self.batch_processor.cache.cache_allocators.values()
-        needed = blocks.blocks_for(prompt + (new or 1) - 1)  # the last new token is not stored
+        cache = self.batch_processor.cache
+        (blocks,) = cache.cache_allocators.values()
+        later = (new or 1) - 1  # the last new token is not stored
+        if blocks.eviction is not None and prompt + later > cache.max_batch_tokens:
+            raise InputError(
+                f"a request of {prompt:,} tokens and {new or 1:,} new ones does not fit into one "
+                f"step of {cache.max_batch_tokens:,}, which this recipe needs to evict; set "
+                f"max_batch_tokens={prompt + later} or more"
+            )
+        needed = blocks.blocks_for(blocks.kept(prompt) + later)
         if needed > blocks.num_blocks:
             exact = sum(layout.exact_nbytes for layout in blocks.layouts)
             enough = (needed - 1) * blocks.bytes_per_block // exact + 1
@@ -402,6 +431,26 @@ class PackedManager(ContinuousBatchingManager):
                 f"a request of {prompt:,} tokens and {new or 1:,} new ones takes {needed:,} blocks "
                 f"of packed pages, and {blocks.num_blocks:,} fit; set num_blocks={enough} or more"
             )
+
+
+def _prepare(cache: Any) -> None:
+    """Let a scheduler count no tokens that a step reads, and a prompt wait for a step with room.
+
+    cache: of transformers. It would refuse more tokens than exact blocks hold. A recipe that evicts
+    needs a whole prompt in one step.
+    """
+    cache.read_cache_limit = 0
+    (blocks,) = cache.cache_allocators.values()
+    if blocks.eviction is None:
+        return
+    can_store = cache.can_store_request_tokens
+
+    def can_store_whole(state: Any, request_len: int, *args: Any, **options: Any) -> bool:
+        decodes = state.status is RequestStatus.DECODING
+        whole = decodes or request_len == len(state.remaining_prefill_tokens)
+        return whole and can_store(state, request_len, *args, **options)
+
+    cache.can_store_request_tokens = can_store_whole
 
 
 class PackedBatching:
@@ -443,14 +492,20 @@ class PackedBatching:
                 "the store"
             )
         config.use_cuda_graph = config.use_async_batching = False
-        found = paged(self.recipe, config.page_size, self.engine, "page_size=")
+        found = paged(self.recipe, config.page_size, self.engine, "page_size=", evicts=True)
         layer_indices = compat.geometry(self.model).layer_indices
+        facts = load_layer_facts(self.model, found)
         plans = [
-            LayerPlan.of_recipe(found.for_layer(i, layer_indices), *facts[:3])
-            for i, facts in zip(layer_indices, load_layer_facts(self.model, found), strict=True)
+            LayerPlan.of_recipe(found.for_layer(i, layer_indices), *of_layer[:3])
+            for i, of_layer in zip(layer_indices, facts, strict=True)
         ]
+        eviction = None
+        if found.keep is not None:
+            eviction = PromptEviction(found, layer_indices, facts)
+            config.allow_block_sharing = False  # the tokens of a block depend on all of a prompt
+        allocator = partial(PackedAllocator, plans, self.stored, eviction)
         with torch.no_grad():
-            manager = PackedManager(plans, self, self.model, generation, config, workload_hints)
+            manager = PackedManager(allocator, self, self.model, generation, config, workload_hints)
         self.managers.append(manager)
         return manager
 

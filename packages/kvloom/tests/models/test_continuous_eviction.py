@@ -1,0 +1,216 @@
+"""Continuous batching with recipes that evict from a prompt, once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from test_continuous import (
+    PAGE,
+    alone,
+    batch,
+    generation,
+    llama,
+    prompts,
+    pytestmark,
+    settings,
+    watch,
+)  # fmt: skip
+
+import kvloom
+from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
+
+__all__ = ["llama", "pytestmark", "watch"]
+KNORM = "knorm:tokens=40,recent=8"
+EXACT = [
+    KNORM, "snapkv:tokens=40,window=8", "expected:tokens=50,recent=8", "random:fraction=0.5",
+    "rotated:tokens=40,recent=8", "triattention:tokens=64,recent=8", f"{KNORM}@0={KNORM},sinks=2",
+]  # fmt: skip
+PACKED = [
+    "minikv:fraction=0.3", "minikv-snap:fraction=0.3,group=16@1=minikv-snap:fraction=0.3,bits=4",
+    "rotated:tokens=64,recent=8,store=near-lossless", "knorm:tokens=33,recent=8,store=turbo",
+]  # fmt: skip
+LENGTHS = (1, 5, 31, 32, 33, 40, 41, 64, 65, 100, 150, 300)
+
+
+def generated(model, recipe, prompt, new=12):
+    """Return the new tokens of a prompt with `model.generate`."""
+    with kvloom.attach(model, recipe):
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=-1)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("recipe", EXACT)
+def test_tokens_are_those_of_generate(llama, recipe, watch):
+    inputs = prompts(LENGTHS)
+    with kvloom.continuous(llama, recipe):
+        found = batch(llama, inputs, 40)
+    assert found == [generated(llama, recipe, prompt, 40) for prompt in inputs]
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("recipe", PACKED)
+def test_packed_tokens_are_those_of_kvlooms_cache(llama, recipe, watch):
+    inputs = prompts(LENGTHS)
+    with kvloom.continuous(llama, recipe):
+        found = batch(llama, inputs, 40)
+    assert found == [alone(llama, recipe, prompt, 40) for prompt in inputs]
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt-neox", "phi3", "opt"])
+def test_other_models(name):
+    model, inputs = zoo.build(name), prompts((20, 70, 100))
+    for recipe in ("snapkv:tokens=40,window=8", "expected:tokens=40,recent=8"):
+        with kvloom.continuous(model, recipe):
+            found = batch(model, inputs)
+        assert found == [generated(model, recipe, prompt) for prompt in inputs]
+
+
+def test_an_eviction_changes_tokens(llama):
+    inputs = prompts((100, 150, 200))
+    with kvloom.continuous(llama, KNORM):
+        found = batch(llama, inputs, 40)
+    assert found != batch(llama, inputs, 40)
+
+
+def test_a_prompt_waits_for_a_step_with_room_for_all_of_it(llama, watch):
+    inputs = prompts((100, 150, 90, 20, 120, 149))
+    with kvloom.continuous(llama, KNORM):
+        found = batch(llama, inputs, max_batch_tokens=161)
+    assert found == [generated(llama, KNORM, prompt) for prompt in inputs]
+    watch.assert_nothing_left()
+
+
+def test_equal_prompts_share_nothing(llama, watch):
+    (prompt,) = prompts((150,))
+    longer = [prompt + tail for tail in prompts((3, 40))]
+    with kvloom.continuous(llama, KNORM):
+        found = batch(llama, [prompt, *longer, prompt], max_batch_tokens=210)
+    want = [generated(llama, KNORM, one) for one in (prompt, *longer, prompt)]
+    assert found == want
+    assert not any(watch.hits)
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("tokens", [97, 150])
+def test_forks(llama, watch, tokens):
+    """All tokens of the prompt but the last are read, and evicted from, before the fork."""
+    (prompt,) = prompts((tokens,))
+    with kvloom.continuous(llama, KNORM):
+        found = batch(llama, [prompt], new=30, count=3)
+    assert found == [alone(llama, KNORM, prompt, 30, cuts=[tokens - 1])] * 3
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize("recipe", [KNORM, "minikv:fraction=0.3"])
+def test_a_preempted_request_evicts_from_prompt_and_answer(llama, watch, recipe):
+    inputs = prompts([60 + 9 * i for i in range(10)])
+    with kvloom.continuous(llama, recipe):
+        found = batch(llama, inputs, 60, num_blocks=9, safety_margin=0.0)
+    assert watch.preempted
+    for prompt, tokens in zip(inputs, found, strict=True):
+        read = [prompt, *(ids for ids in watch.preempted if ids[: len(prompt)] == prompt)]
+        ends = [len(ids) - len(prompt) for ids in read[1:]] + [60]
+        begin, want = 0, []
+        for ids, end in zip(read, ends, strict=True):
+            want += alone(llama, recipe, ids, end - begin)
+            begin = end
+        assert tokens == want
+    watch.assert_nothing_left()
+
+
+def test_more_requests_run_in_the_same_blocks(llama, monkeypatch, watch):
+    """Their tokens are more than exact blocks hold, and transformers counts those."""
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+
+    sizes, prepare = [], ContinuousBatchingIOs.prepare_batch_tensors
+
+    def noted(one, **options):
+        sizes.append(len(options["requests_in_batch"]))
+        return prepare(one, **options)
+
+    monkeypatch.setattr(ContinuousBatchingIOs, "prepare_batch_tensors", noted)
+    inputs, most = prompts([220] * 12), []
+    for recipe in ("full", KNORM):
+        sizes.clear()
+        with kvloom.continuous(llama, recipe):
+            batch(llama, inputs, 20, num_blocks=24, safety_margin=0.0, max_batch_tokens=4096)
+        most.append(max(sizes))
+    assert most == [3, 12]
+    watch.assert_nothing_left()
+
+
+def test_cancelled_while_it_decodes(llama, watch):
+    long, short = prompts((200, 90))
+    with kvloom.continuous(llama, KNORM):
+        manager = llama.init_continuous_batching(generation(500), settings())
+        manager.start()
+        cancelled = manager.add_request(long, streaming=True)
+        manager.get_result(request_id=cancelled, timeout=20)  # it decodes
+        manager.cancel_request(cancelled)
+        kept = manager.add_request(short, max_new_tokens=12)
+        while (result := manager.get_result(timeout=20)).request_id != kept:
+            pass
+        manager.stop()
+    assert result.generated_tokens == generated(llama, KNORM, short)
+    watch.assert_nothing_left()
+
+
+def test_an_error_in_the_thread_is_raised(watch):
+    model, (prompt,) = zoo.build("llama-gqa"), prompts((100,))
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    with kvloom.continuous(model, KNORM), pytest.raises(NotFinite, match="layer 1: NaN"):
+        batch(model, [prompt])
+    watch.assert_nothing_left()
+
+
+# --- what does not run
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("h2o", "every token after the prompt"),
+        ("small", "in continuous batching, .*leave out head_share"),
+        ("kvzip", "the model reads a prompt once"),
+    ],
+)
+def test_recipes_that_do_not_start(llama, recipe, why):
+    with pytest.raises(IncompatibleRecipe, match=why), kvloom.continuous(llama, recipe):
+        pass
+
+
+def test_a_model_whose_queries_cannot_be_rotated_does_not_start():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = zoo.build("llama-gqa", rope_parameters=rope)
+    with pytest.raises(IncompatibleRecipe, match="reads a prompt once"):  # noqa: SIM117
+        with kvloom.continuous(model, "rotated"):
+            pass
+
+
+def test_a_prompt_store_holds_every_token(llama, tmp_path):
+    store = kvloom.PromptStore(tmp_path)
+    with pytest.raises(IncompatibleRecipe, match="leave out the store"):  # noqa: SIM117
+        with kvloom.continuous(llama, KNORM, store=store):
+            pass
+
+
+def test_requests_longer_than_a_step(llama, watch):
+    with kvloom.continuous(llama, KNORM):
+        with pytest.raises(InputError, match="max_batch_tokens=111 or more"):
+            batch(llama, prompts((100,)), max_batch_tokens=110)
+        assert len(batch(llama, prompts((100,)), max_batch_tokens=111)[0]) == 12
+    watch.assert_nothing_left()
+
+
+def test_the_bound_that_an_error_names_is_enough(llama):
+    with kvloom.continuous(llama, KNORM):
+        with pytest.raises(InputError, match=r"takes \d+ blocks") as error:
+            batch(llama, prompts((300,)), num_blocks=1)
+        enough = int(str(error.value).rpartition("num_blocks=")[2].split()[0])
+        assert enough < -(-300 // PAGE)
+        assert len(batch(llama, prompts((300,)), num_blocks=enough)[0]) == 12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import zoo
@@ -19,16 +21,27 @@ from test_continuous import (
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
+from kvloom.keep import Budget, Keep, KeyNorm
+from kvloom.kernels import use_backend
+from kvloom.recipe import resolve
 
 __all__ = ["llama", "pytestmark", "watch"]
 KNORM = "knorm:tokens=40,recent=8"
+JOINT = "rotated:tokens=60,recent=8,head_share=0.2,layers=joint"
+SHARED = replace(
+    resolve("knorm"), keep=Keep(Budget(40, recent=8), KeyNorm(), "prompt", shared=True)
+)
 EXACT = [
     KNORM, "snapkv:tokens=40,window=8", "expected:tokens=50,recent=8", "random:fraction=0.5",
-    "rotated:tokens=40,recent=8", "triattention:tokens=64,recent=8", f"{KNORM}@0={KNORM},sinks=2",
+    "rotated:tokens=40,recent=8", "triattention:tokens=64,recent=8", "pyramidkv:tokens=50,window=8",
+    "snapkv:tokens=50,window=8,layers=variance", "snapkv:tokens=40,window=8,head_share=0.2", JOINT,
+    pytest.param(SHARED, id="shared"), "full@0=snapkv:tokens=40,window=8",
+    f"{KNORM}@0=rotated:tokens=80,recent=8,head_share=0.3",
 ]  # fmt: skip
 PACKED = [
     "minikv:fraction=0.3", "minikv-snap:fraction=0.3,group=16@1=minikv-snap:fraction=0.3,bits=4",
     "rotated:tokens=64,recent=8,store=near-lossless", "knorm:tokens=33,recent=8,store=turbo",
+    f"near-lossless:group=16,sinks=2@0={KNORM}",
 ]  # fmt: skip
 LENGTHS = (1, 5, 31, 32, 33, 40, 41, 64, 65, 100, 150, 300)
 
@@ -94,17 +107,35 @@ def test_equal_prompts_share_nothing(llama, watch):
     watch.assert_nothing_left()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "knorm:tokens=200,recent=8,store=near-lossless", f"{JOINT},store=near-lossless",
+        "kivi-4:group=16,sinks=3@0=snapkv:tokens=200,window=8,head_share=0.2",
+    ],
+)  # fmt: skip
+def test_kernels_read_pages_of_heads(llama, recipe):
+    """Their tails overlap in memory views, and a head may have no page."""
+    inputs, found = prompts((1, 127, 128, 129, 200, 201, 300, 400, 640)), []
+    for backend in ("auto", "ref"):
+        with use_backend(backend), kvloom.continuous(llama, recipe):
+            found.append(batch(llama, inputs, 140, page_size=128))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("tokens", [97, 150])
-def test_forks(llama, watch, tokens):
+@pytest.mark.parametrize("recipe", [KNORM, JOINT])
+def test_forks(llama, watch, recipe, tokens):
     """All tokens of the prompt but the last are read, and evicted from, before the fork."""
     (prompt,) = prompts((tokens,))
-    with kvloom.continuous(llama, KNORM):
-        found = batch(llama, [prompt], new=30, count=3)
-    assert found == [alone(llama, KNORM, prompt, 30, cuts=[tokens - 1])] * 3
+    with kvloom.continuous(llama, recipe):
+        found = batch(llama, [prompt], new=60, count=3)
+    assert found == [alone(llama, recipe, prompt, 60, cuts=[tokens - 1])] * 3
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("recipe", [KNORM, "minikv:fraction=0.3"])
+@pytest.mark.parametrize("recipe", [KNORM, JOINT, "minikv:fraction=0.3"])
 def test_a_preempted_request_evicts_from_prompt_and_answer(llama, watch, recipe):
     inputs = prompts([60 + 9 * i for i in range(10)])
     with kvloom.continuous(llama, recipe):
@@ -175,7 +206,7 @@ def test_an_error_in_the_thread_is_raised(watch):
     ("recipe", "why"),
     [
         ("h2o", "every token after the prompt"),
-        ("small", "in continuous batching, .*leave out head_share"),
+        ("small", "in continuous batching, .*use a recipe without fit"),
         ("kvzip", "the model reads a prompt once"),
     ],
 )
@@ -192,10 +223,11 @@ def test_a_model_whose_queries_cannot_be_rotated_does_not_start():
             pass
 
 
-def test_a_prompt_store_holds_every_token(llama, tmp_path):
+@pytest.mark.parametrize("recipe", [KNORM, f"full@0={KNORM}"])
+def test_a_prompt_store_holds_every_token(llama, tmp_path, recipe):
     store = kvloom.PromptStore(tmp_path)
     with pytest.raises(IncompatibleRecipe, match="leave out the store"):  # noqa: SIM117
-        with kvloom.continuous(llama, KNORM, store=store):
+        with kvloom.continuous(llama, recipe, store=store):
             pass
 
 

@@ -7,8 +7,6 @@ step exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,22 +18,15 @@ from .step import PagedRow, PagedStep, SingleTokenRows
 UNPACKED = 1024
 """Tokens of the past that a prompt's chunk unpacks at a time."""
 
-Choose = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""See `PagedAttention`."""
-
 
 class PagedAttention:
     """Attention of one layer.
 
-    pages: its packed pages. tail: exact tokens by block, [blocks, H, N, 2 D]. choose: returns the
-    keys and values [1, H, M, D] that stay of a prompt, given its q [1, Hq, T, D], k and v, and the
-    scale (None: all stay).
+    pages: its packed pages. tail: exact tokens by block, [blocks, H, N, 2 D].
     """
 
-    def __init__(
-        self, pages: PackedPages, tail: Tensor, scale: float, choose: Choose | None = None
-    ) -> None:
-        self.pages, self.tail, self.scale, self.choose = pages, tail, scale, choose
+    def __init__(self, pages: PackedPages, tail: Tensor, scale: float) -> None:
+        self.pages, self.tail, self.scale = pages, tail, scale
         layout = pages.layout
         self.page, self.head_dim = layout.tokens, layout.head_dim
         self.sinks = layout.plan.sinks
@@ -56,8 +47,6 @@ class PagedAttention:
 
         tails: int64, the block of each row's tail, by `PagedRow.table_row`.
         """
-        for row in step.evicting:
-            self.evict(row, tails[row.table_row], q, k, v, out)
         spans = [slice(row.batch_begin, row.batch_end) for row in step.many]
         exact = [
             self.store(row, tails[row.table_row], k[span], v[span])
@@ -138,22 +127,6 @@ class PagedAttention:
         return ops.attend(q, [Region.exact(k, v)], self.scale)
 
     # --- many tokens of one request
-
-    def evict(
-        self, row: PagedRow, block: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
-    ) -> None:
-        """Attend a whole prompt to `out`, and store the tokens of it that stay.
-
-        block: of the row's tail. The other arguments are those of `run`.
-        """
-        assert self.choose is not None
-        span = slice(row.batch_begin, row.batch_end)
-        queries, keys, values = (x[span].transpose(0, 1)[None] for x in (q, k, v))
-        out[span] = _causal(queries, keys, values, self.scale).out[0].transpose(0, 1)
-        kept = self.choose(queries, keys, values, self.scale)
-        k, v = (x[0].transpose(0, 1) for x in kept)
-        assert len(k) == row.token_end, "an eviction keeps its budget"
-        self.keep(row, block, *self.store(row, block, k, v))
 
     def store(self, row: PagedRow, block: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Pack the pages that a row's tokens k, v [T, H, D] fill; return what begins exact.

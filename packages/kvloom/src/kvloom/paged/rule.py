@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import IncompatibleRecipe
-from ..keep import built_in
 from ..recipe import LayerOverride, Protect, Recipe, resolve
 from ..store import Packed, Store
 
@@ -24,7 +23,8 @@ def paged(
 
     Formats, sinks and eviction are those of the recipe. A cache packs pages after the sinks, and an
     engine from the first token on. Rows of a cache that begin with as many tokens of padding as the
-    recipe has sinks have the engine's pages; so do rows without padding where a prompt was evicted.
+    recipe has sinks have the engine's pages. What an eviction leaves begins with the sinks in both;
+    heads with different numbers of tokens pack pages of their own in an engine alone.
 
     Args:
         recipe: Any recipe, or its name.
@@ -108,42 +108,22 @@ def _problems(recipe: Recipe, evicts: bool) -> list[str]:
 
 
 def _eviction_problems(recipe: Recipe) -> list[str]:
-    """Return why pages cannot hold what this recipe keeps of a prompt, one sentence each.
-
-    A block has a page of every layer, and a page equally many tokens of every head.
-    """
+    """Return why pages cannot hold what this recipe keeps of a prompt, one sentence each."""
     keeps = _parts(recipe, "keep")
-    budgets = {keep.budget for keep in keeps}
-    everywhere = recipe.keep is not None and None not in (
-        override.parts.get("keep", recipe.keep) for override in recipe.layers
-    )
     found = {
-        "pages of all layers hold equally many tokens; give all layers one budget": (
-            len(budgets) > 1 or not everywhere
-        ),
-        "pages of all layers hold equally many tokens; use layers=uniform": any(
-            budget.layers != "uniform" for budget in budgets
-        ),
-        "a page holds equally many tokens of each head; leave out head_share": any(
-            budget.head_share is not None for budget in budgets
-        ),
-        "a layer is packed before the next one is scored; leave out shared": any(
-            keep.shared for keep in keeps
-        ),
-        "the model reads a prompt once, and the score repeats it; use the score observation": (
+        "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
             recipe.repeats_prompt
         ),
-        "the score reads the input of layers, which the engine does not give; use another": any(
-            keep.scorer.uses_input_norms and not built_in(keep.scorer) for keep in keeps
-        ),
-        "values are fitted to keys that are packed later; use a recipe without fit": any(
+        "values are fitted before keys are packed; use a recipe without fit, such as rotated": any(
             keep.fit is not None for keep in keeps
         ),
         "tokens keep their positions; use positions=original": any(
             keep.positions != "original" for keep in keeps
         ),
-        "a page before RoPE holds consecutive tokens; leave out pre_rope": any(
-            store.pre_rope for store in recipe.stores
+        "each head packs its own tokens, after RoPE; use other formats, such as near-lossless": any(
+            fmt.pre_rope or fmt.regroups
+            for store in recipe.stores
+            for fmt in store.quantized.values()
         ),
         "a preempted request reads its answer as a prompt; leave out ids, spans and roles": any(
             protect.marks for protect in _parts(recipe, "protect")

@@ -1,20 +1,14 @@
 """Which recipes pages of an engine hold, and how these are packed."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe
-from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.paged import LayerPlan, check_pages_hold
 from kvloom.paged import paged as by_page
 from kvloom.recipe import Protect, resolve
-
-
-@dataclass(frozen=True)
-class ReadsInputs(KeyNorm):
-    uses_input_norms = True
 
 
 def paged(recipe, page=128, evicts=False):
@@ -71,20 +65,13 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         ("h2o", "every token after the prompt, .*use 'near-lossless'"),
         ("streaming", "every token after the prompt"),
         ("small:block=256", "every token after the prompt"),
-        ("snapkv:head_share=0.2", "leave out head_share"),
-        ("pyramidkv", "use layers=uniform"),
-        ("kvzip", "use the score observation"),
+        ("kvzip", "use another, such as rotated"),
         ("rotated:fit=true", "use a recipe without fit"),
-        ("small:head_share=1", "use a recipe without fit"),
+        ("small", "use a recipe without fit"),
         ("snapkv:positions=renumbered", "use positions=original"),
-        (replace(resolve("knorm"), store=resolve("skvq").store), "leave out pre_rope"),
-        ("kivi@0=snapkv", "give all layers one budget"),
-        ("snapkv@0=kivi", "give all layers one budget"),
-        ("snapkv@0=snapkv:tokens=512", "give all layers one budget"),
+        (replace(resolve("knorm"), store=resolve("skvq").store), "each head packs its own tokens"),
+        ("skvq:reorder=false,clip=1.0@0=snapkv", "each head packs its own tokens, after RoPE"),
         (replace(resolve("snapkv"), protect=Protect(spans=((0, 9),))), "leave out ids, spans"),
-        (replace(resolve("knorm"), keep=Keep(Budget(9), KeyNorm(), "prompt", shared=True)),
-         "leave out shared"),
-        (replace(resolve("knorm"), keep=Keep(Budget(9), ReadsInputs(), "prompt")), "use another"),
     ],
 )  # fmt: skip
 def test_evictions_that_no_page_holds(recipe, remedy):

@@ -66,7 +66,7 @@ def continuous(
     model, named = supported_model(model), resolve(recipe)
     check_pages_hold(named, ENGINE, evicts=True)
     _check_model(model)
-    if store is not None and named.keep is not None:
+    if store is not None and named.keeps_by_score:
         problem = "a prompt store holds every token of a prompt, and this recipe evicts some"
         raise IncompatibleRecipe(named.name, [f"{problem}; leave out the store"])
     with attachment_restored(model):

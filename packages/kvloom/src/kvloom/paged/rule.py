@@ -114,9 +114,6 @@ def _eviction_problems(recipe: Recipe) -> list[str]:
         "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
             recipe.repeats_prompt
         ),
-        "values are fitted before keys are packed; use a recipe without fit, such as rotated": any(
-            keep.fit is not None for keep in keeps
-        ),
         "tokens keep their positions; use positions=original": any(
             keep.positions != "original" for keep in keeps
         ),

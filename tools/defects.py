@@ -484,14 +484,14 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_self_check.py",
     ),
     _defect(
-        "hf", "hf/batching/packed.py",
+        "hf", "hf/batching/allocator.py",
         "table[end:end] = blocks",
         "table.extend(blocks)",
         "new pages of a request lie behind its tail",
         "packages/kvloom/tests/models/test_continuous.py",
     ),
     _defect(
-        "hf", "hf/batching/packed.py",
+        "hf", "hf/batching/allocator.py",
         "end = len(table)\n",
         "end = len(table) - 1\n",
         "the tail of a request with a prefix hit lies before the last page of the prefix",
@@ -519,7 +519,7 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_stored_pages.py",
     ),
     _defect(
-        "hf", "hf/batching/packed.py",
+        "hf", "hf/batching/allocator.py",
         "        self.ledger.cached_blocks[block] = None\n",
         "",
         "a block with a stored page counts a request that does not exist, and is never freed",

@@ -63,8 +63,8 @@ def alone(model, recipe, prompt, new=NEW, cuts=()):
 
     Pages of a cache begin after the sinks, so there is padding (see `paged`).
     """
-    rule = paged(recipe, PAGE, "", "")
-    pad = rule.protect.sinks
+    rule = paged(recipe, PAGE, "", "", evicts=True)
+    pad = 0 if rule.keep else rule.protect.sinks
     cache, found, begin = kvloom.Cache(model, rule), [], 0
     ids = torch.tensor([[0] * pad + prompt])
     for end in [*(pad + cut for cut in cuts), ids.shape[1]]:
@@ -84,12 +84,12 @@ def step(model, cache, ids, begin, pad):
 
 
 class Watch:
-    """Notes the caches that transformers makes, prefix hits and preempted requests."""
+    """Notes the caches that transformers makes, prefix hits, and what preempted requests read."""
 
     def __init__(self, monkeypatch):
         from transformers.generation.continuous_batching import cache, continuous_api, requests
 
-        self.caches, self.hits, self.preempted = [], [], 0
+        self.caches, self.hits, self.preempted = [], [], []
         kind, state = cache.PagedAttentionCache, requests.RequestState
         init, search = kind.__init__, kind.search_prefix_match
         again = state.create_equivalent_initial_request
@@ -103,8 +103,9 @@ class Watch:
             return self.hits[-1]
 
         def preempted(one):
-            self.preempted += 1
-            return again(one)
+            new = again(one)
+            self.preempted.append(new.initial_tokens)
+            return new
 
         assert continuous_api.PagedAttentionCache is kind
         monkeypatch.setattr(kind, "__init__", noted)
@@ -116,6 +117,7 @@ class Watch:
             (blocks,) = cache.cache_allocators.values()
             cache.evict_cached_blocks()
             assert (blocks.block_table, blocks.untailed, blocks.rows) == ({}, set(), [])
+            assert not getattr(blocks, "requests", {})
             assert cache.compute_free_capacity() == 1
             assert not blocks.ledger.shared_ref_counts
 

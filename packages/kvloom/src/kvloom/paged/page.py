@@ -45,8 +45,9 @@ class LayerPlan:
     ) -> LayerPlan:
         """Return the plan of a layer's plain recipe; keys, values: its calibrated encodings."""
         packed, sinks = recipe.store.quantized, recipe.protect.sinks
+        exact_first = packed and recipe.keep is None  # an eviction packs them with the others
         return cls(
-            packed.get("keys"), packed.get("values"), sinks if packed else 0, (keys, values),
+            packed.get("keys"), packed.get("values"), sinks if exact_first else 0, (keys, values),
             rope if recipe.store.pre_rope else None,
         )  # fmt: skip
 

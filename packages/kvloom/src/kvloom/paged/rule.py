@@ -16,25 +16,29 @@ from ..recipe import LayerOverride, Protect, Recipe, resolve
 from ..store import Packed, Store
 
 
-def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
+def paged(
+    recipe: Recipe | str, page: int, engine: str, option: str, evicts: bool = False
+) -> Recipe:
     """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
 
-    Formats and sinks are those of the recipe. A cache packs pages after the sinks, and an engine
-    from the first token on. Rows of a cache that begin with as many tokens of padding as the recipe
-    has sinks have the engine's pages.
+    Formats, sinks and eviction are those of the recipe. A cache packs pages after the sinks, and an
+    engine from the first token on. Rows of a cache that begin with as many tokens of padding as the
+    recipe has sinks have the engine's pages. What an eviction leaves begins with the sinks in both;
+    heads with different numbers of tokens pack pages of their own in an engine alone.
 
     Args:
         recipe: Any recipe, or its name.
         page: Tokens of a page.
         engine: What errors call the engine.
         option: How a user spells the size of a page, up to the number.
+        evicts: Whether the engine evicts from a prompt that it has read.
 
     Raises:
         IncompatibleRecipe: Pages cannot hold the recipe; with the nearest one that they can.
         ValueError: The page does not fit the recipe.
     """
     named = resolve(recipe)
-    check_pages_hold(named, engine)
+    check_pages_hold(named, engine, evicts)
     most = max(protect.sinks for protect in _parts(named, "protect"))
     if most > page:
         raise ValueError(
@@ -57,12 +61,12 @@ def paged(recipe: Recipe | str, page: int, engine: str, option: str) -> Recipe:
     )
 
 
-def check_pages_hold(recipe: Recipe, engine: str) -> None:
+def check_pages_hold(recipe: Recipe, engine: str, evicts: bool = False) -> None:
     """Raise `IncompatibleRecipe` for a recipe that pages of any size cannot hold.
 
-    engine: what the error calls the engine.
+    engine: what the error calls the engine. evicts: see `paged`.
     """
-    if problems := _problems(recipe):
+    if problems := _problems(recipe, evicts):
         raise IncompatibleRecipe(recipe.name, [f"in {engine}, {problem}" for problem in problems])
 
 
@@ -72,14 +76,17 @@ def _parts(recipe: Recipe, name: str) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
-def _problems(recipe: Recipe) -> list[str]:
+def _problems(recipe: Recipe, evicts: bool) -> list[str]:
     """Return why pages cannot hold this recipe, one sentence each; empty if they can."""
-    problems = []
-    if _parts(recipe, "keep"):
+    problems, keeps = [], _parts(recipe, "keep")
+    if any(not evicts or keep.when != "prompt" for keep in keeps):
+        held = "every token after the prompt" if evicts else "every token of a request"
         problems.append(
-            "pages hold every token of a request, and this recipe evicts some; use "
+            f"pages hold {held}, and this recipe evicts some; use "
             f"{_nearest(recipe)!r}, which keeps all of them in fewer bits"
         )
+    elif keeps:
+        problems += _eviction_problems(recipe)
     if _parts(recipe, "recall"):
         problems.append(
             "a step reads every page, and this recipe recalls a choice of tokens; use "
@@ -100,6 +107,28 @@ def _problems(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(problems))
 
 
+def _eviction_problems(recipe: Recipe) -> list[str]:
+    """Return why pages cannot hold what this recipe keeps of a prompt, one sentence each."""
+    keeps = _parts(recipe, "keep")
+    found = {
+        "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
+            recipe.repeats_prompt
+        ),
+        "tokens keep their positions; use positions=original": any(
+            keep.positions != "original" for keep in keeps
+        ),
+        "each head packs its own tokens, after RoPE; use other formats, such as near-lossless": any(
+            fmt.pre_rope or fmt.regroups
+            for store in recipe.stores
+            for fmt in store.quantized.values()
+        ),
+        "a preempted request reads its answer as a prompt; leave out ids, spans and roles": any(
+            protect.marks for protect in _parts(recipe, "protect")
+        ),
+    }
+    return [problem for problem, has in found.items() if has]
+
+
 def _nearest(recipe: Recipe) -> str:
     """Return the name of the nearest recipe that works."""
     formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
@@ -110,7 +139,7 @@ def _nearest(recipe: Recipe) -> str:
 
 
 def _override(override: LayerOverride, page: int) -> LayerOverride:
-    parts = {name: x for name, x in override.parts.items() if name not in ("keep", "recall")}
+    parts = {name: x for name, x in override.parts.items() if name != "recall"}
     if "store" in parts:
         parts["store"] = _store(parts["store"], page)
     if "protect" in parts:

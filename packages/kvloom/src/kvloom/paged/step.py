@@ -47,39 +47,58 @@ class PagedStep:
     @cached_property
     def single_rows(self) -> SingleTokenRows | None:
         """The rows of one token, or None."""
-        return SingleTokenRows(self.single, self.page) if self.single else None
+        return SingleTokenRows.of_rows(self.single, self.page) if self.single else None
 
 
 class SingleTokenRows:
-    """The rows of one token each, as tensors.
+    """Rows of one token each, as tensors.
 
-    table_rows, tokens: int64 [R], the rows in block tables and in the step's tensors. page_offset:
-    int64 [R], the token's place in its page. completed_rows: the rows whose page this token
-    completes; completed_blocks, completed_page_indices: int64, the blocks of these pages, and their
-    indices in the request. rows_with_pages: the rows with a full page before the token;
+    starts: int64 [R], the tokens before it. blocks: int64 [R, width], of each row's pages, one at
+    least. table_rows, tokens: int64 [R], the rows in block tables and in the step's tensors (None:
+    in this order).
+
+    page_offset: int64 [R], the token's place in its page. completed_rows: the rows whose page this
+    token completes; completed_blocks, completed_page_indices: int64, the blocks of these pages, and
+    their indices in the request. rows_with_pages: the rows with a full page before the token;
     first_blocks: int64, the first blocks of these rows.
     """
 
-    def __init__(self, rows: list[PagedRow], page: int) -> None:
-        self.table_rows = torch.tensor([row.table_row for row in rows])
-        begin, end = rows[0].batch_begin, rows[-1].batch_end
-        self.tokens: slice | Tensor = slice(begin, end)
-        if end - begin > len(rows):  # other rows between them
-            self.tokens = torch.tensor([row.batch_begin for row in rows])
-        starts = torch.tensor([row.token_begin for row in rows])
-        self.page_offset = starts % page
-        self.starts, self.counts, self.page = starts, starts // page, page
-        self.rows = rows
+    def __init__(
+        self,
+        starts: Tensor,
+        blocks: Tensor,
+        page: int,
+        table_rows: Tensor | None = None,
+        tokens: slice | Tensor | None = None,
+    ) -> None:
+        self.starts, self.blocks, self.page = starts, blocks, page
+        everything = slice(None)
+        self.table_rows = everything if table_rows is None else table_rows
+        self.tokens = everything if tokens is None else tokens
+        self.page_offset, self.counts = starts % page, starts // page
         self.longest = int(starts.max()) + 1
         self._tables: dict[int, tuple[Tensor, PageTable]] = {}
         self.rows_with_pages = (self.counts > 0).nonzero()[:, 0]
-        with_pages = [rows[i] for i in self.rows_with_pages.tolist()]
-        self.first_blocks = torch.tensor([int(row.blocks[0]) for row in with_pages]).long()
+        self.first_blocks = blocks[self.rows_with_pages, 0]
         self.completed_rows = (self.page_offset == page - 1).nonzero()[:, 0]
         self.completes_page = len(self.completed_rows) > 0
-        completed = [int(rows[i].blocks[self.counts[i]]) for i in self.completed_rows.tolist()]
-        self.completed_blocks = torch.tensor(completed).long()
         self.completed_page_indices = self.counts[self.completed_rows]
+        self.completed_blocks = blocks[self.completed_rows, self.completed_page_indices]
+
+    @classmethod
+    def of_rows(cls, rows: list[PagedRow], page: int) -> SingleTokenRows:
+        """Return rows that share their pages in all layers."""
+        begin, end = rows[0].batch_begin, rows[-1].batch_end
+        tokens: slice | Tensor = slice(begin, end)
+        if end - begin > len(rows):  # other rows between them
+            tokens = torch.tensor([row.batch_begin for row in rows])
+        starts = torch.tensor([row.token_begin for row in rows])
+        blocks = torch.zeros(len(rows), int(starts.max()) // page + 1, dtype=torch.long)
+        for i, row in enumerate(rows):
+            count = row.token_end // page
+            blocks[i, :count] = row.blocks[:count]
+        table_rows = torch.tensor([row.table_row for row in rows])
+        return cls(starts, blocks, page, table_rows, tokens)
 
     def table(self, tails: Tensor) -> PageTable:
         """Return where the tokens of each row are.
@@ -88,18 +107,11 @@ class SingleTokenRows:
         """
         cached = self._tables.get(id(tails))
         if cached is None:
-            table = PageTable(*self._pages, tails[self.table_rows], self.page, self.longest)
+            packed, tokens = self.counts * self.page, self.starts + 1
+            own = tails[self.table_rows]
+            table = PageTable(self.blocks, packed, tokens, own, self.page, self.longest)
             cached = self._tables[id(tails)] = tails, table
         return cached[1]
-
-    @cached_property
-    def _pages(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows' packed blocks, and how many packed tokens and tokens in all they have."""
-        blocks = torch.zeros(len(self.rows), max(1, int(self.counts.max())), dtype=torch.long)
-        for i, row in enumerate(self.rows):
-            count = row.token_begin // self.page
-            blocks[i, :count] = row.blocks[:count]
-        return blocks, self.counts * self.page, self.starts + 1
 
     @cached_property
     def unrolled(self) -> UnrolledPages:
@@ -118,7 +130,6 @@ class UnrolledPages:
     def __init__(self, step: SingleTokenRows) -> None:
         self.longest = int(step.page_offset.max()) + 1
         self.seen = torch.arange(self.longest) <= step.page_offset[:, None]
-        self.pages = torch.cat([row.blocks[: row.token_begin // step.page] for row in step.rows])
-        self.page_indices = torch.cat([torch.arange(count) for count in step.counts.tolist()])
-        self.owners = torch.repeat_interleave(torch.arange(len(step.rows)), step.counts)
+        full = torch.arange(step.blocks.shape[1]) < step.counts[:, None]
+        self.pages, (self.owners, self.page_indices) = step.blocks[full], full.nonzero().unbind(1)
         self.first_pages = (step.counts.cumsum(0) - step.counts)[step.rows_with_pages]

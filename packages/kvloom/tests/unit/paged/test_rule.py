@@ -1,16 +1,18 @@
 """Which recipes pages of an engine hold, and how these are packed."""
 
+from dataclasses import replace
+
 import pytest
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe
 from kvloom.paged import LayerPlan, check_pages_hold
 from kvloom.paged import paged as by_page
-from kvloom.recipe import resolve
+from kvloom.recipe import Protect, resolve
 
 
-def paged(recipe, page=128):
-    return by_page(recipe, page, "a test", "page=")
+def paged(recipe, page=128, evicts=False):
+    return by_page(recipe, page, "a test", "page=", evicts)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,36 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         assert recipe.protect.exact_recents == (0, 0)
     assert (found.protect.sinks, found.for_layer(0, range(4)).protect.sinks) == (4, 2)
     assert kvloom.Recipe.from_toml(found.to_toml()) == found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "remedy"),
+    [
+        ("h2o", "every token after the prompt, .*use 'near-lossless'"),
+        ("streaming", "every token after the prompt"),
+        ("small:block=256", "every token after the prompt"),
+        ("kvzip", "use another, such as rotated"),
+        ("tiny", "use another, such as rotated"),
+        ("snapkv:positions=renumbered", "use positions=original"),
+        (replace(resolve("knorm"), store=resolve("skvq").store), "each head packs its own tokens"),
+        ("skvq:reorder=false,clip=1.0@0=snapkv", "each head packs its own tokens, after RoPE"),
+        (replace(resolve("snapkv"), protect=Protect(spans=((0, 9),))), "leave out ids, spans"),
+    ],
+)  # fmt: skip
+def test_evictions_that_no_page_holds(recipe, remedy):
+    with pytest.raises(IncompatibleRecipe, match=f"in a test, .*{remedy}"):
+        paged(recipe, evicts=True)
+
+
+def test_an_eviction_stays_and_packs_sinks():
+    found = paged("expected:store=kivi@0=expected", evicts=True)
+    assert found.keep == resolve("expected").keep
+    for layer, residuals in ((0, set()), (1, {128})):
+        plain = found.for_layer(layer, range(4))
+        assert plain.protect.sinks == 4
+        assert plain.keep == found.keep
+        assert {fmt.residual for fmt in plain.store.quantized.values()} == residuals
+        assert LayerPlan.of_recipe(plain).sinks == 0
 
 
 def test_an_exact_page_needs_no_sinks():

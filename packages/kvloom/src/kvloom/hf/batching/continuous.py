@@ -13,11 +13,12 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ...errors import CacheMisuse, InputError, UnsupportedModel
+from ...errors import CacheMisuse, IncompatibleRecipe, InputError, UnsupportedModel
 from ...paged import check_pages_hold
 from ...recipe import Recipe, resolve
 from .. import compat
 from ..cache import Cache
+from ..layer_facts import recipe_for
 from ..prompts.pages import StoredPages
 from ..prompts.store import PromptStore
 from ..routing import attachment_restored
@@ -43,7 +44,7 @@ def continuous(
 
     Args:
         model: As for `Cache`, on a CPU. Each layer attends to all tokens.
-        recipe: As for `Cache`; one that keeps and reads every token.
+        recipe: As for `Cache`; one that reads every token, and evicts at most from the prompt.
         store: Full pages are stored in it, and prompts begin with the stored pages of their tokens.
 
     Raises:
@@ -63,10 +64,15 @@ def continuous(
     from .packed import PackedBatching
 
     model, named = supported_model(model), resolve(recipe)
-    check_pages_hold(named, ENGINE)
+    check_pages_hold(named, ENGINE, evicts=True)
     _check_model(model)
+    if store is not None and named.keeps_by_score:
+        problem = "a prompt store holds every token of a prompt, and this recipe evicts some"
+        raise IncompatibleRecipe(named.name, [f"{problem}; leave out the store"])
     with attachment_restored(model):
         cache = Cache(model, named)  # which refuses what does not fit
+    named = recipe_for(model, named)
+    check_pages_hold(named, ENGINE, evicts=True)
     stored = None if store is None else StoredPages(store, cache)
     batching = PackedBatching(model, named, ENGINE, stored)
     model.init_continuous_batching = batching.manager

@@ -1,0 +1,256 @@
+"""Blocks of pages of single heads, for requests whose heads store different tokens of a prompt.
+
+Decides where each head's tokens are. A head of a request is a row of attention to pages.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...cache.step import Queries
+from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PageLayout
+from ...paged.step import SingleTokenRows
+from .allocator import ALIGNED, PackedAllocator, round_up
+from .eviction import Heads, PromptChoice, PromptEviction
+
+
+class StoredHeads:
+    """What the heads of a request store.
+
+    evicted: int64 [layers, H], the tokens that a head has read and does not store. pages: int64
+    [layers, H, width], where its pages are. used: how many pages all heads have.
+    """
+
+    def __init__(self, evicted: Tensor) -> None:
+        self.evicted, self.used = evicted, 0
+        self.pages = evicted.new_zeros(*evicted.shape, 1)
+
+    def add(self, addresses: Tensor, layers: Tensor, heads: Tensor, numbers: Tensor) -> None:
+        """Add pages int64 [n], which are the pages `numbers` of these heads."""
+        missing = int(numbers.max()) + 1 - self.pages.shape[2]
+        if missing > 0:
+            self.pages = F.pad(self.pages, (0, missing))
+        self.pages[layers, heads, numbers] = addresses
+        self.used += len(addresses)
+
+    def moved(self, blocks: list[int], new: list[int], size: int) -> StoredHeads:
+        """Return the same in other blocks, of `size` pages each."""
+        to = torch.zeros(max(blocks) + 1, dtype=torch.long)
+        to[blocks] = torch.tensor(new)
+        copy = StoredHeads(self.evicted.clone())
+        copy.pages = to[self.pages // size] * size + self.pages % size
+        copy.used = self.used
+        return copy
+
+
+class EvictedPrompt(NamedTuple):
+    """A prompt of a step: its row, where tails are, int64 [layers, H], and what stays of it."""
+
+    request_id: str
+    row: PagedRow
+    tails: Tensor
+    choice: PromptChoice
+
+
+class DecodingHeads(NamedTuple):
+    """The requests of a step that read one token each.
+
+    tokens: int64 [R], their places in the step's tensors. starts: int64 [layers, R * H], the tokens
+    that a head stores before it. pages: int64 [layers, R * H, width]. tails: int64 [layers, R * H].
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    pages: Tensor
+    tails: Tensor
+
+
+class EvictingAllocator(PackedAllocator):
+    """Blocks of pages of single heads; `tail_blocks` more per request hold its exact tokens.
+
+    A block has as many pages as there are heads in all layers, of any heads of its request: one
+    that fills a page takes the next. Blocks are not shared.
+
+    eviction: chooses what stays of a prompt. The other arguments are those of `PackedAllocator`.
+    """
+
+    eviction: PromptEviction
+
+    def __init__(self, plans: list[LayerPlan], eviction: PromptEviction, **options: Any) -> None:
+        self.eviction = eviction
+        self.requests: dict[str, StoredHeads] = {}
+        self.prompts: list[EvictedPrompt] = []
+        self.decoding: DecodingHeads | None = None
+        super().__init__(plans, None, **options)
+
+    @property
+    def heads(self) -> int:
+        """Key/value heads of a layer."""
+        return self.layouts[0].heads
+
+    @property
+    def pages_of_block(self) -> int:
+        """Pages of single heads in a block."""
+        return len(self.layouts) * self.heads
+
+    @cached_property
+    def of_head(self) -> list[PageLayout]:
+        """The layout of a head's page in each layer."""
+        return [
+            PageLayout(layout.plan, layout.tokens, 1, layout.head_dim, layout.dtype)
+            for layout in self.layouts
+        ]
+
+    @cached_property
+    def head_nbytes(self) -> int:
+        """The bytes of a head's page; a block also holds the tail of a layer."""
+        least = -(-self.tail_nbytes // self.pages_of_block)
+        return round_up(max(least, *(layout.nbytes for layout in self.of_head)), ALIGNED)
+
+    @cached_property
+    def tail_unit(self) -> int:
+        """The bytes in which the places of tails are counted."""
+        return gcd(self.tail_nbytes // self.heads, ALIGNED)
+
+    def page_nbytes(self) -> int:
+        """Return the bytes of a block for each layer: a page of each head."""
+        return self.heads * self.head_nbytes
+
+    def blocks_for(self, prompt: int, later: int = 0) -> int:
+        """Return the most blocks of a request with so many tokens in its prompt, and later ones."""
+        size = self.tokens_per_page
+        return self._blocks_of(self.eviction.most_pages(prompt, later, self.heads, size))
+
+    def _blocks_of(self, pages: int) -> int:
+        return -(-pages // self.pages_of_block) + self.tail_blocks
+
+    # --- blocks of a request
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Return how many blocks a request needs for new tokens."""
+        needed = self.blocks_for(query_length)
+        if past_length:
+            stored = past_length + query_length - self.requests[request_id].evicted
+            needed = self._blocks_of(int((stored // self.tokens_per_page).sum()))
+        return max(0, needed - len(self.block_table.get(request_id, [])))
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """Give a request blocks like those of another; return those, to be copied, and these."""
+        blocks, new = super().fork_blocks(source_request_id, dest_request_id, past_length)
+        source = self.requests[source_request_id]
+        self.requests[dest_request_id] = source.moved(blocks, new, self.pages_of_block)
+        return blocks, new
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Free a request's pages and tail, between steps."""
+        self.requests.pop(request_id, None)
+        super().free_blocks(request_id, no_cache)
+
+    def _next_pages(self, request_id: str, count: int) -> Tensor:
+        """Return the next `count` pages of a request's blocks, int64."""
+        used = self.requests[request_id].used
+        number = torch.arange(used, used + count)
+        blocks = torch.tensor(self.block_table[request_id][: -self.tail_blocks])
+        size = self.pages_of_block
+        return blocks[number // size] * size + number % size
+
+    # --- one step
+
+    def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Store and attend all tokens of a step: q [T, Hq, D], k, v [T, H, D]."""
+        if self.rows:
+            self._begin_step()
+        place = self.layer_indices.index(layer_index)
+        if layer_index not in self.layers:
+            self.layers[layer_index] = self._layer(place, scale)
+        layer, out = self.layers[layer_index], q.new_empty(q.shape)
+        norms = self.eviction.norms(layer_index)
+        for prompt in self.prompts:
+            span = slice(prompt.row.batch_begin, prompt.row.batch_end)
+            own_q, own_k, own_v = (x[span].transpose(0, 1)[None] for x in (q, k, v))
+            out[span] = layer.attend(prompt.row, q[span], own_k, own_v)
+            own_norms = None if norms is None else norms[:, span]
+            queries = Queries(own_q, scale, norms=own_norms)
+            for decided, heads in prompt.choice.read(place, queries, own_k, own_v):
+                self._store(decided, prompt, heads)
+        if self.decoding is not None:
+            index, starts, pages, tails = self.decoding
+            rows = SingleTokenRows(starts[place], pages[place], self.tokens_per_page)
+            of_heads = (x[index].view(len(starts[place]), -1, x.shape[2]) for x in (q, k, v))
+            attended = layer.decode(rows, rows.table(tails[place]), *of_heads)
+            out[index] = attended.view(len(index), *q.shape[1:]).to(out.dtype)
+        return out
+
+    def _begin_step(self) -> None:
+        """Sort the requests of a step, and give heads that fill a page the next one."""
+        self.prompts, decoding = [], []
+        for request_id, row, tail in self.rows:
+            if not row.token_begin:
+                evicted = torch.zeros(len(self.layouts), self.heads, dtype=torch.long)
+                self.requests[request_id] = StoredHeads(evicted)
+            tails = self._tails(tail)
+            if row.batch_end - row.batch_begin > 1:
+                assert not row.token_begin, "a prompt is read in one step"
+                self.prompts.append(EvictedPrompt(request_id, row, tails, self.eviction.begin()))
+                continue
+            stored = self.requests[request_id]
+            after = row.token_end - stored.evicted
+            filled = (after % self.tokens_per_page == 0).nonzero()
+            if len(filled):
+                layers, heads = filled.unbind(1)
+                numbers = after[layers, heads] // self.tokens_per_page - 1
+                stored.add(self._next_pages(request_id, len(filled)), layers, heads, numbers)
+            decoding.append((row.batch_begin, after - 1, stored.pages, tails))
+        self.rows, self.decoding = [], None
+        if decoding:
+            tokens, starts, pages, all_tails = zip(*decoding, strict=True)
+            width = max(x.shape[2] for x in pages)
+            padded = [F.pad(x, (0, width - x.shape[2])) for x in pages]
+            by_layer = (torch.cat(x, dim=1) for x in (starts, padded, all_tails))
+            self.decoding = DecodingHeads(torch.tensor(tokens), *by_layer)
+
+    def _store(self, place: int, prompt: EvictedPrompt, heads: Heads) -> None:
+        """Store the tokens of a prompt that stay in a layer."""
+        layer, size = self.layers[self.layer_indices[place]], self.tokens_per_page
+        stored, pages = self.requests[prompt.request_id], []
+        for head, (k, v) in enumerate(heads):
+            stored.evicted[place, head] = prompt.row.token_end - len(k)
+            full = len(k) // size
+            pages.append([x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v)])
+            if rest := len(k) % size:
+                exact = torch.cat([k[full * size :], v[full * size :]], dim=-1)
+                layer.tail[prompt.tails[place, head], 0, :rest] = exact
+        counts = torch.tensor([len(k) for k, _ in pages])
+        if total := int(counts.sum()):
+            of_heads = torch.arange(self.heads).repeat_interleave(counts)
+            numbers = torch.cat([torch.arange(count) for count in counts.tolist()])
+            addresses = self._next_pages(prompt.request_id, total)
+            layers = torch.full_like(numbers, place)
+            stored.add(addresses, layers, of_heads, numbers)
+            k, v = (torch.cat(x) for x in zip(*pages, strict=True))
+            layer.pages.write(addresses, k, v, numbers)
+
+    def _tails(self, blocks: list[int]) -> Tensor:
+        """Return where the exact tokens of each head are, int64 [layers, H], in tail units."""
+        place = torch.arange(len(self.layouts))
+        begin = torch.tensor(blocks)[place // self.tails_per_block] * self.bytes_per_block
+        begin += place % self.tails_per_block * self.tail_nbytes
+        heads = torch.arange(self.heads) * (self.tail_nbytes // self.heads)
+        return (begin[:, None] + heads) // self.tail_unit
+
+    def _layer(self, place: int, scale: float) -> PagedAttention:
+        layout, memory = self.of_head[place], self._copy_view
+        pages = memory.view(-1, self.head_nbytes)[:, : layout.nbytes]
+        size = layout.tokens, 2 * layout.head_dim
+        count = (memory.numel() - layout.exact_nbytes) // self.tail_unit + 1
+        strides = self.tail_unit // self.dtype.itemsize, size[0] * size[1], size[1], 1
+        tails = memory.view(-1).view(self.dtype).as_strided((count, 1, *size), strides)
+        return PagedAttention(PackedPages(layout, pages), tails, scale)

@@ -127,6 +127,30 @@ def needles(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def peers(figures: list[dict]) -> str:
+    """Return needles and divergence of peers and recipes as a Markdown table, by bytes if freed."""
+    lines = [
+        "|Peer or recipe|Bytes|If freed|Needles|Beside|Won|Lost|Verdict|KL, mean|",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    kl = {f["recipe"]: f["scores"]["kl_mean"] for f in figures if f["task"] == "perplexity"}
+    rows = [f for f in figures if f["task"] == "niah"]
+    for row in sorted(rows, key=lambda f: -f.get("freed_share", f["share"])):
+        name, freed = row["recipe"], row.get("freed_share")
+        divergence, paired = kl.get(name), row.get("over_beside")
+        lines.append(
+            f"|{name if freed else f'`{name}`'}|{row['share']:.1%}|"
+            f"{format(freed, '.1%') if freed else ''}|{_interval(row['scores']['correct'])}|"
+            + (
+                f"`{row['beside']}`|{paired['won']}|{paired['lost']}|{paired['verdict']}|"
+                if paired
+                else "||||"
+            )
+            + f"{'' if divergence is None else format(divergence['mean'], '.3g')}|"
+        )
+    return "\n".join(lines)
+
+
 def front(figures: list[dict]) -> str:
     """Return the recommended recipe and the best other one of each task and size, as Markdown."""
     lines = [
@@ -179,6 +203,7 @@ KINDS = {  # of tables, each from a part of the results
     "tasks": (tasks, "figures"),
     "free": (free, "figures"),
     "needles": (needles, "figures"),
+    "peers": (peers, "figures"),
     "front": (front, "figures"),
     "kinds": (table_by_kind, "by_kind"),
 }

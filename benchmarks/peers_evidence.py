@@ -1,12 +1,12 @@
 """Peers' own code on samples of the published evidence: kvpress, and transformers' QuantizedCache.
 
     pip install --no-deps kvpress optimum-quanto hqq    # and the packages that they import
-    python benchmarks/peers_evidence.py --texts 8       # hours on one core; it can be resumed
+    python benchmarks/peers_evidence.py --contexts 6    # an hour on one core; it can be resumed
 
 Plain transformers reads each context with a press of kvpress, or into a QuantizedCache. The tasks
 of the evaluator then ask, decode and score as they do with kvloom's recipes. The samples are those
 of a published run, whose answers the peers' are paired with: the hash of all texts must be the
-same, and DynamicCache is measured beside the published `full` on the first contexts.
+same. DynamicCache is what peers are without compression; `full` is kvloom's own attention.
 
 Bytes are those of the tensors that a cache holds after the context. AdaKV and KVzip free nothing:
 they hide entries, and hold the indices of these as well; `freed_share` is that of the others.
@@ -48,12 +48,12 @@ from evidence_tables import peers, published_samples
 from kvloom.recipe import resolve
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Batch, Run, Source
-from kvloom_lab.eval.summary import higher_is_better, paired_difference, summarize
+from kvloom_lab.eval.summary import paired_difference, summarize
 from kvloom_lab.eval.tasks import task_named
 from kvloom_lab.workload.passes import ForwardRequest, Measurement, Result
 
 RUN = "smollm2-2k-mixed"
-NEEDLES, TEXTS = "niah:multikey", "perplexity"
+SPEC, TASK = "niah:multikey", task_named("niah:multikey")
 EXACT = "DynamicCache"
 PRESSES = {
     f"{name} {share}": press
@@ -76,10 +76,10 @@ QUANTIZED = {
     for backend, axis in (("quanto", 0), ("hqq", 1))
 }  # fmt: skip
 PEERS = (EXACT, *PRESSES, *QUANTIZED)
-KVLOOM = "full", "near-lossless", "balanced", "small", "small-kvzip", "tiny", "snapkv at 0.2"
-BESIDE = {"1/4": "balanced", "4 bits": "balanced", "1/7": "small", "2 bits": "small"}
-FEW = 6  # contexts of the control, and of peers whose verdict these decide
-CLEAR = (EXACT,)
+KVLOOM = "full", "balanced", "small", "small-kvzip"
+BESIDE = {  # the recipe that peers with this ending are paired with
+    EXACT: "full", "1/4": "balanced", "4 bits": "balanced", "1/7": "small", "2 bits": "small",
+}  # fmt: skip
 Mask = tuple[Tensor, Tensor, Tensor]
 
 
@@ -172,64 +172,46 @@ def finish(model: PreTrainedModel, measurement: Measurement[Result]) -> Result:
 
 
 class Peers:
-    """The model and samples of the published run, and a folder with the lines of peers."""
+    """The model and contexts of the published run, and a folder with the lines of peers."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.lab, self.folder = Lab(RUN), ResultFolder(folder)
         files = sorted(record.RESULTS.glob(f"*/evidence_{RUN}.json"))
-        self.texts = json.loads(files[0].read_text())["protocol"]["texts"]
+        self.texts = json.loads(files[0].read_text())["protocol"]["texts"][SPEC]
 
-    def samples(self, spec: str) -> tuple[Source, list[Batch]]:
-        """Return the samples of a task; exit if their texts are not those published."""
-        plan = next(task for task in self.lab.plan.tasks if task.spec == spec)
+    def samples(self) -> tuple[Source, list[Batch]]:
+        """Return the contexts; exit if their texts are not those published."""
+        plan = next(task for task in self.lab.plan.tasks if task.spec == SPEC)
         source, batches = self.lab.samples(plan)
         texts = (protocol.text_sha256(x) for batch in batches for x in batch.samples)
-        if protocol.sha256(*texts) != self.texts[spec]:
-            sys.exit(f"{spec}: the texts are not those of the published run {RUN}")
+        if protocol.sha256(*texts) != self.texts:
+            sys.exit(f"{SPEC}: the texts are not those of the published run {RUN}")
         return source, batches
 
-    def find_needles(self, contexts: int) -> None:
-        """Ask all peers about needles, ten in a context."""
-        source, batches = self.samples(NEEDLES)
-        for i, batch in enumerate(batches[:contexts]):
+    def measure(self, contexts: int) -> None:
+        """Ask the peers about the needles of some contexts, ten in each."""
+        source, batches = self.samples()
+        for batch in batches[:contexts]:
+            finished = self.folder.outcomes(TASK.name)
             for name in PEERS:
-                if (i < FEW or name not in CLEAR) and self.lacks(NEEDLES, batch, name):
-                    self.measure(NEEDLES, source, batch, name)
-
-    def continue_texts(self, count: int) -> None:
-        """Measure the divergence of all peers from DynamicCache on texts of alternating kinds."""
-        source, batches = self.samples(TEXTS)
-        rows = [
-            Batch(batch.ids[i : i + 1], [batch.samples[i]])
-            for i in range(source.batch)
-            for batch in batches[: len(self.lab.sources)]
-        ]
-        for batch in rows[:count]:
-            lacking = [name for name in PEERS if self.lacks(TEXTS, batch, name)]
-            baseline = None
-            for name in dict.fromkeys((EXACT, *lacking)) if lacking else ():
-                baseline = self.measure(TEXTS, source, batch, name, baseline)
-
-    def lacks(self, spec: str, batch: Batch, name: str) -> bool:
-        """Return whether the folder has no line of a peer on a context."""
-        finished = self.folder.outcomes(task_named(spec).name)
-        return (batch.samples[0].name, name) not in finished
+                if (batch.samples[0].name, name) not in finished:
+                    begun = time.perf_counter()
+                    self.folder.append(TASK.name, self.lines(source, batch, name))
+                    seconds = time.perf_counter() - begun
+                    print(f"{batch.samples[0].name} {name}: {seconds:.0f} s", flush=True)
 
     @torch.inference_mode()
-    def measure(
-        self, spec: str, source: Source, batch: Batch, name: str, baseline: Any = None
-    ) -> Any:
-        """Write the lines of a peer on one context; return what others are compared with."""
-        model, task, begun = self.lab.model, task_named(spec), time.perf_counter()
-        cache = read(model, name, batch.ids)
+    def lines(self, source: Source, batch: Batch, name: str) -> list[dict[str, Any]]:
+        """Return the lines of a peer on one context."""
+        cache = read(self.lab.model, name, batch.ids)
         if name in QUANTIZED:  # its rows cannot be repeated
             source = replace(source, batch=1)
-        measurement = task.measure(Run(model, source, cache, batch, baseline))
-        outcomes, own_baseline = finish(model, measurement)
-        lines = [
+        run = Run(self.lab.model, source, cache, batch, None)
+        outcomes, _ = finish(self.lab.model, TASK.measure(run))
+        return [
             {
-                "task": task.name, "sample": sample.name, "recipe": name,
+                "task": TASK.name, "sample": sample.name, "recipe": name,
                 "kv_bytes": cache.nbytes, "freed_bytes": cache.freed_nbytes,
                 "exact_bytes": self.lab.geometry.token_nbytes() * cache.tokens,
                 "scores": outcome.scores, "answer": outcome.answer,
@@ -237,36 +219,26 @@ class Peers:
             }
             for sample, outcome in zip(batch.samples, outcomes, strict=True)
         ]  # fmt: skip
-        self.folder.append(task.name, lines)
-        seconds = time.perf_counter() - begun
-        print(f"{batch.samples[0].name} {name}: {seconds:.0f} s", file=sys.stderr, flush=True)
-        return own_baseline
 
     def publish(self) -> None:
         """Print the table of all finished samples; write their figures, and the samples."""
-        own = [line for spec in (NEEDLES, TEXTS) for line in self.folder.lines(spec.split(":")[0])]
-        texts = {(line["task"], line["text"]) for line in own}
+        own = self.folder.lines(TASK.name)
+        texts = {line["text"] for line in own}
         others = [
             line
             for line in published_samples(RUN)
-            if line["recipe"] in KVLOOM and (line["task"], line["text"]) in texts
+            if line["recipe"] in KVLOOM and line["text"] in texts
         ]
         figures = figures_of([*others, *own])
         print(peers(figures))
-        answers = {(x["recipe"], x["sample"]): x["answer"] for x in [*others, *own]}
-        control = [x for name, x in answers if name == EXACT and x.count("/") > 2]
         packages = {name: version(name) for name in ("kvpress", "optimum-quanto", "hqq")}
         result = {
             "environment": record.environment(dtype=DTYPE, **packages),
             "protocol": {
                 "run": RUN,
-                "texts": {spec: self.texts[spec] for spec in (NEEDLES, TEXTS)},
+                "texts": {SPEC: self.texts},
                 "presses": {name: repr(press) for name, press in PRESSES.items()},
                 "caches": QUANTIZED,
-            },
-            "control": {
-                "samples": len(control),
-                "equal": sum(answers[EXACT, x] == answers["full", x] for x in control),
             },
             "figures": figures,
         }
@@ -277,36 +249,29 @@ class Peers:
 
 
 def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the figures of each recipe and peer; those of a peer have `BESIDE`'s recipe too.
+    """Return the figures of recipes and peers; those of a peer have more.
 
-    over_beside: the difference from that recipe on the samples of both. freed_share: as `share`,
-    had the peer freed what it hides.
+    freed_share: as `share`, had the peer freed what it hides. beside, over_beside: a recipe, and
+    the difference from it on the samples of both.
     """
-    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
     for line in lines:
-        rows.setdefault((line["task"], line["recipe"]), {})[line["sample"]] = line
-    figures = []
-    for row in map(asdict, summarize(lines)):
-        task, name = row["task"], row["recipe"]
-        own = rows[task, name]
-        if name in PEERS:
-            freed = sum(line["freed_bytes"] for line in own.values())
-            row["freed_share"] = freed / sum(line["exact_bytes"] for line in own.values())
-        for ending, recipe in BESIDE.items():
-            if name in PEERS and name.endswith(ending):
-                score = "correct" if task == "niah" else "kl_mean"
-                other = rows[task, recipe]
-                pairs = [x["scores"][score] - other[y]["scores"][score] for y, x in own.items()]
-                difference = paired_difference(pairs, higher_is_better(task, score))
-                row |= {"beside": recipe, "over_beside": asdict(difference)}
-        figures.append(row)
+        by_name.setdefault(line["recipe"], {})[line["sample"]] = line
+    figures = [asdict(row) for row in summarize(lines)]
+    for row in (row for row in figures if row["recipe"] in PEERS):
+        own = by_name[row["recipe"]]
+        freed = sum(line["freed_bytes"] for line in own.values())
+        row["freed_share"] = freed / sum(line["exact_bytes"] for line in own.values())
+        row["beside"] = next(x for end, x in BESIDE.items() if row["recipe"].endswith(end))
+        other = by_name[row["beside"]]
+        pairs = [x["scores"]["correct"] - other[y]["scores"]["correct"] for y, x in own.items()]
+        row["over_beside"] = asdict(paired_difference(pairs, higher=True))
     return figures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, default=28, help="of ten needles each")
-    parser.add_argument("--texts", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=HERE / "out" / "peers")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -315,8 +280,7 @@ def main() -> None:
     plain.chat_template = None
     try:
         with mock.patch.object(AutoTokenizer, "from_pretrained", return_value=plain):  # for KVzip
-            measured.find_needles(options.contexts)
-            measured.continue_texts(options.texts)
+            measured.measure(options.contexts)
     finally:
         measured.publish()
 

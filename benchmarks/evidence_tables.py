@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvloom_lab.eval.summary import higher_is_better
-
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "internals" / "evidence.md"
 MARKED = re.compile(r"(<!-- (\w+) (\S+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
@@ -27,14 +25,8 @@ FRONT = {  # the recommended recipe of a size, and the papers' own recipes of th
     "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
     "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
     "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
-    "1/20": ("micro", *(f"{name} at 0.0833" for name in OWN)),
 }
-SCORES = (
-    ("perplexity", "kl_mean"),
-    ("niah", "correct"),
-    ("ruler", "correct"),
-    ("multiturn", "correct"),
-)
+FRONT_TASKS = "niah", "multiturn"
 
 
 def table(figures: list[dict]) -> str:
@@ -127,25 +119,45 @@ def needles(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def peers(figures: list[dict]) -> str:
+    """Return the needles that peers and recipes find as a Markdown table, by bytes if freed."""
+    lines = [
+        "|Peer or recipe|Bytes|If freed|Needles|Beside|Won|Lost|Verdict|",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(figures, key=lambda f: -f.get("freed_share", f["share"])):
+        found, name, cells = row["scores"]["correct"], f"`{row['recipe']}`", ["", "", "", ""]
+        freed = ""
+        if "beside" in row:  # a peer
+            name, freed, over = row["recipe"], f"{row['freed_share']:.1%}", row["over_beside"]
+            cells = [f"`{row['beside']}`", over["won"], over["lost"], over["verdict"]]
+        lines.append(
+            f"|{name}|{row['share']:.1%}|{freed}|{found['mean']:.0%} "
+            f"[{100 * found['low']:.0f}–{found['high']:.0%}]|"
+            f"{'|'.join(map(str, cells))}|"
+        )
+    return "\n".join(lines)
+
+
 def front(figures: list[dict]) -> str:
     """Return the recommended recipe and the best other one of each task and size, as Markdown."""
     lines = [
         "|Task|Bytes|Recommended||Best of the papers' own||",
         "|---|---|---|---|---|---|",
     ]
-    for task, score in SCORES:
-        by_recipe = {f["recipe"]: f for f in figures if f["task"] == task and score in f["scores"]}
+    for task in FRONT_TASKS:
+        by_recipe = {f["recipe"]: f for f in figures if f["task"] == task and f["scores"]}
+        scores = {name: row["scores"]["correct"] for name, row in by_recipe.items()}
         for bound, (recommended, *own) in FRONT.items():
-            names = [n for n in own if n in by_recipe]
-            if recommended not in by_recipe or not names:
+            names = [n for n in own if n in scores]
+            if recommended not in scores or not names:
                 continue
-            sign = 1 if higher_is_better(task, score) else -1
-            best = max(names, key=lambda n: sign * by_recipe[n]["scores"][score]["mean"])
+            best = max(names, key=lambda n: scores[n]["mean"])
             cells = [
-                f"`{n}` {by_recipe[n]['share']:.0%}|{_interval(by_recipe[n]['scores'][score])}"
+                f"`{n}` {by_recipe[n]['share']:.0%}|{_interval(scores[n])}"
                 for n in (recommended, best)
             ]
-            lines.append(f"|{task}, {score}|{bound}|{'|'.join(cells)}|")
+            lines.append(f"|{task}|{bound}|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 
@@ -179,6 +191,7 @@ KINDS = {  # of tables, each from a part of the results
     "tasks": (tasks, "figures"),
     "free": (free, "figures"),
     "needles": (needles, "figures"),
+    "peers": (peers, "figures"),
     "front": (front, "figures"),
     "kinds": (table_by_kind, "by_kind"),
 }

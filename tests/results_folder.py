@@ -49,7 +49,7 @@ def write_results(
             "head_dim": 64,
         },
         "settings": {
-            "tasks": list(tasks), "recipes": [r[0] for r in recipes], "context": length,
+            "tasks": list(tasks), "recipes": [r[0] for r in recipes], "context": [length],
             "samples": samples, "seed": 0, "budget": None, "bytes": list(shares), "text": "CPython",
         },
     }  # fmt: skip

@@ -356,6 +356,41 @@ def test_results_of_kvpress_count_tokens(tmp_path, config):
     assert (sample["question"], sample["reference"]) == ("Which number?", "['1001']")
 
 
+def test_results_written_for_kvpress_are_read_with_their_bytes(folder, tmp_path):
+    before, places = read_run(folder), tmp_path / "places"
+    found = run(folder, "--kvpress", places, "--out", tmp_path / "page.html")
+    assert found.exit_code == 0, found.stderr
+    (after,) = read_kvpress(places)
+    assert (after.counts, after.name) == ("bytes", "kvpress · smollm2 · 2048")
+    figures = {(f.task, f.recipe): f for f in after.figures}
+    measured = [f for f in before.figures if f.samples]
+    assert len(figures) == len(measured) > 10
+    for one in measured:
+        other = figures[one.task, one.recipe]
+        assert other.share == pytest.approx(one.share)
+        for name in ("kv_bytes", "exact_bytes", "samples"):
+            assert getattr(other, name) == getattr(one, name)
+        means = {name: score.mean for name, score in one.scores.items()}
+        assert {name: x.mean for name, x in other.scores.items()} == pytest.approx(means)
+        written = [x["answer"] for (_, y), x in after.lines[one.task].items() if y == one.recipe]
+        answers = [x["answer"] for (_, y), x in before.lines[one.task].items() if y == one.recipe]
+        assert written == answers
+    (place,) = places.glob("ruler__2048__smollm2__no_press__0.00")
+    mean = 100 * figures["ruler", "full"].scores["correct"].mean
+    assert json.loads((place / "metrics.json").read_text()) == {"ruler": {"string_match": mean}}
+    assert run(places, "--out", tmp_path / "page.html").exit_code == 0
+
+
+def test_results_are_not_written_for_kvpress_over_others_or_without_bytes(folder, tmp_path):
+    theirs = write_kvpress(tmp_path / "theirs")
+    for results, why in ((theirs, "has no bytes"), (folder, "exists; give a folder without")):
+        places = tmp_path / "places"
+        (places / "niah__2048__smollm2__no_press__0.00").mkdir(parents=True, exist_ok=True)
+        found = run(results, "--kvpress", places, "--out", tmp_path / "page.html")
+        assert (found.exit_code, why in found.stderr) == (2, True)
+        assert [*places.rglob("*.*")] == [*places.iterdir()]
+
+
 def test_kvpress_metrics_of_other_data(tmp_path):
     folder = write_kvpress(tmp_path / "results", presses=())
     (place,) = folder.iterdir()

@@ -343,6 +343,10 @@ def report_command(
     out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
         "report.html"
     ),
+    kvpress: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write folders of kvpress' evaluation here."),
+    ] = None,
 ) -> None:
     """Show results of kvloom eval: one HTML page that needs no network and no other file.
 
@@ -354,6 +358,10 @@ def report_command(
     with user_errors():
         check_outputs(out)
         runs = [run for folder in folders for run in _read(folder)]
+        if kvpress is not None:
+            from ..eval.kvpress import write_kvpress
+
+            write_kvpress(runs, kvpress)
         from ..show.pages import page_data, results_page
 
         write_file(out, results_page(*page_data(runs)))

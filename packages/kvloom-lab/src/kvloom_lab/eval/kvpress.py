@@ -1,24 +1,29 @@
-"""Read results of kvpress' evaluation: one folder per press, ratio and data set.
+"""Read and write results of kvpress' evaluation: one folder per press, ratio and data set.
 
 Each folder has `metrics.json`, `predictions.csv` and `config.yaml`. Its name joins the same facts:
 `ruler__4096__meta-llama--Meta-Llama-3.1-8B-Instruct__snapkv__0.50`. A compression ratio counts
 tokens, not bytes, so shares of these runs are shares of tokens. kvpress writes no score per sample:
 the scores are its own means, without an interval. It does not write the contexts.
+
+`write_kvpress` writes kvloom's results in this form. Their ratio counts bytes, as `kv_bytes` and
+`exact_bytes` in `config.yaml` say, and they are read as such.
 """
 
 from __future__ import annotations
 
 import csv
+import io
+import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from kvloom.errors import InputError
 
-from ..workload.files import parsed_json
+from ..workload.files import parsed_json, write_whole
 from .results import RunResults
 from .summary import EXACT, Figures, Interval
 
@@ -36,12 +41,14 @@ def read_kvpress(folder: Path) -> list[RunResults]:
 
     Raises `InputError` for a file that cannot be read.
     """
-    runs: dict[tuple[str, str], RunResults] = {}
+    runs: dict[tuple[str, str, str], RunResults] = {}
     for place in _result_folders(folder):
         config = _config(place)
         model, length = str(config["model"]), str(config.get("data_dir") or "")
         name = " · ".join(filter(None, ("kvpress", model.rpartition("/")[2], length)))
-        run = runs.setdefault((model, length), RunResults(name, "tokens", {"name": model}, {}, {}))
+        counts = "bytes" if "kv_bytes" in config else "tokens"
+        run = RunResults(name, counts, {"name": model}, {}, {})
+        run = runs.setdefault((model, length, counts), run)
         _read_result(place, config, run)
     return list(runs.values())
 
@@ -115,6 +122,7 @@ def _read_result(place: Path, config: dict[str, Any], run: RunResults) -> None:
     run.figures.append(
         Figures(
             task, recipe, samples=len(rows), share=_share(config, rows),
+            kv_bytes=config.get("kv_bytes"), exact_bytes=config.get("exact_bytes"),
             scores={name: Interval(x, None, None, len(rows)) for name, x in scores.items()},
         )
     )  # fmt: skip
@@ -155,7 +163,7 @@ def _scores(metrics: Any, data: str) -> dict[str, float]:
 
 
 def _share(config: dict[str, Any], rows: list[dict[str, str]]) -> float | None:
-    """Return the share of tokens kept: of the predictions, else of the configuration."""
+    """Return the share that is kept: of the predictions, else of the configuration."""
     column = [row.get("compression_ratio", "") for row in rows]
     if ratios := [float(text) for text in column if _is_number(text)]:
         return 1 - fmean(ratios)
@@ -168,6 +176,8 @@ def _recipe_name(config: dict[str, Any], taken: set[str]) -> str:
     """Return a name as kvloom spells recipes; a repeated run gets a number."""
     if config["press_name"] == "no_press":
         name = EXACT
+    elif "kv_bytes" in config:
+        name = config["press_name"]
     else:
         name = f"{config['press_name']}:compression_ratio={float(config['compression_ratio']):.2f}"
         for option in ("threshold", "key_channel_compression_ratio", "needle_depth"):
@@ -191,3 +201,74 @@ def _predictions(path: Path) -> list[dict[str, str]]:
             return [{k: v or "" for k, v in row.items() if k} for row in csv.DictReader(file)]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"cannot read {str(path)!r} as CSV; run kvpress again") from error
+
+
+def write_kvpress(runs: Sequence[RunResults], folder: Path) -> None:
+    """Write results of `kvloom eval` as folders of kvpress' evaluation.
+
+    Recipes are presses, and `full` is `no_press`. Raises `InputError` for results that count
+    tokens, a folder of a result that exists, and one that cannot be written.
+    """
+    texts: dict[Path, dict[str, str]] = {}  # of the files of each folder
+    for run in runs:
+        if run.counts != "bytes":
+            raise InputError(f"{run.name!r} has no bytes; give a folder that 'kvloom eval' wrote")
+        for figures in run.figures:
+            if figures.share is None:  # it has problems only
+                continue
+            config = _config_of_figures(figures, run)
+            facts = (*list(config.values())[:4], f"{config['compression_ratio']:.2f}")
+            place = folder / "__".join(fact.replace("/", "--") for fact in facts)
+            if place in texts or place.exists():
+                raise InputError(f"{str(place)!r} exists; give a folder without results")
+            texts[place] = _texts(figures, run, config)
+    try:
+        for place, files in texts.items():
+            for name, text in files.items():
+                write_whole(place / name, text)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to {str(folder)!r}: {error.strerror}; give another folder"
+        ) from error
+
+
+def _config_of_figures(figures: Figures, run: RunResults) -> dict[str, Any]:
+    assert figures.share is not None
+    return {
+        "dataset": figures.task,
+        "data_dir": "+".join(map(str, run.settings.get("context", ()))),
+        "model": str(run.model["name"]),
+        "press_name": "no_press" if figures.recipe == EXACT else figures.recipe,
+        "compression_ratio": 1 - figures.share,
+        "kv_bytes": figures.kv_bytes,
+        "exact_bytes": figures.exact_bytes,
+    }
+
+
+def _texts(figures: Figures, run: RunResults, config: dict[str, Any]) -> dict[str, str]:
+    """Return the files of a folder by their names."""
+    import yaml
+
+    predictions = io.StringIO(newline="")
+    writer = csv.writer(predictions, lineterminator="\n")
+    writer.writerow(("task", "question", "answer", "predicted_answer"))
+    percent: dict[str, list[float]] = {}  # of each sub-task
+    for (sample, recipe), line in run.lines[figures.task].items():
+        if recipe == figures.recipe and "scores" in line:
+            prompt = run.prompts[figures.task][sample]
+            part = str(prompt.get("variant", figures.task))
+            texts = prompt.get("question", ""), prompt.get("reference", ""), line.get("answer", "")
+            writer.writerow((part, *texts))
+            percent.setdefault(part, []).extend(
+                100 * score for score in line["scores"].values() if score is not None
+            )
+    metrics: dict[str, Any] = {name: score.mean for name, score in figures.scores.items()}
+    if figures.task in _PERCENT:
+        metrics = {part: fmean(scores) for part, scores in percent.items() if scores}
+    if figures.task == "ruler":
+        metrics = {part: {"string_match": score} for part, score in metrics.items()}
+    return {
+        "config.yaml": yaml.safe_dump(config, sort_keys=False),
+        "metrics.json": json.dumps(metrics, indent=4),
+        "predictions.csv": predictions.getvalue(),
+    }

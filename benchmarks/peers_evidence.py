@@ -1,0 +1,289 @@
+"""Peers' own code on samples of the published evidence: kvpress, and transformers' QuantizedCache.
+
+    pip install --no-deps kvpress optimum-quanto hqq    # and the packages that they import
+    python benchmarks/peers_evidence.py --contexts 6    # an hour on one core; it can be resumed
+
+Plain transformers reads each context with a press of kvpress, or into a QuantizedCache. The tasks
+of the evaluator then ask, decode and score as they do with kvloom's recipes. The samples are those
+of a published run, whose answers the peers' are paired with: the hash of all texts must be the
+same. DynamicCache is what peers are without compression; `full` is kvloom's own attention.
+
+Bytes are those of the tensors that a cache holds after the context. AdaKV and KVzip free nothing:
+they hide entries, and hold the indices of these as well; `freed_share` is that of the others.
+Presses have the settings of kvpress' board. Two things let kvpress run with this transformers,
+which is newer than the versions that it names:
+
+- The model gets `cache_position`, from which presses know that a pass reads a context.
+- KVzip repeats the context in the tokenizer's chat template. These contexts have none, so it gets a
+  tokenizer without one.
+
+KVzap is missing: it needs trained weights, and there are none for this model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gzip
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import kvpress
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+
+import protocol
+import record
+from evaluation import HERE
+from evidence import DTYPE, Lab
+from evidence_tables import peers, published_samples
+from kvloom.recipe import resolve
+from kvloom_lab.eval.results import ResultFolder
+from kvloom_lab.eval.sample import Batch, Run, Source
+from kvloom_lab.eval.summary import paired_difference, summarize
+from kvloom_lab.eval.tasks import task_named
+from kvloom_lab.workload.passes import ForwardRequest, Measurement, Result
+
+RUN = "smollm2-2k-mixed"
+SPEC, TASK = "niah:multikey", task_named("niah:multikey")
+EXACT = "DynamicCache"
+PRESSES = {
+    f"{name} {share}": press
+    for share, ratio in (("1/4", 3 / 4), ("1/7", 6 / 7))
+    for name, press in {
+        "SnapKV": kvpress.SnapKVPress(ratio),
+        "ExpectedAttention": kvpress.ExpectedAttentionPress(ratio),
+        "AdaKV(SnapKV)": kvpress.AdaKVPress(kvpress.SnapKVPress(ratio)),
+        "AdaKV(ExpectedAttention)": kvpress.AdaKVPress(
+            kvpress.ExpectedAttentionPress(ratio, epsilon=1e-2)
+        ),
+        "KVzip": kvpress.KVzipPress(ratio),
+    }.items()
+}
+QUANTIZED = {
+    f"QuantizedCache {backend}, {bits} bits": {
+        "backend": backend, "nbits": bits, "axis_key": axis, "axis_value": axis,
+    }
+    for bits in (4, 2)
+    for backend, axis in (("quanto", 0), ("hqq", 1))
+}  # fmt: skip
+PEERS = (EXACT, *PRESSES, *QUANTIZED)
+KVLOOM = "full", "balanced", "small", "small-kvzip"
+BESIDE = {  # the recipe that peers with this ending are paired with
+    EXACT: "full", "1/4": "balanced", "4 bits": "balanced", "1/7": "small", "2 bits": "small",
+}  # fmt: skip
+Mask = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass
+class PeerCache:
+    """A cache that has read tokens, as the tasks of the evaluator use one.
+
+    masks: of each layer, the row, head and token of each entry that kvpress hides, or None.
+    """
+
+    cache: Cache
+    tokens: int
+    masks: list[Mask | None]
+    recipe = resolve("full")  # a question is read in one step
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PeerCache:
+        """Share the tensors, which no step writes to: quanto's cannot be copied."""
+        cache = copy.copy(self.cache)
+        cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        return replace(self, cache=cache)
+
+    def batch_repeat_interleave(self, rows: int) -> None:
+        """Repeat the only row."""
+        self.cache.batch_repeat_interleave(rows)
+        self.masks = [mask and repeated(*mask, rows) for mask in self.masks]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors of the cache, and of the masks."""
+        return nbytes([[vars(layer) for layer in self.cache.layers], self.masks])
+
+    @property
+    def freed_nbytes(self) -> int:
+        """The bytes without hidden entries and without masks."""
+        layers, hidden = self.cache.layers, sum(len(mask[0]) for mask in self.masks if mask)
+        entry = 2 * layers[0].keys.shape[-1] * layers[0].keys.element_size()
+        return nbytes([vars(layer) for layer in layers]) - hidden * entry
+
+
+def repeated(rows: Tensor, heads: Tensor, tokens: Tensor, count: int) -> Mask:
+    """Return the mask of `count` equal rows, from that of one."""
+    numbers = torch.arange(count).repeat_interleave(len(rows))
+    return numbers, heads.repeat(count), tokens.repeat(count)
+
+
+def nbytes(held: Any) -> int:
+    """Return the bytes of all tensors in nested lists and dictionaries, by their sizes."""
+    if isinstance(held, dict):
+        held = list(held.values())
+    elif isinstance(held, Tensor) and hasattr(held, "__tensor_flatten__"):  # made of several
+        held = [getattr(held, name) for name in held.__tensor_flatten__()[0]]
+    if isinstance(held, Tensor):
+        return held.nbytes
+    return sum(map(nbytes, held)) if isinstance(held, list | tuple) else 0
+
+
+def read(model: PreTrainedModel, name: str, ids: Tensor) -> PeerCache:
+    """Return the cache of a peer that has read a context, int64 [1, T]."""
+    cache = DynamicCache()
+    if name in QUANTIZED:
+        cache = QuantizedCache(config=model.config, **QUANTIZED[name])
+    tokens = ids.shape[1]
+    with PRESSES[name](model) if name in PRESSES else contextlib.nullcontext():
+        model.model(input_ids=ids, past_key_values=cache, cache_position=torch.arange(tokens))
+    masks = [getattr(layer.self_attn, "masked_key_indices", None) for layer in model.model.layers]
+    return PeerCache(cache, tokens, masks)
+
+
+def logits(model: PreTrainedModel, request: ForwardRequest) -> Tensor:
+    """Append tokens to a peer's cache at their positions in the text; return logits [B, V]."""
+    ids, cache = request.ids, request.cache
+    for layer, mask in zip(model.model.layers, cache.masks, strict=True):
+        layer.self_attn.masked_key_indices = mask
+    positions = torch.arange(cache.tokens, cache.tokens + ids.shape[1]).expand(ids.shape)
+    cache.tokens += ids.shape[1]
+    output = model(
+        input_ids=ids, past_key_values=cache.cache, position_ids=positions, logits_to_keep=1
+    )
+    return output.logits[:, -1]
+
+
+def finish(model: PreTrainedModel, measurement: Measurement[Result]) -> Result:
+    """Run the forward passes that a measurement requests; return what it returns."""
+    try:
+        request = next(measurement)
+        while True:
+            request = measurement.send(logits(model, request))
+    except StopIteration as end:
+        return end.value
+
+
+class Peers:
+    """The model and contexts of the published run, and a folder with the lines of peers."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lab, self.folder = Lab(RUN), ResultFolder(folder)
+        files = sorted(record.RESULTS.glob(f"*/evidence_{RUN}.json"))
+        self.texts = json.loads(files[0].read_text())["protocol"]["texts"][SPEC]
+
+    def samples(self) -> tuple[Source, list[Batch]]:
+        """Return the contexts; exit if their texts are not those published."""
+        plan = next(task for task in self.lab.plan.tasks if task.spec == SPEC)
+        source, batches = self.lab.samples(plan)
+        texts = (protocol.text_sha256(x) for batch in batches for x in batch.samples)
+        if protocol.sha256(*texts) != self.texts:
+            sys.exit(f"{SPEC}: the texts are not those of the published run {RUN}")
+        return source, batches
+
+    def measure(self, contexts: int) -> None:
+        """Ask the peers about the needles of some contexts, ten in each."""
+        source, batches = self.samples()
+        for batch in batches[:contexts]:
+            finished = self.folder.outcomes(TASK.name)
+            for name in PEERS:
+                if (batch.samples[0].name, name) not in finished:
+                    begun = time.perf_counter()
+                    self.folder.append(TASK.name, self.lines(source, batch, name))
+                    seconds = time.perf_counter() - begun
+                    print(f"{batch.samples[0].name} {name}: {seconds:.0f} s", flush=True)
+
+    @torch.inference_mode()
+    def lines(self, source: Source, batch: Batch, name: str) -> list[dict[str, Any]]:
+        """Return the lines of a peer on one context."""
+        cache = read(self.lab.model, name, batch.ids)
+        if name in QUANTIZED:  # its rows cannot be repeated
+            source = replace(source, batch=1)
+        run = Run(self.lab.model, source, cache, batch, None)
+        outcomes, _ = finish(self.lab.model, TASK.measure(run))
+        return [
+            {
+                "task": TASK.name, "sample": sample.name, "recipe": name,
+                "kv_bytes": cache.nbytes, "freed_bytes": cache.freed_nbytes,
+                "exact_bytes": self.lab.geometry.token_nbytes() * cache.tokens,
+                "scores": outcome.scores, "answer": outcome.answer,
+                "text": protocol.text_sha256(sample),
+            }
+            for sample, outcome in zip(batch.samples, outcomes, strict=True)
+        ]  # fmt: skip
+
+    def publish(self) -> None:
+        """Print the table of all finished samples; write their figures, and the samples."""
+        own = self.folder.lines(TASK.name)
+        texts = {line["text"] for line in own}
+        others = [
+            line
+            for line in published_samples(RUN)
+            if line["recipe"] in KVLOOM and line["text"] in texts
+        ]
+        figures = figures_of([*others, *own])
+        print(peers(figures))
+        packages = {name: version(name) for name in ("kvpress", "optimum-quanto", "hqq")}
+        result = {
+            "environment": record.environment(dtype=DTYPE, **packages),
+            "protocol": {
+                "run": RUN,
+                "texts": {SPEC: self.texts},
+                "presses": {name: repr(press) for name, press in PRESSES.items()},
+                "caches": QUANTIZED,
+            },
+            "figures": figures,
+        }
+        record.write("evidence_peers", result)
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in own)
+        file = record.results() / "evidence_peers.samples.jsonl.gz"
+        file.write_bytes(gzip.compress(content.encode(), mtime=0))
+
+
+def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the figures of recipes and peers; those of a peer have more.
+
+    freed_share: as `share`, had the peer freed what it hides. beside, over_beside: a recipe, and
+    the difference from it on the samples of both.
+    """
+    by_name: dict[str, dict[str, dict[str, Any]]] = {}
+    for line in lines:
+        by_name.setdefault(line["recipe"], {})[line["sample"]] = line
+    figures = [asdict(row) for row in summarize(lines)]
+    for row in (row for row in figures if row["recipe"] in PEERS):
+        own = by_name[row["recipe"]]
+        freed = sum(line["freed_bytes"] for line in own.values())
+        row["freed_share"] = freed / sum(line["exact_bytes"] for line in own.values())
+        row["beside"] = next(x for end, x in BESIDE.items() if row["recipe"].endswith(end))
+        other = by_name[row["beside"]]
+        pairs = [x["scores"]["correct"] - other[y]["scores"]["correct"] for y, x in own.items()]
+        row["over_beside"] = asdict(paired_difference(pairs, higher=True))
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=int, default=28, help="of ten needles each")
+    parser.add_argument("--folder", type=Path, default=HERE / "out" / "peers")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    measured = Peers(options.folder)
+    plain = copy.copy(measured.lab.tokenizer)
+    plain.chat_template = None
+    try:
+        with mock.patch.object(AutoTokenizer, "from_pretrained", return_value=plain):  # for KVzip
+            measured.measure(options.contexts)
+    finally:
+        measured.publish()
+
+
+if __name__ == "__main__":
+    main()

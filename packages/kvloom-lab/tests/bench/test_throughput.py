@@ -171,14 +171,16 @@ def test_prompts_in_parts_decode_as_in_one_batch(model, cache):
 def test_continuous_batching_in_equal_bytes(model_folder):
     pages = 6 * 128 * TOKEN  # as many blocks as transformers has
     _, found = measured(
-        model_folder, "--recipes", "snapkv,kivi", "--baselines", "continuous", "--rounds", "1",
-        memory=pages,
+        model_folder, "--recipes", "h2o,kivi,snapkv:tokens=40", "--baselines", "continuous",
+        "--rounds", "1", memory=pages,
     )  # fmt: skip
-    exact, packed = found["continuous"], found["continuous kivi"]
-    assert set(found) == {"snapkv", "kivi", "continuous", "continuous kivi"}
+    evicts = "snapkv:tokens=40"
+    paged = ("kivi", evicts)
+    assert set(found) == {"h2o", *paged, "continuous", *(f"continuous {name}" for name in paged)}
+    exact, packed, evicted = (found[f"continuous{x}"] for x in ("", " kivi", f" {evicts}"))
     assert exact["kv_bytes"] == pages
-    assert exact["batch"] == packed["batch"]
-    for row in (exact, packed):
+    assert exact["batch"] == max(packed["batch"], evicted["batch"])
+    for row in (exact, packed, evicted):
         assert row["problem"] is None
         assert row["preemptions"] >= 0
         assert row["tokens_s"]["best"] > 0

@@ -94,7 +94,7 @@ class RunFigures:
 
 def as_paged(recipe: Recipe) -> Recipe:
     """Return the recipe whose cache packs the tokens that pages pack; raises if pages cannot."""
-    return paged(recipe, PAGE, "continuous batching", "page_size=")
+    return paged(recipe, PAGE, "continuous batching", "page_size=", evicts=True)
 
 
 def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> RunFigures | str:
@@ -271,6 +271,8 @@ def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
 
     pages = kvloom.continuous(model, job.cache) if isinstance(job.cache, Recipe) else nullcontext()
     prompts = job.ids[:, : job.prompt].tolist()
+    evicts = isinstance(job.cache, Recipe) and bool(job.cache.keeps_by_score)
+    in_step = job.prompt + job.new * evicts  # a preempted request evicts from its answer, too
 
     def run(prompts: list[list[int]], new: int) -> Any:
         return model.generate_batch(
@@ -280,7 +282,7 @@ def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
             ),
             continuous_batching_config=ContinuousBatchingConfig(
                 page_size=PAGE, num_blocks=job.blocks, safety_margin=0.0,
-                max_batch_tokens=max(job.prompt, job.batch),
+                max_batch_tokens=max(in_step, job.batch),
             ),
         )  # fmt: skip
 

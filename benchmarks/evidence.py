@@ -158,9 +158,9 @@ LONG: dict[str, Shares] = {
     ), OWN),
     "snapkv": (1 / 5,),
 }  # fmt: skip
-LONG_TASKS = (  # 8 texts; 50 needles
-    TaskPlan("perplexity", 2, 128, LONG),
-    TaskPlan("niah:multikey", 5, 1, LONG, PROSE),
+LONG_TASKS = (  # 4 texts; 30 needles
+    TaskPlan("perplexity", 1, 128, LONG),
+    TaskPlan("niah:multikey", 3, 1, LONG, PROSE),
 )
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),

@@ -146,12 +146,19 @@ MIXED_TASKS = (  # 32 texts; 300 needles; 128 questions; 10 samples of each part
     TaskPlan("niah:single+passkey", 3, 1, ORACLE, PROSE, known=True),
     TaskPlan("ruler", 10, 1, MIXED, PROSE),
 )
+FREE_TASKS = (  # 32 texts
+    TaskPlan("free", 8, 256, dict.fromkeys((
+        "near-lossless", "balanced", "small", "small-kvzip.toml", "small:fraction=0.25", "tiny",
+        "micro", "kivi",
+    ), OWN)),
+)  # fmt: skip
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
     "smollm2-4k": RunPlan("smollm2", 4096, {"": library_text}, TASKS),
     "reference-2k": RunPlan("reference", 2048, {"": library_text}, TASKS),
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
+    "smollm2-2k-free": RunPlan("smollm2", 2048, KINDS, FREE_TASKS, seed=1),
 }
 SHOWN = {"perplexity": table, "niah": needles, "free": free}
 QUICK_RUN = "smollm2-2k-mixed"

@@ -96,6 +96,7 @@ def test_the_tables_of_evidence_are_those_of_the_results(tables):
         "smollm2-2k-prose",
         "smollm2-2k-mixed",
         "peers",
+        "smollm2-2k-free",
     }
 
 

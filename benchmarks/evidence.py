@@ -152,6 +152,16 @@ FREE_TASKS = (  # 32 texts
         "micro", "kivi",
     ), OWN)),
 )  # fmt: skip
+LONG: dict[str, Shares] = {
+    **dict.fromkeys((
+        "near-lossless", "balanced", "small", "small-kvzip.toml", "small-random.toml", "tiny",
+    ), OWN),
+    "snapkv": (1 / 5,),
+}  # fmt: skip
+LONG_TASKS = (  # 4 texts; 30 needles
+    TaskPlan("perplexity", 1, 128, LONG),
+    TaskPlan("niah:multikey", 3, 1, LONG, PROSE),
+)
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
     "smollm2-4k": RunPlan("smollm2", 4096, {"": library_text}, TASKS),
@@ -159,6 +169,7 @@ RUNS = {
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
     "smollm2-2k-free": RunPlan("smollm2", 2048, KINDS, FREE_TASKS, seed=1),
+    "smollm2-8k": RunPlan("smollm2", 8000, KINDS, LONG_TASKS, seed=1),  # of 8,192 positions
 }
 SHOWN = {"perplexity": table, "niah": needles, "free": free}
 QUICK_RUN = "smollm2-2k-mixed"

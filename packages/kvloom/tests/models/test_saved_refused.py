@@ -16,6 +16,7 @@ import kvloom
 from backends import by_reference
 from kvloom.cache.layer_state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
+from kvloom.hf import save
 from kvloom.hf.layer_facts import identity
 from kvloom.store import files
 
@@ -80,6 +81,18 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     path.write_bytes(whole)
     rewrite(path, layers=[])
     assert "cannot be restored (ValueError: zip() argument 2 is shorter" in refused(model, path)
+
+
+@pytest.mark.parametrize("seen", [-1, 2**31, "text", None])
+def test_a_number_of_tokens_that_no_text_has_is_refused(kivi, tmp_path, seen):
+    """A step would make a mask of so many tokens."""
+    model, cache = kivi
+    path = tmp_path / "prefix.kv"
+    cache.save(path)
+    layers = save.read(path)["layers"]
+    layers[0][0]["seen"] = seen
+    rewrite(path, layers=layers)
+    assert "cannot be restored" in refused(model, path)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ from .step_evictor import StepEvictor
 VERSION = 9
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
+_MOST_SEEN = 1 << 27  # tokens of a saved state: every step makes a mask of them
+
 STRATEGIES: dict[str, type[ScoreEvictor]] = {
     "prompt": PromptEvictor,
     "step": StepEvictor,
@@ -175,8 +177,11 @@ class LayerState(Stateful):
     def load_state(self, state: dict[str, Any], like: Tensor | None = None) -> None:
         """Load a state that `state` returned into an empty layer of the same recipe and model.
 
-        The layer owns the tensors then, and continues exactly as the saved one.
+        The layer owns the tensors then, and continues exactly as the saved one. Raises `ValueError`
+        for more tokens than any text has.
         """
+        if not 0 <= state["seen"] <= _MOST_SEEN:
+            raise ValueError(f"{state['seen']} tokens were seen")
         like = state["like"]
         if state["observed"] and self.trace is None:
             self.trace = Trace()

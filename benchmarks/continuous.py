@@ -62,7 +62,7 @@ def continuous(model, recipe: str, prompts: list[list[int]], new: int) -> list[f
     ):
         found = model.generate_batch(
             prompts, generation_config=generation(new),
-            continuous_batching_config=settings(len(prompts[0])),
+            continuous_batching_config=settings(len(prompts[0]) + new),
         )  # fmt: skip
     assert not any(one.error for one in found.values())
     return seconds
@@ -88,7 +88,7 @@ def padded(model, recipe: str, prompts: list[list[int]], new: int) -> list[float
 def requests_that_fit(model, recipe: str, tokens: int) -> int:
     """Return how many requests of so many tokens fit into the blocks."""
     with pages(model, recipe):
-        manager = model.init_continuous_batching(generation(1), settings(tokens))
+        manager = model.init_continuous_batching(generation(1), settings(tokens + 1))
         processor = manager._create_batch_processor()
         (blocks,) = processor.cache.cache_allocators.values()
         each = -(-tokens // PAGE) if recipe == STOCK else blocks.blocks_for(tokens)

@@ -21,7 +21,7 @@ from ..recipe.spec import Recipe
 from ..store.buffer import Buffer
 from .ragged import RaggedTokens
 from .score_evictor import Decision, ScoreEvictor
-from .segment import Segment
+from .segment import Segment, joined_mask
 from .sinks import Sinks
 from .slot_storage import Storage
 from .step import KV, Queries, Trace
@@ -188,15 +188,8 @@ class BlockEvictor(ScoreEvictor):
         v = torch.cat([sinks_region.values.tail, segment.exact_values()[:, :, :used]], dim=2)
         index, exact_index = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
         index = torch.cat([index, exact_index.expand(len(index), -1, -1)], dim=-1)
-        of_sinks, of_exact = (
-            sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
-        )  # fmt: skip
-        visible = None
-        if of_sinks is not None or of_exact is not None:
-            shown = k.new_ones(len(k), 1, 1, dtype=torch.bool)
-            of_sinks = shown.expand(-1, -1, sinks.count) if of_sinks is None else of_sinks
-            of_exact = shown.expand(-1, -1, used) if of_exact is None else of_exact
-            visible = torch.cat([of_sinks, of_exact], dim=-1)
+        masks = sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
+        visible = joined_mask(masks, (sinks.count, used), k[:, :1])  # padding is of all heads
         return self.scorer.step(queries, k, v, visible, index, seen, None)
 
     # --- eviction ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ..recall import Finder, OffloadStore, SideStream
 from ..recipe.spec import Recipe
 from ..state import Stateful
 from .latents import whole_keys
-from .segment import Segment
+from .segment import Segment, joined_mask
 from .step import Queries, Trace
 
 # A step that reads a whole tier copies this many tokens at a time.
@@ -90,7 +90,7 @@ class Retriever(Stateful):
         if self.store is not None:
             recalled = Region.exact(*self.store.read(slots), visible=masks[0], bias=bias[0])
             return [recalled, segment.region(visible, step_tokens, alibi, begin=end)]
-        mask = _joined_mask(slots, masks, len(segment) - end)
+        mask = joined_mask(masks, (slots.shape[2], len(segment) - end), slots)
         return [Region(*segment.views(), Slots(slots, end), mask, _joined_bias(bias), step_tokens)]
 
     def grow(self, segment: Segment, visible: Tensor | None, like: Tensor) -> None:
@@ -184,25 +184,6 @@ class Retriever(Stateful):
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
             regions.append(Region(keys, values, None, segment.mask(visible, lo, hi), bias))
         return regions
-
-
-def _joined_mask(
-    slots: Tensor, masks: tuple[Tensor | None, Tensor | None], later: int
-) -> Tensor | None:
-    """Join masks of the tokens at slots int64 [B, H, M], and of `later` tokens after them.
-
-    masks: bool [B, 1 or Hk or H, n].
-    """
-    if masks == (None, None):
-        return None
-    b, h, m = slots.shape
-    parts = [
-        slots.new_ones(b, h, n, dtype=torch.bool)
-        if mask is None
-        else mask.repeat_interleave(h // mask.shape[1], dim=1)
-        for mask, n in zip(masks, (m, later), strict=True)
-    ]
-    return torch.cat(parts, dim=2)
 
 
 def _joined_bias(bias: tuple[Tensor | None, Tensor | None]) -> Tensor | None:

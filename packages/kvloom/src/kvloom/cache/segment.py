@@ -275,3 +275,23 @@ class Segment(Stateful):
         if visible is not None and not visible[:, 0, 0].all():
             self.start = visible[:, 0].int().argmax(dim=-1)  # 0 for a row of padding alone, so far
             self.start_final = bool(visible[:, 0].any(dim=-1).all())
+
+
+def joined_mask(
+    masks: Sequence[Tensor | None], counts: Sequence[int], like: Tensor
+) -> Tensor | None:
+    """Join masks of some tokens and of those after them, bool [B, H, all]; None: none has a mask.
+
+    masks: bool [B, 1 or more heads, n], or None where all tokens are visible. counts: the tokens of
+    each. like: any tensor [B, H, ...]; H is a multiple of the heads of all masks.
+    """
+    if all(mask is None for mask in masks):
+        return None
+    b, h = like.shape[:2]
+    parts = [
+        like.new_ones(b, h, n, dtype=torch.bool)
+        if mask is None
+        else mask.repeat_interleave(h // mask.shape[1], dim=1)
+        for mask, n in zip(masks, counts, strict=True)
+    ]
+    return torch.cat(parts, dim=2)

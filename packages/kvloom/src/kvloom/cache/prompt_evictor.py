@@ -56,14 +56,11 @@ class PromptEvictor(ScoreEvictor):
     ) -> Storage:
         """Store the tokens that stay, packed where they are due, and evict no more."""
         assert isinstance(storage, Segment)
-        queries, scores, heavy, counts, new = decision
-        visible, self.heavy = queries.visible, self.heavy if heavy is None else heavy
+        queries, new = decision.queries, decision.new
+        visible = queries.visible
         k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
-        n, sinks = k.shape[2], self.sinks_among(storage, scores, visible)
-        if sinks is not None:
-            scores = scores.masked_fill(sinks, torch.inf)
-        note_scores(trace, storage, scores)
-        slots, choice = self.choose(scores, n, storage.mask(visible, hi=n), counts)
+        n = k.shape[2]
+        slots, choice = self.decided(storage, decision, n, trace)
         if slots is not None:
             v = self._fitted(storage, k, v, slots, choice, queries)
             masked = visible is not None or queries.alibi is not None
@@ -83,6 +80,18 @@ class PromptEvictor(ScoreEvictor):
         storage.pack(visible, prompt=True)
         storage.trim()
         return storage
+
+    def decided(
+        self, storage: Segment, decision: Decision, tokens: int, trace: Trace | None = None
+    ) -> tuple[Tensor | None, RaggedChoice | None]:
+        """Return which of a prompt's tokens stay, as `choose` does; sinks always do."""
+        queries, scores, heavy, counts, _ = decision
+        visible, self.heavy = queries.visible, self.heavy if heavy is None else heavy
+        sinks = self.sinks_among(storage, scores, visible)
+        if sinks is not None:
+            scores = scores.masked_fill(sinks, torch.inf)
+        note_scores(trace, storage, scores)
+        return self.choose(scores, tokens, storage.mask(visible, hi=tokens), counts)
 
     def choose(
         self, scores: Tensor, tokens: int, visible: Tensor | None, counts: Tensor | None = None

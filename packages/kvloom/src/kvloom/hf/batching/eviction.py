@@ -19,7 +19,7 @@ from ...cache.joint import decide
 from ...cache.prompt_evictor import PromptEvictor
 from ...cache.score_evictor import Decision
 from ...cache.segment import Segment
-from ...cache.step import KV, Queries, Trace
+from ...cache.step import KV, Queries
 from ...keep import Fit
 from ...recipe import Recipe
 from ...recipe.spec import budget_key
@@ -141,17 +141,14 @@ class PromptChoice:
     def _evict(self, place: int, decision: Decision) -> Heads:
         """Return the keys and values of each head that stay in a layer, once it has decided."""
         evictor = self.evictors.pop(place)
-        segment = evictor.evict(Segment(), decision, Trace(), False)
-        assert isinstance(segment, Segment)
         assert decision.new is not None
         k, v = decision.new
-        if segment.logical_index is None:  # all tokens stay
+        equal, choice = evictor.decided(Segment(), decision, k.shape[2])
+        if equal is None:  # all tokens stay
             return list(zip(k[0], v[0], strict=True))
-        slots = list(segment.logical_index[0].long())
-        ragged = evictor.ragged
-        if ragged is not None and ragged.spans is not None:
-            assert ragged.logical_index is not None, "a trace asks for it"
-            contested = ragged.logical_index.long().split(ragged.spans.bounds[0, :, 1].tolist())
+        slots = list(equal[0])
+        if choice is not None and choice.contested is not None:
+            contested = [won.nonzero()[:, 0] for won in choice.contested[0]]
             slots = [torch.cat(pair) for pair in zip(slots, contested, strict=True)]
         if (fit := self.eviction.fit(place)) is not None:
             index = torch.arange(k.shape[2])

@@ -160,12 +160,12 @@ class PromptFolder:
         def work(db: sqlite3.Connection) -> list[Entry]:
             oldest = time.time() - max_age
             with _transaction(db):
-                for path in self._files(lambda name: name.endswith(_DAMAGED)):
-                    if _modified(path) < oldest:
+                others = self._files(lambda name: not name.endswith(_SUFFIX))
+                for path in others:
+                    if path.suffix == _DAMAGED and _modified(path) < oldest:
                         path.unlink(missing_ok=True)
                 sums = "SELECT total(nbytes), total(used < ?) FROM entries"
                 stored, too_old = db.execute(sums, (oldest,)).fetchone()
-                others = self._files(lambda name: not name.endswith(_SUFFIX))
                 surplus = stored + sum(map(_nbytes, others)) - max_bytes
                 evicted: list[Entry] = []
                 if surplus <= 0 and not too_old:

@@ -21,7 +21,6 @@ answer and score is equal; another number of threads adds in another order.
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import subprocess
 import sys
@@ -330,9 +329,7 @@ def publish(
         "by_kind": rows,
     }
     record.write(f"evidence_{run}", result)
-    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in published_lines)
-    file = record.results() / f"evidence_{run}.samples.jsonl.gz"
-    file.write_bytes(gzip.compress(content.encode(), mtime=0))
+    record.write_samples(f"evidence_{run}", published_lines)
 
 
 def printer(run: str) -> Callable[[str, int], None]:

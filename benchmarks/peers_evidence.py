@@ -17,7 +17,7 @@ which is newer than the versions that it names:
 - KVzip repeats the context in the tokenizer's chat template. These contexts have none, so it gets a
   tokenizer without one.
 
-KVzap is missing: it needs trained weights, and there are none for this model.
+KVzap is not measured: there are no trained weights of it for this model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import gzip
 import json
 import sys
 import time
@@ -243,9 +242,7 @@ class Peers:
             "figures": figures,
         }
         record.write("evidence_peers", result)
-        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in own)
-        file = record.results() / "evidence_peers.samples.jsonl.gz"
-        file.write_bytes(gzip.compress(content.encode(), mtime=0))
+        record.write_samples("evidence_peers", own)
 
 
 def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +76,10 @@ def write(name: str, figures: dict[str, Any]) -> None:
     path = results() / f"{name}.json"
     path.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"written: {path}")
+
+
+def write_samples(name: str, lines: Iterable[dict[str, Any]]) -> None:
+    """Write samples to results/<machine>/<name>.samples.jsonl.gz; equal ones give equal bytes."""
+    content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    path = results() / f"{name}.samples.jsonl.gz"
+    path.write_bytes(gzip.compress(content.encode(), mtime=0))

@@ -20,6 +20,8 @@ from test_continuous import (
 
 import kvloom
 from kvloom.errors import InputError, StoreError
+from kvloom.hf.prompts import identity
+from kvloom.hf.prompts.pages import StoredPages
 from mutations import flipped
 
 __all__ = ["llama", "pytestmark", "watch"]
@@ -117,6 +119,33 @@ def test_a_store_that_is_full_stops_no_request(llama, tmp_path):
     store = kvloom.PromptStore(tmp_path, max_bytes=100)
     with pytest.warns(UserWarning, match="does not fit a prompt store"):
         assert tokens(llama, KIVI, store) == tokens(llama, KIVI, None)
+
+
+def test_the_model_is_identified_once_for_the_pages_of_a_request(llama, store, watch, monkeypatch):
+    identified, fields = [], identity.fields
+    monkeypatch.setattr(identity, "fields", lambda *x: identified.append(1) or fields(*x))
+    tokens(llama, KIVI, store, new=50)
+    assert len(identified) == 2  # at the beginning of the block, and at the end of the request
+    assert len(store.entries()) == 4
+    monkeypatch.setattr("kvloom.hf.prompts.pages._MOST_WAITING", 1)
+    tokens(llama, "full", store, new=50)
+    assert len(identified) == 2 + 1 + 4
+    watch.assert_nothing_left()
+
+
+def test_a_page_that_waits_is_found(llama, store):
+    stored = StoredPages(store, kvloom.Cache(llama, KIVI))
+    ids, page = PROMPT[:PAGE], torch.arange(99, dtype=torch.uint8)
+    (key,) = stored.keys(ids, PAGE)
+    assert stored.load(key, ids, 99) is None
+    stored.put(key, ids, page)
+    assert store.entries() == []
+    assert torch.equal(stored.load(key, ids, 99), page)
+    assert stored.load(key, PROMPT[1 : PAGE + 1], 99) is None
+    stored.flush()
+    stored.flush()
+    assert [entry.key for entry in store.entries()] == [key]
+    assert torch.equal(stored.load(key, ids, 99), page)
 
 
 def test_pages_of_a_model_that_changes_are_not_stored(store):

@@ -125,6 +125,8 @@ class PackedAllocator(FullAttentionCacheAllocator):
         self.rows.clear()
         self.untailed.discard(request_id)
         super().free_blocks(request_id, no_cache)
+        if self.stored is not None:
+            self.stored.flush()
 
     # --- stored pages
 
@@ -163,16 +165,14 @@ class PackedAllocator(FullAttentionCacheAllocator):
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new: int) -> None:
         """Note the full pages of a request as shareable, and store them."""
         if self.stored is None:
-            return super().mark_complete_blocks(request_id, token_ids, new)
+            super().mark_complete_blocks(request_id, token_ids, new)
+            return
         table, hashed = self.block_table[request_id], self.ledger.block_to_hash
         before = sum(block in hashed for block in table)
         super().mark_complete_blocks(request_id, token_ids, new)
-        numbers = range(before, sum(block in hashed for block in table))
-        size = self.tokens_per_page
-        keys = self.stored.keys(token_ids, size)
-        return self.stored.put(
-            [(keys[i], token_ids[i * size : (i + 1) * size], self._page(table[i])) for i in numbers]
-        )
+        size, keys = self.tokens_per_page, self.stored.keys(token_ids, self.tokens_per_page)
+        for i in range(before, sum(block in hashed for block in table)):
+            self.stored.put(keys[i], token_ids[i * size : (i + 1) * size], self._page(table[i]))
 
     def _page(self, block: int) -> Tensor:
         """Return the bytes of a block's pages, without those between them."""

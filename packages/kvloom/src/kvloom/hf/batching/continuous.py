@@ -45,7 +45,8 @@ def continuous(
     Args:
         model: As for `Cache`, on a CPU. Each layer attends to all tokens.
         recipe: As for `Cache`; one that reads every token, and evicts at most from the prompt.
-        store: Full pages are stored in it, and prompts begin with the stored pages of their tokens.
+        store: Full pages are stored in it when their request ends, and prompts begin with the
+            stored pages of their tokens.
 
     Raises:
         InputError: The version of transformers is not tested. In the block, from transformers'

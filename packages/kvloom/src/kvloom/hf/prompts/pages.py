@@ -1,11 +1,13 @@
 """Pages of continuous batching in a prompt store.
 
 A page is an entry of its own: its bytes in all layers, under a key that covers all tokens up to its
-end. Decides what identifies a page, and that a file is what its key says before it is used.
+end. Decides what identifies a page, when it is written, and that a file is what its key says before
+it is used.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from ..routed_cache import RoutedCache
 from . import identity
 from .store import PAGE, PromptStore
 
+_MOST_WAITING = 1 << 23  # bytes of pages
+
 
 class StoredPages:
     """The pages of a model and a recipe in a prompt store.
@@ -31,6 +35,8 @@ class StoredPages:
         self.store, self.cache = store, cache
         self.fields = identity.fields(cache, store.tenant)
         self.about = {**save.origin(cache), "layers": PAGE}
+        self._waiting: dict[str, tuple[Sequence[int], Tensor]] = {}
+        self._lock = threading.Lock()
 
     def keys(self, ids: Sequence[int], size: int) -> list[str]:
         """Return the key of each whole page of `size` tokens."""
@@ -42,6 +48,9 @@ class StoredPages:
 
         A damaged file is set aside, with a warning.
         """
+        waiting = self._waiting.get(key)
+        if waiting is not None and list(waiting[0]) == list(ids):
+            return waiting[1]
         path = self.store.index.path(key)
         if not path.exists():
             return None
@@ -57,8 +66,23 @@ class StoredPages:
             return None
         return page
 
-    def put(self, pages: Sequence[tuple[str, Sequence[int], Tensor]]) -> None:
-        """Store pages that are not stored: key, tokens and bytes of each. Warn where it fails."""
+    def put(self, key: str, ids: Sequence[int], page: Tensor) -> None:
+        """Store the bytes of a page with these tokens, at the latest at the next `flush`."""
+        with self._lock:
+            self._waiting[key] = ids, page
+            waiting = sum(page.nbytes for _, page in self._waiting.values())
+        if waiting > _MOST_WAITING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the pages that wait, unless they are stored; warn where it fails.
+
+        The model is identified once for all of them. Pages of one that has changed are dropped.
+        """
+        with self._lock:
+            pages, self._waiting = self._waiting, {}
+        if not pages:
+            return
         try:
             present = identity.fields(self.cache, self.store.tenant)
             present["attention"] = self.fields["attention"]  # kvloom's own, while a manager runs
@@ -67,7 +91,7 @@ class StoredPages:
                     "the model has changed since kvloom.continuous began; leave the block and "
                     "enter it again"
                 )
-            for key, ids, page in pages:
+            for key, (ids, page) in pages.items():
                 write = partial(save.write, self.about, {PAGE: page})
                 self.store.add(self.cache, key, torch.tensor(ids)[None], page.nbytes, write)
             self.store.index.evict(self.store.max_bytes, self.store.max_age)

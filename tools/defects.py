@@ -513,8 +513,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/prompts/pages.py",
-        "if present != self.fields:",
-        "if not present:",
+        "if self.identify() != self.fields:",
+        "if not self.identify():",
         "pages of a model that has changed are stored under the key of the former one",
         "packages/kvloom/tests/models/test_stored_pages.py",
     ),

@@ -73,7 +73,7 @@ def engine_config(**changes):
     ("changes", "name"),
     [
         ({"speculative_config": object()}, "speculative decoding"),
-        ({"kv_transfer_config": object()}, "KV connectors"),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")}, "KV connectors"),
         (
             {"cache_config": SimpleNamespace(prefix_match_unit=32, cache_dtype="auto")},
             "prefix_match_unit",

@@ -66,8 +66,8 @@ class KvloomBackend(AttentionBackend):
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        """Return False: connectors do not carry tails."""
-        return False
+        """Return True: kvloom's own runs, and `refusal` names the others."""
+        return True
 
     @staticmethod
     def get_impl_cls() -> type[KvloomImpl]:

@@ -5,6 +5,7 @@ Decides which layer gets which plan, and checks the engine before any memory is 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from weakref import ref
 
@@ -45,12 +46,12 @@ class Engine:
             )
         refuse_version(vllm.__version__)
         refuse_engine(config)
-        self.recipe_text = recipe_text
+        self.recipe_text, self.began = recipe_text, time.time()  # before weights are loaded
         self.page: int = config.cache_config.block_size
         self.recipe: Recipe = paged(recipe_text, self.page)
         refuse_split_calibration(self.recipe, config.parallel_config.tensor_parallel_size)
         self._config = ref(config)
-        self._layouts: dict[int, PageLayout] = {}
+        self.layouts: dict[int, PageLayout] = {}
         self._reported = False
         self._calibrations: dict[str | None, Calibrated] = {}
 
@@ -75,7 +76,7 @@ class Engine:
         )
         refuse_other_layers({type(module).__name__ for module in others})
         refuse_attention_layers(layers)
-        layer_indices = {name: _layer_index(name) for name in layers}
+        layer_indices = {name: layer_index(name) for name in layers}
         refuse_shared_indices(layer_indices)
         first = next(iter(layers.values())).impl
         geometry = Geometry(
@@ -87,7 +88,7 @@ class Engine:
             if layer.impl.plan is None:
                 plan = self._plan(layer_indices[name], geometry)
                 layer.impl.plan = plan
-                self._layouts[layer_indices[name]] = PageLayout(
+                self.layouts[layer_indices[name]] = PageLayout(
                     plan, self.page, first.num_kv_heads, first.head_size, first.dtype
                 )
                 layer.attn_backend = layer.attn_backend.of_layer(plan)
@@ -97,7 +98,7 @@ class Engine:
         if not self._reported:
             self._reported = True
             block = memory.stride(0) * memory.itemsize
-            for line in report.lines(self.recipe_text, self._layouts, memory.shape[0], block):
+            for line in report.lines(self.recipe_text, self.layouts, memory.shape[0], block):
                 logger.info_once(line)
 
     def _plan(self, layer_index: int, geometry: Geometry) -> LayerPlan:
@@ -134,7 +135,7 @@ def of(config: Any) -> Engine:
     )
 
 
-def _layer_index(name: str) -> int:
+def layer_index(name: str) -> int:
     """Return the index of a layer: the first in its name, as in model.layers.3.self_attn.attn."""
     layer_indices = [int(part) for part in name.split(".") if part.isdigit()]
     if not layer_indices:

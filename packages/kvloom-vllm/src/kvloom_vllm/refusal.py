@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvloom import Recipe
 from kvloom.errors import IncompatibleRecipe
 
 from . import TESTED
+from .request import CONNECTOR
 
 
 def refuse_split_calibration(recipe: Recipe, processes: int) -> None:
@@ -54,10 +56,13 @@ def refuse_engine(config: Any) -> None:
             f"kv_cache_dtype={config.cache_config.cache_dtype!r}, of the command line or of the "
             "checkpoint, is another format of the cache; use 'auto', or leave kvloom out"
         )
-    if config.kv_transfer_config is not None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == CONNECTOR:
+        problems += _store_problems(config)
+    elif transfer is not None:
         problems.append(
             "KV connectors do not carry the exact tokens of a page that is not full; leave out "
-            "kv_transfer_config"
+            f"kv_transfer_config, or use the connector {CONNECTOR}"
         )
     model = config.model_config
     if model is not None and model.is_encoder_decoder:
@@ -79,6 +84,36 @@ def refuse_engine(config: Any) -> None:
         )
     if problems:
         raise ValueError("kvloom in vLLM: " + "; ".join(problems))
+
+
+def _store_problems(config: Any) -> list[str]:
+    """Return why pages of an engine cannot be in a prompt store, one sentence each."""
+    model, problems = config.model_config, []
+    if config.kv_transfer_config.kv_role != "kv_both":
+        problems.append('a prompt store is read and written; set kv_role to "kv_both"')
+    if config.parallel_config.world_size > 1:
+        problems.append(
+            "a prompt store holds the pages of one process; leave out tensor parallelism, or "
+            "kv_transfer_config"
+        )
+    if config.lora_config is not None:
+        problems.append(
+            "a prompt store does not identify LoRA adapters; leave out enable_lora, or "
+            "kv_transfer_config"
+        )
+    if config.weight_transfer_config is not None:
+        problems.append(
+            "a prompt store does not identify weights that change; leave out "
+            "weight_transfer_config, or kv_transfer_config"
+        )
+    if config.load_config.load_format not in ("auto", "safetensors") or not any(
+        Path(model.model).glob("*.safetensors")
+    ):
+        problems.append(
+            "a prompt store identifies a model by its safetensors files; give the folder that has "
+            "them, and the load_format auto"
+        )
+    return problems
 
 
 def refuse_other_layers(kinds: Collection[str]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 VARIABLE = "KVLOOM_VLLM"
 KEY = "kvloom"
+CONNECTOR = "KvloomStore"
+"""The name of kvloom's KV connector, which uses a prompt store."""
 
 
 def recipe_text(vllm_config: Any) -> str | None:

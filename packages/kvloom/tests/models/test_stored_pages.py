@@ -22,6 +22,7 @@ import kvloom
 from kvloom.errors import InputError, StoreError
 from kvloom.hf.prompts import identity
 from kvloom.hf.prompts.pages import StoredPages
+from kvloom.recipe import resolve
 from mutations import flipped
 
 __all__ = ["llama", "pytestmark", "watch"]
@@ -125,16 +126,16 @@ def test_the_model_is_identified_once_for_the_pages_of_a_request(llama, store, w
     identified, fields = [], identity.fields
     monkeypatch.setattr(identity, "fields", lambda *x: identified.append(1) or fields(*x))
     tokens(llama, KIVI, store, new=50)
-    assert len(identified) == 2  # at the beginning of the block, and at the end of the request
+    assert len(identified) == 3  # twice at the beginning, and at the end of the request
     assert len(store.entries()) == 4
     monkeypatch.setattr("kvloom.hf.prompts.pages._MOST_WAITING", 1)
     tokens(llama, "full", store, new=50)
-    assert len(identified) == 2 + 1 + 4
+    assert len(identified) == 3 + 2 + 4
     watch.assert_nothing_left()
 
 
 def test_a_page_that_waits_is_found(llama, store):
-    stored = StoredPages(store, kvloom.Cache(llama, KIVI))
+    stored = StoredPages.of_cache(store, kvloom.Cache(llama, KIVI))
     ids, page = PROMPT[:PAGE], torch.arange(99, dtype=torch.uint8)
     (key,) = stored.keys(ids, PAGE)
     assert stored.load(key, ids, 99) is None
@@ -165,3 +166,26 @@ def test_pages_of_a_model_that_changes_are_not_stored(store):
     with kvloom.continuous(model, KIVI, store=store), warned:
         change_while_it_runs()
     assert store.entries() == []
+
+
+def test_what_identifies_a_page_of_another_engine(tmp_path):
+    """Each part of it changes the key of a page."""
+    given = {
+        "engine": "vLLM 1", "recipe": resolve("kivi"), "encodings": [(None, None)],
+        "config": {"architectures": ["A"], "rms_norm_eps": 1e-5}, "settings": {"weights": "0"},
+    }  # fmt: skip
+    others = {
+        "engine": "vLLM 2", "recipe": resolve("kivi-4"),
+        "config": {"architectures": ["A"], "rms_norm_eps": 1e-6}, "settings": {"weights": "1"},
+    }  # fmt: skip
+
+    def key(ids=(1, 2), salt="", tenant="", **changes):
+        pages = StoredPages.of_engine(
+            kvloom.PromptStore(tmp_path, tenant=tenant), **(given | changes)
+        )
+        return pages.keys(ids, 2, salt)[0]
+
+    keys = [key(), key((1, 3)), key(salt="x"), key(tenant="x")]
+    keys += [key(**{name: x}) for name, x in others.items()]
+    assert len(set(keys)) == len(keys) == 8
+    assert key() == keys[0]

@@ -5,6 +5,7 @@ from .compat import geometry, has_adapter, stock_kinds
 from .layer_facts import CALIBRATION_FILE, identity, load_layer_facts
 from .observe import ObservedStep, observe_steps
 from .passes import read_tokens
+from .prompts.pages import StoredPages
 from .rotary import layer_ropes
 from .routing import attachment_restored
 from .self_check import (
@@ -23,6 +24,7 @@ __all__ = [
     "BatchedCaches",
     "Follower",
     "ObservedStep",
+    "StoredPages",
     "adapters",
     "attachment_restored",
     "can_batch",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..errors import (
     UnsupportedModel,
 )
 from ..recipe.spec import Recipe
-from ..store import files
+from ..store import LayerEncoding, files
 from ..store.calibration import checksum
 from . import compat, shard, stock
 from .hybrid import compressed_part, stock_part
@@ -67,15 +67,18 @@ def save(
 
 def origin(cache: RoutedCache) -> dict[str, Any]:
     """Return what a file says of the model and the recipe; raises `SavedCacheError`."""
+    return described(cache.recipe, _traits(cache.owner.model), calibration(cache))
+
+
+def described(recipe: Recipe, model: dict[str, Any], calibration: str | None) -> dict[str, Any]:
+    """Return what a file says, given what it says of the model; raises `SavedCacheError`."""
     try:
-        recipe = cache.recipe.to_dict()
+        parts = recipe.to_dict()
     except RecipeError as error:
-        raise SavedCacheError(
-            f"recipe {cache.recipe.name!r} has a part of your own: {error}"
-        ) from error
+        raise SavedCacheError(f"recipe {recipe.name!r} has a part of your own: {error}") from error
     return {
-        "format": VERSION, "kvloom": __version__, "recipe": recipe,
-        "model": _traits(cache.owner.model), "calibration": calibration(cache),
+        "format": VERSION, "kvloom": __version__, "recipe": parts, "model": model,
+        "calibration": calibration,
     }  # fmt: skip
 
 
@@ -259,10 +262,15 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 def calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
     facts = [layer.cache.facts for layer in cache.full_layers]
+    return encodings_sum([(layer.keys, layer.values) for layer in facts])
+
+
+def encodings_sum(layers: Sequence[tuple[LayerEncoding | None, ...]]) -> str | None:
+    """Return the SHA-256 of the calibrated numbers of keys and values of layers, or None."""
     tables = {
         f"{i}.{side}.{name}": x
-        for i, layer in enumerate(facts)
-        for side, encoding in (("keys", layer.keys), ("values", layer.values))
+        for i, encodings in enumerate(layers)
+        for side, encoding in zip(("keys", "values"), encodings, strict=True)
         if encoding is not None
         for name, x in encoding.tensors.items()
     }

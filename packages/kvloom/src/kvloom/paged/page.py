@@ -131,11 +131,11 @@ class PackedPages:
     def __init__(self, layout: PageLayout, memory: Tensor) -> None:
         self.layout = layout
         blocks, stride = memory.shape[0], memory.stride(0) * memory.itemsize
-        raw = memory.view(torch.uint8)
-        flat = raw.as_strided((blocks, raw[0].numel()), (stride, 1))
+        self.raw = memory.view(torch.uint8).as_strided((blocks, layout.nbytes), (stride, 1))
+        """The bytes of each block's page, uint8 [blocks, nbytes]."""
 
         def tensor(piece: Piece) -> Tensor:
-            part = flat[:, piece.begin : piece.end].view(piece.dtype)
+            part = self.raw[:, piece.begin : piece.end].view(piece.dtype)
             return (
                 part.unflatten(1, piece.shape)
                 if part.numel()

@@ -74,7 +74,7 @@ def continuous(
         cache = Cache(model, named)  # which refuses what does not fit
     named = recipe_for(model, named)
     check_pages_hold(named, ENGINE, evicts=True)
-    stored = None if store is None else StoredPages(store, cache)
+    stored = None if store is None else StoredPages.of_cache(store, cache)
     batching = PackedBatching(model, named, ENGINE, stored)
     model.init_continuous_batching = batching.manager
     try:

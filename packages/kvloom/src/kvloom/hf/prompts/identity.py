@@ -80,19 +80,18 @@ def fields(cache: RoutedCache, tenant: str) -> dict[str, bytes]:
         recipe = cache.recipe.to_dict()
     except RecipeError as error:
         raise StoreError(f"a prompt store cannot identify the recipe: {error}") from error
-    config = {name: x for name, x in model.config.to_dict().items() if name not in _OF_FILES}
     device = model.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return {
-        "format": f"{FORMAT}.{VERSION}".encode(),
+        "format": version(),
         "transformers": transformers.__version__.encode(),
         "tenant": tenant.encode(),
-        "recipe": _json(recipe),
-        "calibration": _json(save.calibration(cache)),
-        "dtype": _json([model.dtype, autocast]),
-        "config": _json(config),
-        "attention": _json(compat.decoder_config(model)._attn_implementation),
-        "modules": _json(list(_modules(model))),
+        "recipe": json_bytes(recipe),
+        "calibration": json_bytes(save.calibration(cache)),
+        "dtype": json_bytes([model.dtype, autocast]),
+        "config": encoded(model.config.to_dict()),
+        "attention": json_bytes(compat.decoder_config(model)._attn_implementation),
+        "modules": json_bytes(list(_modules(model))),
         "weights": weights,
     }
 
@@ -102,7 +101,17 @@ def _framed(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
 
-def _json(value: Any) -> bytes:
+def version() -> bytes:
+    """Return the versions of this identity and of saved caches."""
+    return f"{FORMAT}.{VERSION}".encode()
+
+
+def encoded(config: dict[str, Any]) -> bytes:
+    """Return the bytes of what a model's config says of what the model computes."""
+    return json_bytes({name: x for name, x in config.items() if name not in _OF_FILES})
+
+
+def json_bytes(value: Any) -> bytes:
     """Return canonical JSON; what JSON does not have, by its text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str).encode()
 
@@ -182,7 +191,7 @@ def _weights(model: PreTrainedModel) -> Iterator[bytes]:
 
 def _digest(name: str, flat: Tensor, shape: torch.Size) -> bytes:
     """Return the SHA-256 of a tensor's name, dtype, shape and bytes."""
-    digest = hashlib.sha256(_framed(_json([name, flat.dtype, list(shape)])))
+    digest = hashlib.sha256(_framed(json_bytes([name, flat.dtype, list(shape)])))
     for part in flat.split(_CHUNK):
         digest.update(_bytes(part))
     return digest.digest()

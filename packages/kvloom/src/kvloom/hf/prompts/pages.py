@@ -8,15 +8,18 @@ it is used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from ...errors import SavedCacheError, StoreError
+from ...recipe.spec import Recipe
+from ...store import LayerEncoding
 from .. import save
 from ..routed_cache import RoutedCache
 from . import identity
@@ -26,21 +29,65 @@ _MOST_WAITING = 1 << 23  # bytes of pages
 
 
 class StoredPages:
-    """The pages of a model and a recipe in a prompt store.
+    """The pages of an engine in a prompt store.
 
-    cache: an empty one. Raises `StoreError` if the model or the recipe cannot be identified.
+    about: what files say of the model and the recipe (`save.described`). identify: returns the
+    fields that identify all that a page depends on beside its tokens. Raises `StoreError` if the
+    model or the recipe cannot be identified.
     """
 
-    def __init__(self, store: PromptStore, cache: RoutedCache) -> None:
-        self.store, self.cache = store, cache
-        self.fields = identity.fields(cache, store.tenant)
-        self.about = {**save.origin(cache), "layers": PAGE}
+    def __init__(
+        self, store: PromptStore, about: dict[str, Any], identify: Callable[[], dict[str, bytes]]
+    ) -> None:
+        self.store, self.identify = store, identify
+        self.fields = identify()
+        self.about = {**about, "layers": PAGE}
         self._waiting: dict[str, tuple[Sequence[int], Tensor]] = {}
         self._lock = threading.Lock()
 
-    def keys(self, ids: Sequence[int], size: int) -> list[str]:
-        """Return the key of each whole page of `size` tokens."""
-        seed = identity.combined(self.fields | {"page": str(size).encode()})
+    @classmethod
+    def of_cache(cls, store: PromptStore, cache: RoutedCache) -> StoredPages:
+        """Return the pages of continuous batching with the model and the recipe of a cache."""
+        attention = identity.fields(cache, store.tenant)["attention"]
+
+        def identify() -> dict[str, bytes]:
+            fields = identity.fields(cache, store.tenant)
+            return fields | {"attention": attention}  # while a manager runs, it is kvloom's own
+
+        return cls(store, save.origin(cache), identify)
+
+    @classmethod
+    def of_engine(
+        cls,
+        store: PromptStore,
+        engine: str,
+        recipe: Recipe,
+        config: dict[str, Any],
+        encodings: Sequence[tuple[LayerEncoding | None, LayerEncoding | None]],
+        settings: dict[str, Any],
+    ) -> StoredPages:
+        """Return the pages of an engine that has a model of its own.
+
+        engine: its name and version. config: of the model, as transformers has it. encodings: the
+        calibrated ones of each layer. settings: all else that a page depends on, the weights too;
+        JSON has them, or their text.
+        """
+        model = {"model": (config["architectures"] or [config["model_type"]])[0], "engine": engine}
+        about = save.described(recipe, model, save.encodings_sum(encodings))
+        fields = {
+            "format": identity.version(),
+            "tenant": store.tenant.encode(),
+            "config": identity.encoded(config),
+            "settings": identity.json_bytes(
+                [engine, about["recipe"], about["calibration"], settings]
+            ),
+        }
+        return cls(store, about, lambda: fields)
+
+    def keys(self, ids: Sequence[int], size: int, salt: str = "") -> list[str]:
+        """Return the key of each whole page of `size` tokens; salt: of a group of requests."""
+        fields = self.fields | {"page": str(size).encode()}
+        seed = identity.combined(fields | ({"salt": salt.encode()} if salt else {}))
         return [key.hex() for key in identity.chain(seed, torch.tensor(ids), size)]
 
     def load(self, key: str, ids: Sequence[int], nbytes: int) -> Tensor | None:
@@ -84,16 +131,15 @@ class StoredPages:
         if not pages:
             return
         try:
-            present = identity.fields(self.cache, self.store.tenant)
-            present["attention"] = self.fields["attention"]  # kvloom's own, while a manager runs
-            if present != self.fields:
+            if self.identify() != self.fields:
                 raise StoreError(
                     "the model has changed since kvloom.continuous began; leave the block and "
                     "enter it again"
                 )
+            names = self.about["model"]["model"], self.about["recipe"]["name"]
             for key, (ids, page) in pages.items():
                 write = partial(save.write, self.about, {PAGE: page})
-                self.store.add(self.cache, key, torch.tensor(ids)[None], page.nbytes, write)
+                self.store.add(names, key, torch.tensor(ids)[None], page.nbytes, write)
             self.store.index.evict(self.store.max_bytes, self.store.max_age)
         except StoreError as error:
             self.store.warn(f"pages are not stored: {error}")

@@ -203,16 +203,22 @@ class PromptStore:
     def store(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
         """Write the entry of a key, unless there is one; raises `StoreError`."""
         with cache.guard.step():
-            self.add(cache, key, ids, cache.nbytes, partial(save.save, cache))
+            names = type(cache.owner.model).__name__, cache.recipe.name
+            self.add(names, key, ids, cache.nbytes, partial(save.save, cache))
         self.index.evict(self.max_bytes, self.max_age)
 
     def add(
-        self, cache: RoutedCache, key: str, ids: Tensor, nbytes: int, write: Callable[..., None]
+        self,
+        names: tuple[str, str],
+        key: str,
+        ids: Tensor,
+        nbytes: int,
+        write: Callable[..., None],
     ) -> None:
         """Write the entry of a key and of ids [1, n], unless there is one; raises `StoreError`.
 
-        cache: the cache whose model and recipe the entry names. nbytes: about the size of its file.
-        write: writes the file, as `save.save` does of a cache.
+        names: of the model and the recipe. nbytes: about the size of its file. write: writes the
+        file, as `save.save` does of a cache.
         """
         path, now = self.index.path(key), time.time()
         if path.exists() and self.index.longest([bytes.fromhex(key)]):
@@ -222,7 +228,6 @@ class PromptStore:
                 f"a cache of {nbytes:,} bytes does not fit a prompt store of {self.max_bytes:,}; "
                 "set a larger max_bytes"
             )
-        names = type(cache.owner.model).__name__, cache.recipe.name
         entry = Entry(key, ids.shape[1], 0, now, now, *names)
         prompt = key, ids[0].to("cpu", torch.int64).contiguous()
         try:
@@ -302,8 +307,8 @@ class PromptStore:
         entry = self.entry(key)
         if save.read(self.index.path(entry.key), whole=False)["layers"] == PAGE:
             raise StoreError(
-                f"{entry.key} is a page of kvloom.continuous, which no cache reads; give the key "
-                "of a prompt of generate()"
+                f"{entry.key} is a page of an engine that batches requests, which no cache reads; "
+                "give the key of a prompt of generate()"
             )
         try:
             copyfile(self.index.path(entry.key), path)

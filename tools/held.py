@@ -150,7 +150,10 @@ class CheckedLayer(RoutedLayer):
 
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens, those of the model too."""
+        drafting = self.cache.removable > 0
         super().crop(tokens)
+        if not drafting:  # no eviction is taken back
+            self.fits = [x._replace(seen=min(x.seen, self.cache.seen)) for x in self.fits]
         self._forget_removed()
 
     def reset(self) -> None:
@@ -205,7 +208,7 @@ class CheckedLayer(RoutedLayer):
     def _forget_removed(self) -> None:
         """Forget the tokens of the model that the layer has no more seen."""
         seen, self.unpacked = self.cache.seen, {}
-        self.fits = [fitted for fitted in self.fits if fitted.seen <= seen]
+        self.fits = [x for x in self.fits if 0 < x.seen <= seen]
         self.padding = self.padding if seen else 0.0
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :, :seen] if seen else None
@@ -214,7 +217,7 @@ class CheckedLayer(RoutedLayer):
     def _move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the tokens of the model, along the batch dimension."""
         self.unpacked = {}
-        self.fits = [FittedValues(fitted.seen, *map(fn, fitted[1:])) for fitted in self.fits]
+        self.fits = [FittedValues(x.seen, *map(fn, x[1:])) for x in self.fits]
         if self.keys is not None and self.values is not None:
             self.keys, self.values = fn(self.keys), fn(self.values)
 

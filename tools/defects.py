@@ -526,13 +526,6 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_continuous_eviction.py",
     ),
     _defect(
-        "hf", "hf/batching/allocator.py",
-        "        self.rows.clear()\n",
-        "",
-        "rows of a failed step are read in the next one",
-        "packages/kvloom/tests/models/test_continuous.py",
-    ),
-    _defect(
         "hf", "hf/batching/packed.py",
         "if self.using == {manager}:",
         "if manager in self.using:",

@@ -56,11 +56,11 @@ def draw(shape, seed, dtype=FP32):
     return x[:, :h, 1 : n + 1]
 
 
-def known(fmt, hk, d):
+def known(fmt, hk, d, layer=0):
     """What calibration might say of a layer."""
     if not fmt.regroups:
         return None
-    g, count = torch.Generator().manual_seed(d), fmt.groups(hk, d)
+    g, count = torch.Generator().manual_seed(d + layer), fmt.groups(hk, d)
     group_of = fmt.consecutive(hk, d)
     if fmt.reorder:
         heads = hk if fmt.span == "head" else 1  # that have groups of their own

@@ -1,7 +1,9 @@
 """Random sequences of all that can happen to a cache, under any recipe, checked in float64.
 
 `case_of` draws a recipe, a batch and a list of operations. `run` applies them to the layers of a
-cache, without a model. After each operation it compares:
+cache, without a model: numbers that a model or a calibration would give are random. For scores that
+repeat the prompt, the layers read random chunks, as many and as long as those of
+`hf.repetition.Repetition`, which itself is left out. After each operation `run` compares:
 
 - each step with attention in float64 over the tokens that the layer holds, and these with the
   keys and values that were given (tools/held.py);
@@ -18,12 +20,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import kv_views
 from held import CheckedLayer, Findings
 from kvloom.cache.build import build_layers
 from kvloom.cache.layer import LayerCache
@@ -31,8 +35,9 @@ from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError
 from kvloom.hf.routed_cache import RoutedCache
 from kvloom.hf.save import flat, nested
-from kvloom.keep import SCORERS, Budget, Keep, Outliers
+from kvloom.keep import SCORERS, Budget, Fit, Keep, Outliers, Reconstruction
 from kvloom.keep.budgets import POLICIES
+from kvloom.positions.alibi import Alibi, positions
 from kvloom.positions.rope import Rope
 from kvloom.recall import HEAD_CHOICES, Clusters, Pages, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import LayerOverride, Protect, Recipe
@@ -42,7 +47,9 @@ from stopping import Stop, StopAt
 
 ATTENTION = 2.0**-22  # four rounding errors of fp32, over the size that `held.Findings` names
 STORED = 1e-6
+SLOPES = torch.tensor([0.5, 0.02, 0.1, 0.25])
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OF_PROMPT = [kind for kind, scorer in SCORERS.items() if scorer.of_prompt]
 Operation = tuple[Any, ...]
 
 
@@ -53,7 +60,7 @@ class Case:
     pads: the padded slots before each row. Operations: ("step", tokens), ("draft", tokens,
     rejected), ("crop", tokens), ("reorder", rows), ("repeat", times), ("select", rows), ("save",),
     ("copy",), ("reset",), ("not finite", tokens), ("interrupt", tokens, number): the step stops at
-    this torch operation.
+    this torch operation. alibi: the model has no rotary embedding, but ALiBi.
     """
 
     recipe: Recipe
@@ -64,16 +71,20 @@ class Case:
     pads: tuple[int, ...]
     operations: tuple[Operation, ...]
     seed: int = 0
+    alibi: bool = False
+    softcap: float | None = None
 
     @property
-    def rope(self) -> Rope:
+    def rope(self) -> Rope | None:
         """A rotary embedding of all channels."""
+        if self.alibi:
+            return None
         return Rope(1e4 ** -(torch.arange(0, self.dim, 2).float() / self.dim))
 
     @property
     def geometry(self) -> Geometry:
         """The model whose layers these are."""
-        return Geometry(self.layers, *self.heads, self.dim, DTYPES[self.dtype])
+        return Geometry(self.layers, *self.heads, self.dim, DTYPES[self.dtype], self.alibi)
 
 
 # --- what is drawn -------------------------------------------------------------------------------
@@ -85,7 +96,8 @@ def case_of(seed: int) -> Case:
     layers, dim = draw.choice([1, 1, 2, 3]), draw.choice([16, 32])
     heads = draw.choice([(2, 1), (4, 2), (2, 2), (4, 1)])
     dtype = draw.choice(["fp32", "fp32", "fp32", "bf16", "fp16"])
-    recipe = _recipe(draw, Geometry(layers, *heads, dim, DTYPES[dtype]))
+    alibi, softcap = draw.random() < 0.2, draw.choice([None, None, None, draw.uniform(2, 30)])
+    recipe = _recipe(draw, Geometry(layers, *heads, dim, DTYPES[dtype], alibi))
     rows, prompt = draw.randint(1, 3), draw.choice([1, 20, 60, 120])
     prompt = draw.randint(1, prompt)
     pads = tuple(draw.choice([0, draw.randrange(prompt)]) for _ in range(rows))
@@ -99,7 +111,8 @@ def case_of(seed: int) -> Case:
             rows *= arguments[0]
         if name == "select":
             rows = len(arguments[0])
-    return Case(recipe, layers, heads, dim, dtype, pads, tuple(operations), seed)
+    shape = layers, heads, dim, dtype, pads
+    return Case(recipe, *shape, tuple(operations), seed, alibi, softcap)
 
 
 def _operation(draw: Random, rows: int) -> Operation:
@@ -119,8 +132,8 @@ def _operation(draw: Random, rows: int) -> Operation:
 
 
 def _recipe(draw: Random, geometry: Geometry) -> Recipe:
-    """Return any recipe that a model of this geometry takes without calibration or repetition."""
-    keys, values = (_packed(draw, side, geometry.head_dim) for side in ("keys", "values"))
+    """Return any recipe that a model of this geometry takes."""
+    keys, values = (_packed(draw, side, geometry) for side in ("keys", "values"))
     sinks, recent = (
         draw.randint(0, 5),
         draw.choice([0, 9, (draw.randint(0, 9), draw.randint(0, 9))]),
@@ -142,13 +155,14 @@ def _recipe(draw: Random, geometry: Geometry) -> Recipe:
         try:
             recipe = Recipe(**options)
             recipe.check(geometry)
-            return recipe
+            return recipe.for_model(geometry)
         except (RecipeError, IncompatibleRecipe):
             options |= parts.pop()
 
 
-def _packed(draw: Random, side: str, dim: int) -> Packed | None:
+def _packed(draw: Random, side: str, geometry: Geometry) -> Packed | None:
     """Return a format; None: the side is exact."""
+    dim, turned = geometry.head_dim, side == "keys" and not geometry.alibi
     if draw.random() < 0.3:
         return None
     axis, blocks = draw.choice(["channel", "token"]), draw.randint(1, 3)
@@ -159,8 +173,10 @@ def _packed(draw: Random, side: str, dim: int) -> Packed | None:
             "bits": draw.choice([1, 1.5, 2, 3, 4, 8]),
             "meta": draw.choice(["fp32", "fp16", "bf16", "fp8"]),
             "rotation": draw.choice(["none", "none", "group", "head"]),
-            "span": draw.choice(["head", "head", "layer"]), "clip": draw.choice([1.0, 1.0, 0.9]),
-            "pre_rope": side == "keys" and draw.random() < 0.2,
+            "span": draw.choice(["head", "head", "layer"]),
+            "clip": draw.choice([1.0, 1.0, 0.9, "group", "layer"]),
+            "pre_rope": turned and draw.random() < 0.2,
+            **{name: draw.random() < 0.2 for name in ("reorder", "smooth", "static")},
             "unit": draw.choice([None, block]),
         }  # fmt: skip
         try:
@@ -173,17 +189,20 @@ def _keep(draw: Random) -> Keep | None:
     """Return which tokens stay; None: all."""
     if draw.random() < 0.3:
         return None
-    kinds = [kind for kind, scorer in SCORERS.items() if not scorer.repeats]
+    scorer = SCORERS[draw.choice([*SCORERS, *2 * OF_PROMPT])]()
+    if isinstance(scorer, Reconstruction):
+        scorer = replace(scorer, chunk=draw.randint(5, 60))
     while True:
         tokens, when = draw.randint(8, 60), draw.choice(["step", "prompt", "limit", "block"])
         share = draw.choice([None, 0.0, 0.2, 0.5, 1.0]) if when in ("prompt", "block") else None
         size = (None, tokens / 80) if when == "block" or draw.random() < 0.4 else (tokens, None)
         recent = draw.choice([draw.randint(0, 8), 0.0, 0.3, 1.0])
         layers = draw.choice(["uniform", *POLICIES])
+        fit = Fit(draw.randint(5, 60), draw.randint(1, 60), draw.randint(1, 20))
         try:
             return Keep(
                 Budget(*size, recent, layers, head_share=share),
-                SCORERS[draw.choice(kinds)](),
+                scorer,
                 when,
                 limit=tokens + draw.randint(0, 40) if when == "limit" else None,
                 block=draw.randint(4, 40) if when == "block" else None,
@@ -191,6 +210,7 @@ def _keep(draw: Random) -> Keep | None:
                 shared=draw.random() < 0.3,
                 positions=draw.choice(["original", "original", "renumbered"]),
                 seed=draw.randint(0, 3),
+                fit=fit if scorer.of_prompt and draw.random() < 0.5 else None,
             )
         except RecipeError:
             continue
@@ -227,7 +247,8 @@ def simpler(case: Case) -> Iterator[Case]:
             for tokens in (1, arguments[0] // 2, arguments[0] - 1):
                 step = ("step", tokens)
                 yield replace(case, operations=(*operations[:i], step, *operations[i + 1 :]))
-    for name, value in {"layers": 1, "heads": (2, 1), "dim": 16, "dtype": "fp32"}.items():
+    plain = {"layers": 1, "heads": (2, 1), "dim": 16, "dtype": "fp32", "alibi": False}
+    for name, value in {**plain, "softcap": None}.items():
         if getattr(case, name) != value:
             yield replace(case, **{name: value})
     for pads in ((0,) * len(case.pads), case.pads[:1], case.pads[1:]):
@@ -239,6 +260,7 @@ def simpler(case: Case) -> Iterator[Case]:
         {"store": replace(store, keys=None)}, {"store": replace(store, values=None)},
         {"protect": replace(protect, sinks=0)}, {"protect": replace(protect, exact_recent=0)},
         {"protect": replace(protect, outliers=None)}, {"protect": replace(protect, spans=None)},
+        {"keep": recipe.keep and replace(recipe.keep, fit=None)},
     ):  # fmt: skip
         with suppress(RecipeError):
             changed = replace(recipe, **part)
@@ -292,9 +314,17 @@ class Sequence:
 
     def _built(self) -> list[LayerCache]:
         """Return new layers of the recipe."""
-        case = self.case
-        facts = [LayerFacts(rope=case.rope)] * case.layers
-        return build_layers(case.recipe, range(case.layers), facts, [case.rope] * case.layers)
+        case, layers = self.case, range(self.case.layers)
+        facts = []
+        for layer in layers:
+            formats = case.recipe.for_layer(layer, layers).store.quantized
+            known = {
+                side: kv_views.known(fmt, case.heads[1], case.dim, layer)
+                for side, fmt in formats.items()
+                if fmt.calibrated
+            }
+            facts.append(LayerFacts(known.get("keys"), known.get("values"), case.rope))
+        return build_layers(case.recipe, layers, facts, [case.rope] * case.layers)
 
     def _empty(self) -> RoutedCache:
         """Return a new cache of checked layers."""
@@ -304,14 +334,20 @@ class Sequence:
         checked = [CheckedLayer(layer, self.findings, self.case.rope) for layer in built]
         return RoutedCache(checked, ())
 
-    def _inputs(self, tokens: int) -> list[StepInputs]:
-        """Return random inputs of each layer for the next tokens."""
+    def _inputs(self, tokens: int, repeated: slice | None = None) -> list[StepInputs]:
+        """Return random inputs of each layer for the next tokens; repeated: those of the prompt."""
         case, rows = self.case, len(self.pads)
         hq, hk = case.heads
-        visible = None
+        visible = alibi = None
         if self.pads.any():
             visible = torch.arange(self.seen + tokens) >= self.pads[:, None]
-            visible = visible[:, None]
+            if repeated is not None:  # padding goes last
+                new = visible[:, repeated].sort(dim=1, descending=True).values
+                visible = torch.cat([visible[:, : self.seen], new], dim=1)
+        if case.alibi:
+            where = positions(visible, rows, self.seen + tokens, torch.device("cpu"))
+            alibi = Alibi(SLOPES[:hq], where)
+        visible = None if visible is None else visible[:, None]
         inputs = []
         for _ in range(case.layers):
             q, k, v = (
@@ -321,22 +357,51 @@ class Sequence:
             norms = None
             if case.recipe.uses_input_norms:
                 norms = torch.rand(rows, tokens, generator=self.draw) + 0.5
-            queries = Queries(q, case.dim**-0.5, visible, norms=norms)
+            queries = Queries(q, case.dim**-0.5, visible, case.softcap, alibi, norms=norms)
             inputs.append(StepInputs(queries, k, v))
         return inputs
 
     def _run(self, inputs: list[StepInputs], checked: bool = True) -> list[Tensor]:
         """Run a step of all layers, or of none; return their outputs."""
-        outs = []
+        repeats = not self.seen and any(layer.cache.repetition for layer in self.layers)
         with self.cache.step():
-            for layer, step in zip(self.layers, inputs, strict=True):
-                layer.update(step.k, step.v)
-                if checked:
-                    outs.append(layer.attend(step))
-                else:
-                    outs.append(super(CheckedLayer, layer).attend(step))
+            outs = self._attend(inputs, checked)
+            if repeats:
+                self._repeat_prompt(inputs[0].tokens, checked)
+        return outs
+
+    def _attend(self, inputs: list[StepInputs], checked: bool) -> list[Tensor]:
+        """Return the outputs of all layers."""
+        outs = []
+        for layer, step in zip(self.layers, inputs, strict=True):
+            layer.update(step.k, step.v)
+            if checked:
+                outs.append(layer.attend(step))
+            else:
+                outs.append(super(CheckedLayer, layer).attend(step))
+                if layer.repeated is None:
                     layer.give(step.k, step.v)
         return outs
+
+    def _repeat_prompt(self, tokens: int, checked: bool) -> None:
+        """Let the layers score a prompt as `Repetition` does, by random chunks; they then evict."""
+        keep = self.case.recipe.keep
+        assert keep is not None
+        assert isinstance(keep.scorer, Reconstruction)
+        needed = keep.budget.resolve(tokens) < tokens
+        ends = [*range(0, tokens, keep.scorer.chunk), tokens] if needed else []
+        try:
+            for lo, hi in pairwise(ends):
+                part = slice(max(0, lo - 8), hi)
+                inputs = self._inputs(hi - part.start, part)
+                for layer in self.layers:
+                    layer.repeated = lo, hi
+                self._attend(inputs, checked)
+        finally:
+            for layer in self.layers:
+                layer.repeated = None
+        for layer in self.layers:
+            layer.cache.end_repetition()
 
     def _step(self, tokens: int) -> None:
         inputs, first = self._inputs(tokens), not self.seen
@@ -349,6 +414,8 @@ class Sequence:
         case, plain = self.case, self._built()
         for layer, step in zip(plain, prompt, strict=True):
             layer.run(step)
+        for layer in plain:
+            layer.end_repetition()
         nbytes = sum(layer.nbytes for layer in plain)
         expected = case.recipe.nbytes(prompt[0].tokens, case.geometry, batch=len(self.pads))
         assert nbytes == expected, f"{nbytes} bytes, {expected} predicted"
@@ -407,6 +474,7 @@ class Sequence:
             device = torch.device("cpu")
             new.cache.load_state(nested(state, str(number), tensors.__getitem__, device))
             new.keys, new.values, new.padding = old.keys, old.values, old.padding
+            new.fits = old.fits
 
     def _copy(self) -> None:
         """Continue with a copy, and give the original other tokens."""

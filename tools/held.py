@@ -3,14 +3,15 @@
 `check` replaces the layers of a cache. Before every step, a layer's tokens are read out: their
 logical indices, and their keys and values, the packed ones unpacked by the reference. After it,
 attention in float64 over exactly the tokens that the step reads is compared with the output. What
-is packed is compared with the model's own keys and values, packed again by the reference.
+is packed is compared with the model's own keys and values, packed again by the reference. Of fitted
+values, only which may change is checked; what is stored is compared with them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.segment import Segment
 from kvloom.cache.slot_storage import SlotStorage
-from kvloom.cache.step import StepInputs
+from kvloom.cache.step import Queries, StepInputs
 from kvloom.hf.routed_cache import RoutedCache
 from kvloom.hf.routed_layer import RoutedLayer
+from kvloom.keep import Fit, Step
 from kvloom.kernels import dispatch
 from kvloom.positions.rope import Rope
 from kvloom.store.kv_side import KVSide
@@ -69,12 +71,50 @@ def check(cache: RoutedCache, rope: Rope | None = None) -> Findings:
     return findings
 
 
+class FittedValues(NamedTuple):
+    """Values [B, Hk, N, D] after a fit, of tokens at `index` [B, Hk, N].
+
+    seen: the tokens that the layer had seen. may_change: bool [B, Hk, N], what a fit may change.
+    """
+
+    seen: int
+    index: Tensor
+    values: Tensor
+    may_change: Tensor
+
+
+@dataclass(frozen=True)
+class NotedFit(Fit):
+    """A `Fit` whose values a `CheckedLayer` notes."""
+
+    layer: Any = field(default=None, compare=False, repr=False)
+
+    def __call__(
+        self,
+        step: Step,
+        kept: Tensor,
+        keys: Tensor,
+        free: Tensor | None = None,
+        without_query: int = 0,
+    ) -> Tensor:
+        """Return the fitted values."""
+        values = super().__call__(step, kept, keys, free, without_query)
+        self.layer.note_fit(self, step, values, kept if free is None else free & kept)
+        return values
+
+
 class CheckedLayer(RoutedLayer):
     """A `RoutedLayer` that compares each step with the reference."""
 
     def __init__(self, cache: LayerCache, findings: Findings, rope: Rope | None) -> None:
         super().__init__(cache)
-        self.findings, self.rope = findings, rope
+        self.findings, self.rope, self.alibi = findings, rope, False
+        self.fits: list[FittedValues] = []
+        recipe = cache.recipe
+        if recipe.keep is not None and recipe.keep.fit is not None:
+            fit = NotedFit(**asdict(recipe.keep.fit), layer=self)
+            cache._state.recipe = replace(recipe, keep=replace(recipe.keep, fit=fit))
+            cache.reset()
         self.keys: Tensor | None = None  # of all tokens, as the model gave them
         self.values: Tensor | None = None
         self.unpacked: dict[str, tuple[Any, Tensor]] = {}
@@ -83,9 +123,8 @@ class CheckedLayer(RoutedLayer):
     def attend(self, given: StepInputs) -> Tensor:
         """Attend as `RoutedLayer` does, and check the output."""
         queries, k, v, *_ = given
-        assert queries.alibi is None, "a model with ALiBi is not checked"
-        assert queries.softcap is None, "a model with softcap is not checked"
-        q, mask = queries.q, None if queries.visible is None else queries.visible[:, 0]
+        self.alibi = queries.alibi is not None
+        mask = None if queries.visible is None else queries.visible[:, 0]
         b, _, t, _ = k.shape
         repeats, seen = self.repeated is not None, self.cache.seen
         visible = mask if mask is not None else torch.ones(b, seen + t, dtype=torch.bool)
@@ -94,8 +133,8 @@ class CheckedLayer(RoutedLayer):
         indexed = 0 if retriever is None else retriever.finder.tokens
         out = super().attend(given)
         if seen and retriever is not None and not repeats:
-            held = self._recalled(held, indexed, q.shape[1])
-        want, size, read = self._reference(q, k, v, held, visible, queries.scale)
+            held = self._recalled(held, indexed, queries.q.shape[1])
+        want, size, read = self._reference(queries, k, v, held, visible)
         off = torch.where(visible[:, None, seen:, None], (out.double() - want).abs(), 0.0)
         self.findings.attention = max(self.findings.attention, float(off.max()) / size)
         if out.isnan().any():
@@ -111,7 +150,10 @@ class CheckedLayer(RoutedLayer):
 
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens, those of the model too."""
+        drafting = self.cache.removable > 0
         super().crop(tokens)
+        if not drafting:  # no eviction is taken back
+            self.fits = [x._replace(seen=min(x.seen, self.cache.seen)) for x in self.fits]
         self._forget_removed()
 
     def reset(self) -> None:
@@ -144,9 +186,29 @@ class CheckedLayer(RoutedLayer):
         self.keys = k if self.keys is None else torch.cat([self.keys, k], dim=2)
         self.values = v if self.values is None else torch.cat([self.values, v], dim=2)
 
+    def note_fit(self, fit: Fit, step: Step, values: Tensor, may_change: Tensor) -> None:
+        """Note the values [B, Hk, N, D] of a step after a fit; may_change: bool [B, Hk, N]."""
+        changed = (values != step.v).any(dim=-1)
+        most = fit.values * -(-values.shape[2] // fit.chunk)
+        if (changed & ~may_change).any() or changed.sum(dim=-1).max() > most:
+            self.findings.wrong.append(f"{self.cache.name}: a fit changed other or more values")
+        index = step.index.long().expand(*values.shape[:3])
+        self.fits.append(FittedValues(self.cache.seen, index, values, may_change))
+
+    @property
+    def fitted_values(self) -> Tensor:
+        """The values of all tokens, as the model gave them or as they were fitted."""
+        assert self.values is not None
+        values = self.values.clone()
+        for fitted in self.fits:
+            row, head, place = fitted.may_change.nonzero(as_tuple=True)
+            values[row, head, fitted.index[row, head, place]] = fitted.values[row, head, place]
+        return values
+
     def _forget_removed(self) -> None:
         """Forget the tokens of the model that the layer has no more seen."""
         seen, self.unpacked = self.cache.seen, {}
+        self.fits = [x for x in self.fits if 0 < x.seen <= seen]
         self.padding = self.padding if seen else 0.0
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :, :seen] if seen else None
@@ -155,6 +217,7 @@ class CheckedLayer(RoutedLayer):
     def _move(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to the tokens of the model, along the batch dimension."""
         self.unpacked = {}
+        self.fits = [FittedValues(x.seen, *map(fn, x[1:])) for x in self.fits]
         if self.keys is not None and self.values is not None:
             self.keys, self.values = fn(self.keys), fn(self.values)
 
@@ -212,7 +275,7 @@ class CheckedLayer(RoutedLayer):
         self.padding = ragged.spans.longest - ragged.mean
         hidden = (index < 0) | ~_at(visible, index.clamp_min(0))
         held = []
-        for side, given in ((ragged.keys, self.keys), (ragged.values, self.values)):
+        for side, given in ((ragged.keys, self.keys), (ragged.values, self.fitted_values)):
             assert given is not None
             given = given.masked_fill(~visible[:, None, : given.shape[2], None], 0.0)
             with dispatch.use("ref"):
@@ -243,7 +306,7 @@ class CheckedLayer(RoutedLayer):
     ) -> None:
         """Compare exact tokens with those that the model gave."""
         live = _at(visible, index) if hidden is None else ~hidden
-        for stored, given in ((keys, self.keys), (values, self.values)):
+        for stored, given in ((keys, self.keys), (values, self.fitted_values)):
             assert given is not None
             self._note(stored, _gathered(given, index), live)
 
@@ -256,11 +319,12 @@ class CheckedLayer(RoutedLayer):
     def _side(self, tokens: Segment, name: str, index: Tensor, visible: Tensor) -> Tensor:
         """Return the keys or values [B, Hk, n, D] of a segment, unpacked by the reference."""
         side: KVSide = getattr(tokens, name)
-        given = self.keys if name == "keys" else self.values
+        given = self.keys if name == "keys" else self.fitted_values
         assert given is not None
         count, offloaded = side.packed_count, tokens.offloaded
         exact = _gathered(given, index).masked_fill(~_at(visible, index)[..., None], 0.0)
-        if self._renumbers and name == "keys" and self.cache._state.evictor is not None:
+        turns = self._renumbers and not self.alibi
+        if turns and name == "keys" and self.cache._state.evictor is not None:
             exact = self._turned_once(exact, index, tokens)
         state = (count, offloaded, tokens.kept, tokens.first)
         if name not in self.unpacked or self.unpacked[name][0] != state:
@@ -340,9 +404,10 @@ class CheckedLayer(RoutedLayer):
         return [*wide[:-1], Held(*map(chosen, last))]
 
     def _reference(
-        self, q: Tensor, k: Tensor, v: Tensor, held: list[Held], visible: Tensor, scale: float
+        self, queries: Queries, k: Tensor, v: Tensor, held: list[Held], visible: Tensor
     ) -> tuple[Tensor, float, float]:
         """Return attention in float64 [B, Hq, T, D], the size of its error, and the tokens read."""
+        q, scale, cap = queries.q, queries.scale, queries.softcap
         b, hq, t, _ = q.shape
         seen = visible.shape[1] - t
         index = torch.arange(seen, seen + t).expand(b, k.shape[1], -1)
@@ -353,10 +418,15 @@ class CheckedLayer(RoutedLayer):
         values = values.double().masked_fill(hidden[..., None], 0.0)
         keys = keys.double().masked_fill(hidden[..., None], 0.0)
         read = index.shape[2] - self.padding
-        if self._renumbers:
+        if self._renumbers and not self.alibi:
             keys = self._turned_to_read(keys, index)
         rows = q.double().view(b, r, hq // r, t, -1)
         logits = torch.einsum("bhrtd,bhnd->bhrtn", rows, keys) * scale
+        if cap is not None:
+            logits = cap * (logits / cap).tanh()
+        if queries.alibi is not None:
+            slopes = queries.alibi.slopes.double().view(r, hq // r, 1, 1)
+            logits += slopes * self._distances(index, visible)[:, :, None, None]
         later = index[:, :, None, None, :] > (seen + torch.arange(t))[:, None]
         logits = logits.masked_fill(hidden[:, :, None, None, :] | later, -torch.inf)
         weights = logits.softmax(dim=-1).nan_to_num(0.0)
@@ -364,6 +434,14 @@ class CheckedLayer(RoutedLayer):
         sums = (rows.abs().flatten(2, 3).float() @ keys.abs().float().mT).max() * scale
         size = float(values.abs().max().clamp_min(1e-30)) * max(1.0, float(sums))
         return out.reshape(b, hq, t, -1), size, read
+
+    def _distances(self, index: Tensor, visible: Tensor) -> Tensor:
+        """Return the positions [B, H, n] of the tokens at index, the newest token having 0."""
+        if self._renumbers:
+            return index.argsort(dim=-1).argsort(dim=-1) - index.shape[2] + 1
+        position = visible.cumsum(dim=-1)
+        position = position - position[:, -1:]
+        return position[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
 
     @property
     def _renumbers(self) -> bool:

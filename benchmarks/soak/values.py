@@ -59,10 +59,10 @@ class Changed(Sequence):
         super().__init__(case)
         self.random, self.kind = draw, draw.choice(["denormal", "large", "constant", "channel"])
 
-    def _inputs(self, tokens: int) -> list:
+    def _inputs(self, tokens: int, repeated: slice | None = None) -> list:
         return [
             step._replace(k=self._changed(step.k), v=self._changed(step.v))
-            for step in super()._inputs(tokens)
+            for step in super()._inputs(tokens, repeated)
         ]
 
     def _changed(self, x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numba import config
+
 from kvloom.kernels import cpu_runtime
 
 
@@ -17,3 +19,18 @@ def test_kernels_of_other_versions_are_removed_and_no_other_files(tmp_path):
     cpu_runtime.remove_former(str(tmp_path), 0xABCD)
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
     cpu_runtime.remove_former(str(tmp_path / "none"), 0xABCD)
+
+
+def nothing(address):
+    """A kernel."""
+
+
+def test_compiling_a_kernel_removes_those_of_former_versions(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    cpu_runtime.Kernel(nothing, "one")
+    (own,) = tmp_path.rglob("*.nbi")
+    (former := own.parent / "pack-53.py311-00000000-11112222.nbi").touch()
+    cpu_runtime.remove_former.cache_clear()  # as in the next process
+    cpu_runtime.Kernel(nothing, "two")
+    assert own.exists()
+    assert not former.exists()

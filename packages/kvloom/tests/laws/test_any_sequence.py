@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backends import by_reference
 from kvloom.keep import Budget, Expected, Keep, Mass, Outliers, Random
-from kvloom.recall import Clusters, Recall, Tier, TopK
+from kvloom.recall import Clusters, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.store import Packed, Store
 from sequences import Case, case_of, run
@@ -68,6 +68,13 @@ FOUND = {
             recall=Recall(Clusters(4, 16, 1), 65, "mean", full_layers=0, tier=Tier("host")),
         ),
         1, (2, 1), 16, "fp32", (0,), (("step", 32), ("save",)),
+    ),
+    "ALiBi, where all tokens but the sinks of a padded row are in the tier": Case(
+        Recipe(
+            recall=Recall(PartialKeys(0.3, 16), 64, full_layers=0, tier=Tier("file")),
+            protect=Protect(sinks=2),
+        ),
+        1, (2, 1), 16, "fp32", (2,), (("step", 3),), alibi=True,
     ),
 }  # fmt: skip
 

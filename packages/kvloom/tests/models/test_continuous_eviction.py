@@ -115,6 +115,18 @@ def test_equal_prompts_share_nothing(llama, watch):
     watch.assert_nothing_left()
 
 
+def test_a_prompt_is_scored_by_the_norms_of_its_own_inputs():
+    """Layers that compete weigh their tokens by the mean norm."""
+    model, inputs = zoo.build("llama-gqa"), []
+    with torch.no_grad():
+        model.model.embed_tokens.weight[100:] *= 8
+    for first, prompt in zip((3, 102, 3, 102), prompts((65, 150, 110, 90)), strict=True):
+        inputs.append([first + x % 97 for x in prompt])
+    with kvloom.continuous(model, JOINT):
+        found = batch(model, inputs, 24)
+    assert found == [generated(model, JOINT, prompt, 24) for prompt in inputs]
+
+
 def test_heads_with_different_numbers_of_packed_tokens(llama, watch):
     """No cache packs the same tokens of a head, so many bits give nearly the exact tokens."""
     inputs, found = prompts((70, 100, 150, 200, 300)), []

@@ -96,14 +96,15 @@ def group_channels(low: Tensor, high: Tensor, span: str, size: int) -> Tensor:
     """Return the group of each channel, int32 [Hk, D], from the ranges low, high [Hk, D].
 
     span: "head" groups the channels of each head separately, with equally many groups in each;
-    "layer" groups channels of all heads together. size: the mean number of channels in a group.
+    "layer" groups channels of all heads together. size: the mean number of channels in a group; 0:
+    all of a head.
     """
     heads, dim = low.shape
     points = torch.stack([low, high], dim=-1).double()  # [Hk, D, 2]
     if span == "layer":
         count = max(1, heads * dim // size)
         return kmeans(points.flatten(0, 1), count).view(heads, dim).int()
-    count = dim // size
+    count = dim // (size or dim)
     return torch.stack([kmeans(points[h], count) + h * count for h in range(heads)]).int()
 
 

@@ -103,6 +103,8 @@ class Fit:
                 hi, sinks = min(len(real), lo + self.chunk), min(step.sinks, lo)
                 slots = torch.cat([real[:sinks], real[lo:hi]])
                 begin, end = (-(-max(0, i - before) // every) for i in (lo, hi))
+                if begin == end:  # a last chunk may be shorter than the distance of two rows
+                    continue
                 q = step.q[row, :, begin:end]
                 if step.rope is not None:
                     q = step.rope.rotate(q[None], torch.tensor(hi - lo).view(1, 1, 1))[0]

@@ -42,7 +42,7 @@ def test_the_same_ranges_give_the_same_groups():
 
 @pytest.mark.parametrize(
     ("span", "size", "count"),
-    [("layer", 16, 6), ("layer", 64, 1), ("head", 16, 6), ("head", 32, 3)],
+    [("layer", 16, 6), ("layer", 64, 1), ("head", 16, 6), ("head", 32, 3), ("head", 0, 3)],
 )
 def test_groups_are_as_many_as_predicted_and_stay_in_their_heads(span, size, count):
     low, high = torch.randn(2, 3, 32).sort(dim=0).values

@@ -88,6 +88,13 @@ def test_rounding_changes_no_value_that_hardly_counts():
     assert (values - one.v).abs().max() < 0.1
 
 
+def test_values_stay_in_a_last_chunk_without_a_row():
+    one = step()
+    values = fitted(Fit(chunk=9, queries=2), one, chosen(), one.k)  # every 5th of 30 tokens
+    assert torch.equal(values[:, :, 27:], one.v[:, :, 27:])
+    assert not torch.equal(values, one.v)
+
+
 @pytest.mark.parametrize("chunk", [9, 2048])
 def test_padding_changes_nothing(chunk):
     visible = (torch.arange(N) >= 10).expand(B, 1, N)

@@ -220,7 +220,7 @@ def attend_exact(
         logits = (block @ keys).mul_(scale).view(b, hk, r, hi - lo, n)  # [B, Hk, R, rows, N]
         logits = softcapped(logits, softcap)
         if bias is not None:
-            logits += bias.view(-1, hk, r, 1, n)
+            logits += bias.view(len(bias), hk, r, 1, n)
         if causal:
             later = torch.ones(hi - lo, n, dtype=torch.bool, device=q.device)
             logits.masked_fill_(later.triu_(n - t + lo + 1), -torch.inf)

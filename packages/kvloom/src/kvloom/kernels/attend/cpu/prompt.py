@@ -64,8 +64,8 @@ def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
     ("fp32 or bf16", _other_dtypes),
-    ("in fp32, causal queries of all tokens, without padding", _masked_fp32),
-    ("in bf16, processors with AVX-512 BF16 and without AMX", _other_machine),
+    ("causal fp32 queries of all tokens, without padding", _masked_fp32),
+    ("in bf16, AVX-512 BF16 without AMX", _other_machine),
     ("no gradient", dispatch.gradient_problem),
 )
 

@@ -89,7 +89,8 @@ def test_memory_layout_and_threads_change_nothing():
 def test_other_cases_are_left_to_torch(subtests):
     q, k, v = drawn(1, 2, 1, 20, 20, 32)
     for name, case in {
-        "fp32": (q.float(), k.float(), v.float()),
+        "fp16": (q.half(), k.half(), v.half()),
+        "fp32 with tokens before": (q[:, :, 1:].float(), k.float(), v.float()),
         "head_dim": (q[..., :24], k[..., :24], v[..., :24]),
         "gradient": (q.clone().requires_grad_(), k, v),
     }.items():
@@ -97,3 +98,20 @@ def test_other_cases_are_left_to_torch(subtests):
             bound = ops.attend_prompt.choose(*case, 0.1)
             assert bound.kernel is None
             assert bound.why
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("hq", "hk"), [(1, 1), (6, 2)])
+def test_torch_attends_in_fp32_and_returns_the_lse(hq, hk, causal):
+    q, k, v = (x.float() for x in drawn(2, hq, hk, 90, 90 if causal else 150, 32))
+    visible = None
+    if not causal:
+        visible = torch.rand(2, hk, 150, generator=torch.Generator().manual_seed(1)) > 0.3
+        visible[1, 0] = False  # nothing is seen
+    options = {"causal": causal, "visible": visible}
+    with dispatch.use("auto"):
+        assert ops.attend_prompt.choose(q, k, v, 0.2, **options).kernel is prompt.fused
+        got = ops.attend_prompt(q, k, v, 0.2, **options)
+    want = ref.attend_exact(q.double(), k.double(), v.double(), 0.2, **options)
+    torch.testing.assert_close(got.out, want.out.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.lse, want.lse.float(), rtol=1e-5, atol=1e-6)

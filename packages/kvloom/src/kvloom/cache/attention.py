@@ -96,7 +96,7 @@ def _exact_attention(
     """Attend to exact tokens; the second value is the log-sum-exp, where a kernel returns it."""
     k, v = region.keys.tail, region.values.tail
     if MAX_STEP < region.step_tokens == q.shape[2]:
-        bound = ops.attend_prompt.choose(q, k, v, scale)
+        bound = ops.attend_prompt.choose(q, k, v, scale, visible=region.visible)
         if bound.kernel is not None:
             state = bound.run(q, k, v, scale, visible=region.visible)
             lse = state.lse

@@ -17,7 +17,7 @@ from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Region, Spans
-from .prompt import attend_prompt
+from .prompt import attend_prompt, fused
 
 TILE = 1024
 """Tokens that are unpacked at once."""
@@ -125,31 +125,6 @@ def _part(
     if visible is not None:
         visible = visible[..., begin : begin + k.shape[2]]
     bound = attend_prompt.choose(q, k, v, scale)
-    run = _fused if bound.kernel is None else bound.run
+    run = fused if bound.kernel is None else bound.run
     out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
     return AttentionState(out.float(), lse)
-
-
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool, visible: Tensor | None
-) -> AttentionState:
-    """Attend as `attend_prompt` does, by torch's fused attention; if causal, N = T."""
-    b, hq, t, d = q.shape
-    hk = k.shape[1]
-    mask = sees_none = None
-    if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-        mask = mask.masked_fill_(~visible, -torch.inf)[:, :, None]
-        sees_none = ~visible.cummax(dim=-1).values if causal else ~visible.any(-1, keepdim=True)
-    if causal:  # else the query heads of a group are rows of one head
-        k, v = (x.repeat_interleave(hq // hk, dim=1) for x in (k, v))
-        if mask is not None and mask.shape[1] > 1:
-            mask = mask.repeat_interleave(hq // hk, dim=1)
-    rows = q if causal else q.reshape(b, hk, hq // hk * t, d)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        rows, k, v, 0.0, causal, attn_mask=mask, scale=scale
-    )
-    out, lse = out.reshape(b, hq, t, d), lse.reshape(b, hq, t)
-    if sees_none is not None:  # torch's is 0
-        lse = lse.unflatten(1, (hk, -1)).masked_fill(sees_none[:, :, None], -torch.inf)
-    return AttentionState(out, lse.view(b, hq, t))

@@ -1,13 +1,13 @@
 """The operation `attend_prompt`: attention of many queries to exact tokens.
 
-On CPU tensors a compiled kernel runs it, whose coverage and call are here: torch's fused attention
-takes most of a prompt's time on processors with AVX-512 and without AMX. Importing this does not
-import Numba; the first call does.
+On CPU tensors, torch's fused attention runs it in fp32. A compiled kernel runs it in bf16, where
+torch's takes most of a prompt's time on processors with AVX-512 and without AMX. Both return the
+log-sum-exp. Importing this does not import Numba; the first call of the kernel does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
-from ...dispatch import Backend, Binding, Op, differentiated
+from ...dispatch import Backend, Op, differentiated
 from ...limits import Coverage
 from .. import reference
 from ..reference import AttentionState
@@ -33,9 +33,22 @@ def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | 
 
 
 def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype == k.dtype == v.dtype == torch.bfloat16:
+    if q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.bfloat16):
         return None
-    return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}, not bf16"
+    return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}, not all fp32 or bf16"
+
+
+def _masked(
+    q: Tensor, k: Tensor, *_: Any, causal: bool = True, visible: Tensor | None = None
+) -> bool:
+    """Return whether causal queries see tokens before them, or padding is hidden from them."""
+    return causal and (q.shape[2] < k.shape[2] or visible is not None)
+
+
+def _masked_fp32(q: Tensor, *args: Any, **options: Any) -> str | None:
+    if q.dtype != torch.float32 or not _masked(q, *args, **options):
+        return None
+    return "causal queries in fp32 have tokens before them, or padding"
 
 
 def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
@@ -50,8 +63,9 @@ def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
 
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
-    ("bf16", _other_dtypes),
-    ("processors with AVX-512 BF16 and without AMX", _other_machine),
+    ("fp32 or bf16", _other_dtypes),
+    ("causal fp32 queries of all tokens, without padding", _masked_fp32),
+    ("in bf16, AVX-512 BF16 without AMX", _other_machine),
     ("no gradient", dispatch.gradient_problem),
 )
 
@@ -114,15 +128,54 @@ def compiled() -> tuple[Any, int, int, int, int]:
     return kernel.prompt(), kernel.ROWS, kernel.PANEL, kernel.TILE, kernel.BLOCKS
 
 
-def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = True,
+    visible: Tensor | None = None,
+) -> AttentionState:
+    """Attend as `attend` does, by torch's fused attention; if causal, N = T."""
+    b, hq, t, d = q.shape
+    hk = k.shape[1]
+    mask = sees_none = None
+    if visible is not None:
+        mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+        mask = mask.masked_fill_(~visible, -torch.inf)[:, :, None]
+        sees_none = ~visible.cummax(dim=-1).values if causal else ~visible.any(-1, keepdim=True)
+    if causal:  # else the query heads of a group are rows of one head
+        k, v = (x.repeat_interleave(hq // hk, dim=1) for x in (k, v))
+        if mask is not None and mask.shape[1] > 1:
+            mask = mask.repeat_interleave(hq // hk, dim=1)
+    rows = q if causal else q.reshape(b, hk, hq // hk * t, d)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        rows, k, v, 0.0, causal, attn_mask=mask, scale=scale
+    )
+    out, lse = out.reshape(b, hq, t, d), lse.reshape(b, hq, t)
+    if sees_none is not None:  # torch's is 0
+        lse = lse.unflatten(1, (hk, -1)).masked_fill(sees_none[:, :, None], -torch.inf)
+    return AttentionState(out, lse.view(b, hq, t))
+
+
+def bind(q: Tensor, *_: Any, **__: Any) -> Callable[..., AttentionState]:
+    """Return what attends to tokens of the queries' dtype, once it is compiled."""
+    if q.dtype == torch.float32:
+        return fused
+    compiled()
+    return attend
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Hashable]:
     dims = q.shape[3], k.shape[3], v.shape[3]
-    return q, (dims, q.dtype, k.dtype, v.dtype, differentiated(q))
+    return q, (dims, q.dtype, k.dtype, v.dtype, differentiated(q), _masked(q, k, **options))
 
 
 attend_prompt = Op(
     "attend_prompt",
     reference.attend_prompt,
     _case,
-    cpu=Backend(Binding(attend, compiled), COVERAGE),
+    cpu=Backend(bind, COVERAGE),
 )
 """`ops` lists it with the others; it is here because `many_queries` runs it, too."""

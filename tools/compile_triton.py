@@ -55,7 +55,7 @@ def measure(variant: Variant, arch: int) -> dict[str, Any]:
     seconds = time.perf_counter() - begin
     return {
         "name": variant.name,
-        "family": variant.kernel.fn.__module__.split(".")[-3],
+        "family": variant.kernel.fn.__module__.split(".")[2],
         "arch": arch,
         **_resources(made.asm["ptx"], arch),
         "shared": made.metadata.shared,

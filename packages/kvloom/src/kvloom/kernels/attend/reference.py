@@ -343,9 +343,12 @@ def sdpa(
     if mask is not None and mask.shape[1] not in (1, hq):
         mask = mask.repeat_interleave(hq // hk, dim=1)
     masked = mask is not None or (causal and n > t)
-    if q.is_cuda and hq != hk and (masked or q.dtype.itemsize > 2):
-        # the only kernel of CUDA that takes groups with a mask, or in fp32, holds all logits
-        k, v = (x.repeat_interleave(hq // hk, dim=1) for x in (k, v))
+    flash = not masked and q.dtype.itemsize == 2 and d == v.shape[3] <= 256
+    if q.is_cuda and hq != hk and not flash:  # else the kernel of such groups may hold all logits
+        k, v = (
+            x.expand(-1, hq, -1, -1) if hk == 1 else x.repeat_interleave(hq // hk, dim=1)
+            for x in (k, v)
+        )
     fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=hq != k.shape[1])
     if not (causal and masked):
         return fused(q, k, v, mask, is_causal=causal)

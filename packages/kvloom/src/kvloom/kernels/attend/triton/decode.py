@@ -309,7 +309,8 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
     rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows))
-    return Shape(rows, tokens, min(tokens, 32), 8 if d >= 64 and large else 4, 2)
+    stages = 1 if large and d <= 64 and most < 32 else 2
+    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
 
 
 @cache

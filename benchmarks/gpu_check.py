@@ -6,6 +6,7 @@ multiplying with a rounded reciprocal. A case that the dispatch leaves to the re
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -14,16 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import kvloom
 from gpu_clock import Bench
 from kvloom.encoding import META
-from kvloom.kernels import PackedTensors, Region, ops
+from kvloom.kernels import PackedTensors, Region, operations_run, ops, use_backend
 from kvloom.kernels.attend import reference as attend_ref
+from kvloom.kernels.attend.regions import KVView, Spans
 from kvloom.kernels.quantize import reference as quant_ref
 from kvloom.kernels.quantize import triton as quant_gpu
 from kvloom.kernels.score import reference as score_ref
 from kvloom.kernels.score import triton as score_gpu
 from kvloom.kernels.score.noise import Noise
+from kvloom.recipe import resolve
 from kvloom.store import Encoding, KVSide, LayerEncoding, Packed
+from kvloom_lab.models import random_llama
+from kvloom_lab.workload.layers import ModelShape
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -61,7 +67,7 @@ def check(bench: Bench, fast: bool = False) -> None:
 
 def cases(bench: Bench, fast: bool) -> Iterator[Case]:
     """All cases, the fewest of each operation if `fast`."""
-    for family in (_quant, _score, _attend):
+    for family in (_quant, _score, _attend, _attend_spans, _models):
         yield from family(bench, fast)
 
 
@@ -138,14 +144,28 @@ def _score(bench: Bench, fast: bool) -> Iterator[Case]:
                 "column_mass", f"{what}, padding, softcap, bias, window, noise", 1e-4,
                 lambda t=t, n=n, d=d, r=r, dt=dtype: _mass(bench, t, n, d, r, dt, True),
             )  # fmt: skip
+    t = 30 if bench.dry else 500
+    yield (
+        "column_mass", f"largest weights, T={t} N={2 * t}", 1e-4,  # as `small` scores a chunk
+        lambda: _mass(bench, t, 2 * t, 128, 4, torch.float16, False, reduce_max=True),
+    )  # fmt: skip
 
 
-def _mass(bench: Bench, t: int, n: int, d: int, r: int, dtype: torch.dtype, all_: bool) -> float:
+def _mass(
+    bench: Bench,
+    t: int,
+    n: int,
+    d: int,
+    r: int,
+    dtype: torch.dtype,
+    all_: bool,
+    reduce_max: bool = False,
+) -> float:
     q, k = torch.randn(2, 2 * r, t, d).to(dtype), torch.randn(2, 2, n, d).to(dtype)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"reduce_max": reduce_max}
     if all_:
         visible = torch.arange(n) >= torch.tensor([0, n // 3])[:, None, None]
-        options = {
+        options |= {
             "visible": visible, "visible_queries": visible[..., -t:],
             "bias": torch.randn(1, 2 * r, n),
             "softcap": 20.0, "window": n // 2, "tau": 1.5,
@@ -212,11 +232,91 @@ def _step(
     regions = [
         Region(*(lane.kv_view() for lane in lanes), visible=visible, step_tokens=step_tokens)
     ]
-    why = ops.attend.choose(q, regions).why
-    if why:
-        raise RuntimeError(f"left to the reference: {why}")
-    state = ops.attend(q, regions, d**-0.5)
+    state = _by_kernel(q, regions)
     want = attend_ref.attend_exact(
         q.cpu().float(), *exact, d**-0.5, causal=t > 1, visible=visible.cpu()
     )  # fmt: skip
     return max(_away(state.out, want.out), _away(state.lse, want.lse))
+
+
+def _by_kernel(q: Tensor, regions: list[Region]) -> attend_ref.AttentionState:
+    why = ops.attend.choose(q, regions).why
+    if why:
+        raise RuntimeError(f"left to the reference: {why}")
+    return ops.attend(q, regions, q.shape[3] ** -0.5)
+
+
+def _attend_spans(bench: Bench, fast: bool) -> Iterator[Case]:
+    stores = {name: resolve(name).store for name in ("small", "full", "kivi")}
+    turn = 0
+    for name, store in stores.items():
+        for d, r, t in ((128, 4, 1), (64, 8, 4)):
+            dtype = torch.float16 if bench.dry else DTYPES[turn % 3]
+            turn += 1
+            if fast and turn > 1:
+                continue
+            yield (
+                "attend", f"spans, {name}, D={d} R={r} T={t} {dtype}", _CLOSE[dtype],
+                lambda s=store, d=d, r=r, t=t, dt=dtype: _spans(
+                    bench, s.keys, s.values, s.block_tokens, d, r, t, dt
+                ),
+            )  # fmt: skip
+
+
+def _spans(
+    bench: Bench,
+    keys: Packed | None,
+    values: Packed | None,
+    unit: int,
+    d: int,
+    r: int,
+    t: int,
+    dtype: torch.dtype,
+) -> float:
+    """A step over heads with different numbers of tokens, one of them far longer than others."""
+    counts = unit * torch.tensor([[3, 0, 1, 4], [1, 2, 5 if bench.dry else 2000 // unit, 1]])
+    ends = counts.flatten().cumsum(0).view_as(counts)
+    bounds = torch.stack([ends - counts, counts], dim=-1)
+    lanes = []
+    for fmt in (keys, values):
+        lane = KVSide(fmt)
+        lane.add(torch.randn(1, 1, int(counts.sum()), d, device=bench.device).to(dtype))
+        lanes.append(lane)
+    q = torch.randn(2, 4 * r, t, d, device=bench.device).to(dtype)
+    where = Spans(bounds.to(bench.device), int(counts.max()))
+    state = _by_kernel(q, [Region(*(lane.kv_view() for lane in lanes), where)])
+    exact = [KVView(None, lane.kv_view().tensor().cpu().float()) for lane in lanes]
+    cpu = [Region(*exact, Spans(bounds, where.longest))]
+    want = attend_ref.attend_regions(q.cpu().float(), cpu, d**-0.5)
+    return max(_away(state.out, want.out), _away(state.lse, want.lse))
+
+
+def _models(bench: Bench, fast: bool) -> Iterator[Case]:
+    for recipe in ("small",) if fast else ("near-lossless", "small", "tiny"):
+        yield (
+            "step of a model", recipe, _CLOSE[torch.float32],
+            lambda name=recipe: _model_step(bench, name),
+        )  # fmt: skip
+
+
+@torch.inference_mode()
+def _model_step(bench: Bench, recipe: str) -> float:
+    """A step of a small model by the kernels, beside one by the reference on the same device."""
+    tokens = 300 if bench.dry else 1200
+    with bench.device:
+        model = random_llama(ModelShape(8, 2, 64, 1, torch.float32, 2, 512, 256, 199), 2 * tokens)
+        ids = torch.randint(0, 199, (2, tokens + 1))
+    cache = kvloom.Cache(model, recipe)
+    with use_backend("ref"):  # so that both evict the same tokens
+        model(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits = []
+    for backend in ("gpu", "ref"):
+        before = operations_run()
+        with use_backend(backend):
+            step = model(input_ids=ids[:, -1:], past_key_values=copy.deepcopy(cache))
+        logits.append(step.logits)
+        ran = operations_run() - before
+        left = [why for op, by, why in ran if op == "attend" and by == "ref"]
+        if backend == "gpu" and (left or not ran["attend", "gpu", ""]):
+            raise RuntimeError(f"left to the reference: {'; '.join(left)}")
+    return _away(*logits)

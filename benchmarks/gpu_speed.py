@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gpu_clock import Bench
 from kvloom.kernels import Region, ops
+from kvloom.kernels.attend.regions import Spans
 from kvloom.kernels.quantize import triton as quant_gpu
 from kvloom.kernels.score import triton as score_gpu
 from kvloom.kernels.select import reference as select_ref
-from kvloom.recipe import resolve
+from kvloom.recipe import Recipe, resolve
 from kvloom.store import KVSide
 
 HQ, HK, D = 32, 8, 128
@@ -24,7 +25,7 @@ GRID = (  # tokens, batch
     (8_192, 1), (8_192, 8), (8_192, 64), (32_768, 1), (32_768, 8), (32_768, 32),
     (131_072, 1), (131_072, 8), (262_144, 1), (262_144, 4),
 )  # fmt: skip
-RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4")
+RECIPES = ("full", "kivi", "kivi:bits=4", "rtn:bits=4", "near-lossless", "small", "tiny")
 MARKS = {  # issue 7: (recipe, tokens, batch) -> what was aimed at
     ("kivi", 32_768, 8): "mark: 0.6 of copy",
     ("kivi", 131_072, 1): "mark: 4x SDPA",
@@ -65,23 +66,51 @@ def _steps(bench: Bench, tokens: int, batch: int) -> None:
         figures = {"ms": ms, **_rate(bench, nbytes, ms)}
         bench.row(f"{tokens} x {batch}: {name}", figures)
     for recipe in RECIPES:
-        lanes = []
-        store, recents = resolve(recipe).store, resolve(recipe).protect.exact_recents
-        for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
-            lane = KVSide(fmt, recent)
-            lane.extend(x, 0, prompt=True)
-            lanes.append(lane)
-        regions = [Region(*(lane.kv_view() for lane in lanes))]
+        regions, nbytes = _stored(resolve(recipe), k, v)
         if ops.attend.choose(q, regions).kernel is None:
             bench.row(f"{tokens} x {batch}: {recipe}", {}, note="left to the reference; not timed")
             continue
         ms = bench.ms(lambda a=regions: ops.attend(q, a, d**-0.5))
-        nbytes = sum(lane.nbytes for lane in lanes)
         bench.row(
             f"{tokens} x {batch}: {recipe}",
             {"ms": ms, **_rate(bench, nbytes, ms), "x SDPA": plain / ms, "x best SDPA": best / ms},
             MARKS.get((recipe, tokens, batch), ""),
         )
+
+
+def _stored(recipe: Recipe, k: Tensor, v: Tensor) -> tuple[list[Region], int]:
+    """The regions that a step reads after a prompt k, v, and their bytes.
+
+    A recipe that evicts keeps the first tokens. Heads share those for which they compete at random,
+    some of them several times as many as others.
+    """
+    store, recents = recipe.store, recipe.protect.exact_recents
+    batch, heads, tokens, d = k.shape
+    contested, lanes, regions = 0, [], []
+    if recipe.keep is not None:
+        budget = recipe.keep.budget
+        assert budget.fraction is not None
+        assert budget.head_share is not None
+        tokens = int(budget.fraction * tokens)
+        contested = int((1 - budget.head_share) * tokens)
+    for x, fmt, recent in zip((k, v), (store.keys, store.values), recents, strict=True):
+        lane = KVSide(fmt, recent)
+        lane.extend(x[:, :, : tokens - contested], 0, prompt=True)
+        lanes.append(lane)
+    regions.append(Region(*(lane.kv_view() for lane in lanes)))
+    if contested:
+        bids = -torch.rand(batch, heads, device=k.device).log()
+        parts = bids / bids.sum(dim=-1, keepdim=True) * (contested * heads / store.block_tokens)
+        counts = parts.long() * store.block_tokens
+        ends = counts.flatten().cumsum(0).view_as(counts)
+        where = Spans(torch.stack([ends - counts, counts], dim=-1), int(counts.max()))
+        for x, fmt in ((k, store.keys), (v, store.values)):
+            lane = KVSide(fmt)
+            flat = x[:, :, :contested].reshape(1, 1, -1, d)
+            lane.add(flat[:, :, : int(counts.sum())])
+            lanes.append(lane)
+        regions.append(Region(*(lane.kv_view() for lane in lanes[2:]), where))
+    return regions, sum(lane.nbytes for lane in lanes)
 
 
 def _rate(bench: Bench, nbytes: int, ms: float) -> dict[str, float]:

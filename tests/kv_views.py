@@ -13,7 +13,7 @@ import torch
 import naive
 from kvloom.kernels import ops
 from kvloom.kernels.attend.cpu import attend as cpu
-from kvloom.kernels.attend.regions import KVView, PageTable, Region, Slots
+from kvloom.kernels.attend.regions import KVView, PageTable, Region, Slots, Spans
 from kvloom.positions.rope import Rope
 from kvloom.store import LayerEncoding, Packed
 from kvloom.store.packed import PackedTokens
@@ -107,6 +107,24 @@ def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
     view = held.view(positions=at if fmt.pre_rope else None)
     exact = torch.cat([view._replace(dtype=FP32).tensor(), x[:, :, packed_end:].float()], dim=2)
     return KVView(view, x[:, :, packed_end:], fmt.encoding), exact
+
+
+def spans(counts):
+    """Return spans of rows of heads with so many tokens, one after the other."""
+    counts = torch.as_tensor(counts)
+    first = counts.flatten().cumsum(0).view_as(counts) - counts
+    return Spans(torch.stack([first, counts], dim=-1), int(counts.max()))
+
+
+def span_view(fmt, tokens, d, dtype, seed):
+    """Return the view of all heads' tokens, and these as they are read, in fp32."""
+    x = torch.randn(1, 1, tokens, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if fmt is None:
+        return KVView(None, x), x.float()
+    packed = PackedTokens(fmt)
+    packed.append(x)
+    view = packed.view()
+    return KVView(view, x[:, :, :0], fmt.encoding), view._replace(dtype=FP32).tensor()
 
 
 def region(keys, values, t=1, *, causal=False, visible=None, softcap=None, bias=None):

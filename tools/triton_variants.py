@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvloom.encoding import PACK_BLOCK, Encoding, LayerEncoding, rows_for
 from kvloom.kernels import triton_runtime
-from kvloom.kernels.attend.regions import KVView, PageTable
+from kvloom.kernels.attend.regions import KVView, PageTable, Slots, Spans
 from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
 from kvloom.kernels.limits import DTYPES
 from kvloom.kernels.quantize import triton as quantize_pack
@@ -46,26 +46,26 @@ def _packed(
     return Encoding(bits, axis, group, meta, **_KINDS[kind])
 
 
-def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int) -> KVView:
+def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int, heads: int = _HK) -> KVView:
     """`packed_end` packed tokens and exact ones after them, _N together."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    tail = empty(_B, _HK, _N - packed_end, d)
+    tail = empty(_B, heads, _N - packed_end, d)
     if fmt is None:
-        return KVView(None, empty(_B, _HK, _N, d))
+        return KVView(None, empty(_B, heads, _N, d))
     group = fmt.group or d
-    shape = (_B, _HK, _N // group, d) if fmt.axis == "channel" else (_B, _HK, _N, d // group)
+    shape = (_B, heads, _N // group, d) if fmt.axis == "channel" else (_B, heads, _N, d // group)
     if fmt.regroups:
-        shape = (_B, 1, _N, max(1, _HK * d // group))
+        shape = (_B, 1, _N, max(1, heads * d // group))
     meta = empty(*shape, dtype=_META[fmt.meta])
-    ranges = empty(max(1, _HK * d // group), dtype=FP32)
+    ranges = empty(max(1, heads * d // group), dtype=FP32)
     layer_encoding = LayerEncoding(
-        fmt, _HK, d, empty(_HK, d, dtype=torch.int64) if fmt.regroups else None,
-        divisor=empty(_HK, d, dtype=FP32) if fmt.smooth else None, low=ranges, high=ranges,
+        fmt, heads, d, empty(heads, d, dtype=torch.int64) if fmt.regroups else None,
+        divisor=empty(heads, d, dtype=FP32) if fmt.smooth else None, low=ranges, high=ranges,
     )  # fmt: skip
-    codes = empty(_B, _HK, _N, d, dtype=torch.uint8)
+    codes = empty(_B, heads, _N, d, dtype=torch.uint8)
     packed = SimpleNamespace(
         codes=codes, scale=meta, zero=meta, hi=packed_end, layer_encoding=layer_encoding
     )
@@ -83,26 +83,32 @@ def _attend(
     t: int = 1,
     ends: tuple[int, int] = (3840, 3968),
     options: bool = False,
-    chosen: bool = False,
+    where: Slots | Spans | None = None,
     brief: bool = False,
 ) -> Variant:
     """One variant: query heads, t queries, ends of the packed prefixes of keys and values."""
     q = torch.empty(_B, heads, t, d, dtype=dtype, device="meta")
-    k, v = (_strand(fmt, d, dtype, end) for fmt, end in zip((keys, values), ends, strict=True))
+    rows, n = _HK, _N
+    if isinstance(where, Spans):
+        rows, n, ends = 1, where.longest, (_N, _N)
+    elif where is not None:
+        n = where.slots.shape[2]
+    k, v = (
+        _strand(fmt, d, dtype, end, rows) for fmt, end in zip((keys, values), ends, strict=True)
+    )
     masks = decode.Masks(None, None)
     if options:
         masks = decode.masks_of(
             torch.empty(_B, 1, _N, dtype=torch.bool, device="meta"),
             torch.empty(_B, heads, _N, device="meta"),
         )
-    slots = torch.empty(_B, _HK, 512, dtype=torch.int64, device="meta") if chosen else None
-    call = decode.call(
-        q, k, v, 1.0, t > 1, 5.0 if options else None, masks, slots, 0, 512 if chosen else _N
-    )
+    causal = t > 1 and not isinstance(where, Spans)
+    call = decode.call(q, k, v, 1.0, causal, 5.0 if options else None, masks, where, 0, n)
     parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float()}
     short = str(dtype).removeprefix("torch.")
     rows = f"{heads // _HK * t} rows"
-    more = " all options" * options + " chosen" * chosen
+    more = " all options" * options
+    more += "" if where is None else f" {type(where).__name__.lower()}"
     return Variant(
         f"attend {name} d{d} {short} {rows}{more}", decode_kernel._split,
         signature({**call.arguments, **parts}), call.constants, call.warps, call.stages,
@@ -149,6 +155,9 @@ def attend() -> Iterator[Variant]:
     exact = (None, None)
     rotated = _packed(3, "token", 0, kind="rotated")
     main = {"kivi": kivi, "kivi-4": kivi_4, "exact": exact, "turbo": (rotated, rotated)}
+    slots = Slots(_meta(_B, _HK, 512, dtype=torch.int64), 512)
+    spans = Spans(_meta(_B, _HK, 2, dtype=torch.int64), 3000)
+    small = (Encoding(4, "channel", 32, rotation="head"), _packed(4, "token", 0, kind="rotated"))
     for name in ("kivi", "exact"):
         for d in (64, 80, 96, 256):
             for dtype in (x for x, most in decode.WIDEST.items() if d <= most):
@@ -162,7 +171,7 @@ def attend() -> Iterator[Variant]:
         yield _attend(name, *formats, t=4, options=True, brief=name == "kivi")
         yield _attend(name, *formats, t=4, dtype=FP32, options=True)
         yield _attend(name, *formats, t=4, d=256, options=True)
-        yield _attend(name, *formats, ends=(_N, _N), chosen=True, brief=name == "kivi")
+        yield _attend(name, *formats, ends=(_N, _N), where=slots, brief=name == "kivi")
     for bits in (1, 1.5, 2, 3, 4, 8):
         for axis, meta in (("channel", "fp16"), ("token", "fp8")):
             pair = [_packed(bits, side, meta=meta) for side in (axis, "token")]
@@ -185,6 +194,15 @@ def attend() -> Iterator[Variant]:
     yield _attend("axes swapped", _packed(3, "token"), _packed(4, "channel"))
     yield _attend("keys only", kivi[0], None)
     yield _attend("values only", None, kivi[1])
+    for d in (64, 80, 96, 128, 256):
+        for dtype in (x for x, most in decode.WIDEST.items() if d <= most):
+            yield _attend("small", *small, d, dtype)
+            yield _attend("small", *small, d, dtype, where=spans, brief=d == 128 and dtype == BF16)
+    for t, options in ((1, True), (8, False), (8, True)):
+        yield _attend("small", *small, t=t, where=spans, options=options)
+    yield _attend("small", *small, heads=32, where=spans)
+    for name in ("kivi", "exact"):
+        yield _attend(name, *main[name], where=spans, brief=name == "exact")
     for name in ("kivi", "kivi-4", "turbo"):
         yield _paged(name, *main[name], brief=name != "kivi-4")
         yield _paged(name, *main[name], d=64, heads=6)

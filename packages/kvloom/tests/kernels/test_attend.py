@@ -147,6 +147,26 @@ def test_sdpa_is_attend(subtests, hq, hk, masked, layout):
             assert not got.isnan().any()
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_sdpa_holds_no_mask_of_all_queries(masked, monkeypatch):
+    q, k, v = drawn(4, 2, 50, 70)
+    visible = hidden(2, 2, 70) if masked else None
+    whole = ref.sdpa(q, k, v, 0.25, causal=True, visible=visible)
+    masks = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def recorded(q, k, v, mask, **options):
+        masks.append(mask.numel())
+        return fused(q, k, v, mask, **options)
+
+    monkeypatch.setattr(ref, "_MASK_NUMEL", 2000)
+    monkeypatch.setattr(ref.F, "scaled_dot_product_attention", recorded)
+    rows = ref.sdpa(q, k, v, 0.25, causal=True, visible=visible)
+    torch.testing.assert_close(rows, whole, rtol=0, atol=1e-6)
+    assert len(masks) > 1
+    assert max(masks) <= 2000
+
+
 @heads
 @pytest.mark.parametrize("n", [1, 64])
 @pytest.mark.parametrize("rows", [1, 2], ids=["one bias", "a bias for each row"])

@@ -5,13 +5,12 @@ import pytest
 import torch
 
 import naive
-from kv_views import FP32, TOL, channel, token
+from kv_views import FP32, TOL, channel, span_view, spans, token
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.reference import attend_regions
-from kvloom.kernels.attend.regions import KVView, Region, Spans
+from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.recipe import resolve
 from kvloom.store import Packed
-from kvloom.store.packed import PackedTokens
 from sampling import slow_except
 
 D, HEADS = 32, 2  # with these, the laws compile the kernel of exact tokens, too
@@ -30,24 +29,6 @@ FORMS = {  # keys, values, dtype of exact tokens; the number of a head's tokens 
 }
 
 
-def side(fmt, tokens, dtype, seed):
-    """Return the view of all heads' tokens, and these as they are read, in fp32."""
-    x = torch.randn(1, 1, tokens, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    if fmt is None:
-        return KVView(None, x), x.float()
-    packed = PackedTokens(fmt)
-    packed.append(x)
-    view = packed.view()
-    return KVView(view, x[:, :, :0], fmt and fmt.encoding), view._replace(dtype=FP32).tensor()
-
-
-def spans(counts):
-    """Return heads [B, HEADS] with so many tokens, one after the other, and a gap in front."""
-    counts = torch.tensor(counts).view(-1, HEADS)
-    first = counts.flatten().cumsum(0).view(-1, HEADS) - counts
-    return Spans(torch.stack([first, counts], dim=-1), int(counts.max()))
-
-
 def behind_nothing(keys, values, where, visible=None):
     """The tokens of spans as a region behind one without tokens, in the same encodings."""
     none = torch.empty(len(where.bounds), HEADS, 0, D, dtype=keys.exact.dtype)
@@ -63,11 +44,11 @@ def behind_nothing(keys, values, where, visible=None):
 @pytest.mark.parametrize("form", slow_except(list(FORMS), "exact", "2 bit, 1.5 bit"))
 def test_every_head_reads_its_own_tokens(form, counts, queries, threads):
     keys_format, values_format, dtype, unit = FORMS[form]
-    where = spans([unit * n for n in counts])
+    where = spans(unit * torch.tensor(counts).view(-1, HEADS))
     batch, hq = len(where.bounds), 3 * HEADS
     total = int(where.bounds[..., 1].sum())
-    keys, k = side(keys_format, total, dtype, 0)
-    values, v = side(values_format, total, dtype, 1)
+    keys, k = span_view(keys_format, total, D, dtype, 0)
+    values, v = span_view(values_format, total, D, dtype, 1)
     g = torch.Generator().manual_seed(2)
     q = torch.randn(batch, hq, queries, D, generator=g)
     visible = torch.rand(batch, HEADS, where.longest, generator=g) > 0.3
@@ -121,4 +102,4 @@ def test_what_the_kernel_does_not_read(recipe, why):
     keys, values = (KVView(None, tail, fmt and fmt.encoding) for fmt in (store.keys, store.values))
     q = torch.randn(1, 4, 1, D)
     with dispatch.use("auto"):
-        assert why in ops.attend.choose(q, behind_nothing(keys, values, spans([0, 0]))).why
+        assert why in ops.attend.choose(q, behind_nothing(keys, values, spans([[0, 0]]))).why

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..encoding import Encoding
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of exact tokens that kernels read."""
 
@@ -41,6 +43,15 @@ class Coverage:
     def of(self, case: Callable[..., tuple[Any, ...]]) -> Coverage:
         """Return this coverage for other arguments, from which `case` returns those of a check."""
         return Coverage((str(self), lambda *args, **kwargs: self.problems(*case(*args, **kwargs))))
+
+
+def _joined_heads(encoding: Encoding) -> str | None:
+    what = "channels of a layer's heads that are grouped or scaled together"
+    return what if encoding.regroups else None
+
+
+OF_ONE_HEAD: Limit = ("groups of one head, not clipped, divided or static", _joined_heads)
+"""Encodings of tokens that each head keeps in a number of its own."""
 
 
 def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:

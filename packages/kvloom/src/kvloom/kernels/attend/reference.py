@@ -10,6 +10,7 @@ grouped-query attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from .regions import KVView, Paged, Region, Slots, Spans
 
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
+_MASK_NUMEL = 1 << 26  # bytes of a mask of queries and keys
 UNPACK = 8192
 """Tokens that are unpacked at once."""
 
@@ -338,13 +340,25 @@ def sdpa(
             added = bias.view(-1, hk, hq // hk, n).to(q.dtype)
             mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
         return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
-    if causal and (mask is not None or n > t):
-        mask, causal = visible_keys(t, n, mask, q.device), False
-        if mask.dim() == 4 and mask.shape[1] not in (1, hq):
-            mask = mask.repeat_interleave(hq // hk, dim=1)
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=hq != hk
-    )
+    if mask is not None and mask.shape[1] not in (1, hq):
+        mask = mask.repeat_interleave(hq // hk, dim=1)
+    masked = mask is not None or (causal and n > t)
+    flash = not masked and q.dtype.itemsize == 2 and d == v.shape[3] <= 256
+    if q.is_cuda and hq != hk and not flash:  # else the kernel of such groups may hold all logits
+        k, v = (
+            x.expand(-1, hq, -1, -1) if hk == 1 else x.repeat_interleave(hq // hk, dim=1)
+            for x in (k, v)
+        )
+    fused = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=hq != k.shape[1])
+    if not (causal and masked):
+        return fused(q, k, v, mask, is_causal=causal)
+    step, outs = max(1, _MASK_NUMEL // (n if mask is None else mask.numel())), []
+    for lo in range(0, t, step):
+        queries, end = q[:, :, lo : lo + step], n - t + min(t, lo + step)
+        shown = None if mask is None else mask[..., :end]
+        seen = visible_keys(queries.shape[2], end, shown, q.device)
+        outs.append(fused(queries, k[:, :, :end], v[:, :, :end], seen))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
 def _sdpa_with_sinks(

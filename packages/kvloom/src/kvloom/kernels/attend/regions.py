@@ -95,8 +95,8 @@ class Slots(NamedTuple):
 class Spans(NamedTuple):
     """The tokens of all heads lie one after the other, without padding, in views [1, 1, M, D].
 
-    bounds: int64 [B, Hk, 2], each head's first token, and how many it has. longest: the most tokens
-    of a head.
+    Each view has all of them packed, or all exact. bounds: int64 [B, Hk, 2], each head's first
+    token, and how many it has. longest: the most tokens of a head.
     """
 
     bounds: Tensor

@@ -6,7 +6,7 @@ Importing this does not import Triton; the first call does.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,17 @@ def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
 
 def _other_keys(*_: Any, other_lse: Tensor | None = None, **__: Any) -> str | None:
     return None if other_lse is None else "`other_lse` stands for other keys"
+
+
+class Changes(NamedTuple):
+    """What changes logits, as in `MassOptions`; a kernel is compiled for it."""
+
+    softcap: bool
+    bias: bool
+    noise: int  # 0: none; else 1 + its place in `_KINDS`
+    fixed: bool
+    visible: bool
+    window: bool
 
 
 COVERAGE = Coverage(
@@ -67,11 +78,11 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
-    form: dict[str, Any] = {
-        "DB": cuda.padded_size(d), "SOFTCAP": softcap is not None, "BIAS": bias is not None,
-        "NOISE": kind, "FIXED": noise is not None and noise.fixed, "VISIBLE": visible is not None,
-        "WINDOW": window is not None,
-    }  # fmt: skip
+    changes = Changes(
+        softcap is not None, bias is not None, kind, noise is not None and noise.fixed,
+        visible is not None, window is not None,
+    )  # fmt: skip
+    form: dict[str, Any] = {"DB": cuda.padded_size(d), "CHANGES": changes}
     module = kernels()
     has: dict[str, Any] = {"HAS_PADDING": visible_queries is not None, "REDUCE_MAX": reduce_max}
     exact = q.dtype == torch.float32

@@ -49,37 +49,45 @@ def gumbel(seed, head, query, key, FIXED: tl.constexpr):
 
 
 @triton.jit
-def shaped(
-    s, head, query, token, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
-    window, back,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr,
-    VISIBLE: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Return logits [ROWS, KEYS] from scaled products: softcap, bias, noise, temperature, masks.
+def load_rows(x, i, count, step, channel, D):
+    """Load the rows i of a head's `count` queries or keys, channels side by side."""
+    mask = (i < count)[:, None] & (channel < D)[None, :]
+    return tl.load(x + i.to(tl.int64)[:, None] * step + channel[None, :], mask=mask, other=0.0)
 
-    head, query: [ROWS], of the rows; token: [KEYS]. bias, numbers, visible: where those of the
-    batch row (and key/value head) begin. back: keys before the first query, N - T.
+
+@triton.jit
+def masked_logits(
+    queries, keys, scale, head, query, token, bias, bias_head, numbers, first, seed, softcap,
+    inverse_tau, visible, n, window, back,
+    CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Return logits [ROWS, KEYS] after softcap, bias, noise, temperature and masks.
+
+    queries: [ROWS, DB]. keys: [KEYS, DB]. head, query: [ROWS], of the rows; token: [KEYS]. bias,
+    numbers, visible: where those of the batch row (and key/value head) begin. back: keys before
+    the first query, N - T.
     """
     inside = token < n
-    if SOFTCAP:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+    s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+    if CHANGES.softcap:  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         s = softcap - 2.0 * softcap / (tl.exp(s * (2.0 / softcap)) + 1.0)
-    if BIAS:
+    if CHANGES.bias:
         ptrs = bias + head.to(tl.int64)[:, None] * bias_head + token[None, :]
         s += tl.load(ptrs, mask=(inside & (token >= 0))[None, :] & (head >= 0)[:, None], other=0.0)
-    if NOISE == 1:
+    if CHANGES.noise == 1:
         key = tl.load(numbers + token, mask=inside, other=0).to(tl.uint32)
         s += gumbel(
             tl.full([1, 1], seed, tl.int32).to(tl.uint32), head.to(tl.uint32)[:, None],
-            (first + query).to(tl.uint32)[:, None], key[None, :], FIXED,
+            (first + query).to(tl.uint32)[:, None], key[None, :], CHANGES.fixed,
         )  # fmt: skip
-    if NOISE == 2:
+    if CHANGES.noise == 2:
         s += 0.5772156649015329
     s *= inverse_tau
     after = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
     mask = inside[None, :] & (after <= 0)
-    if WINDOW:
+    if CHANGES.window:
         mask = mask & (after > -window)
-    if VISIBLE:
+    if CHANGES.visible:
         mask = mask & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
     return tl.where(mask, s, float("-inf"))
 
@@ -90,19 +98,14 @@ def row_lse(
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
-    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write the log-sum-exp of ROWS rows, lse [B, Hq, T]. Grid: (blocks of rows, batch x head)."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // hq, line % hq
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, DB)
-    inside = channel < D
-    query_offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-    q += row * q_row + head * q_head
-    queries = tl.load(q + query_offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
+    queries = load_rows(q + row * q_row + head * q_head, i, t, q_token, channel, D)
     k += row * k_row + head // r * k_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
@@ -111,16 +114,13 @@ def row_lse(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     begin = 0
-    if WINDOW:
+    if CHANGES.window:
         begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
     for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
         j = lo + tl.arange(0, KEYS)
-        key_offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-        keys = tl.load(k + key_offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
-        s = tl.dot(queries, keys, input_precision="ieee") * scale
-        s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
-            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
+        s = masked_logits(
+            queries, load_rows(k, j, n, k_token, channel, D), scale, heads, i, j, bias, bias_head,
+            numbers, first, seed, softcap, inverse_tau, visible, n, window, n - t, CHANGES,
         )  # fmt: skip
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -137,19 +137,15 @@ def column_mass(
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head, nonpadding_row,
-    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHANGES: tl.constexpr,
+    HAS_PADDING: tl.constexpr, REDUCE_MAX: tl.constexpr,
 ):  # fmt: skip
     """Write the mass of KEYS keys, mass [B, Hq, N]. Grid: (blocks of keys, batch x query head)."""
     line = tl.program_id(1).to(tl.int64)
     row, head = line // hq, line % hq
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     channel = tl.arange(0, DB)
-    inside = channel < D
-    k += row * k_row + head // r * k_head
-    key_offset = j.to(tl.int64)[None, :] * k_token + channel[:, None]
-    keys = tl.load(k + key_offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
+    keys = load_rows(k + row * k_row + head // r * k_head, j, n, k_token, channel, D)
     q += row * q_row + head * q_head
     bias += row * bias_row
     numbers += row * number_row + head // r * number_head
@@ -157,16 +153,13 @@ def column_mass(
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
     masses = tl.zeros([KEYS], tl.float32)
     end = t
-    if WINDOW:
+    if CHANGES.window:
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
     for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
         i = lo + tl.arange(0, ROWS)
-        query_offset = i.to(tl.int64)[:, None] * q_token + channel[None, :]
-        queries = tl.load(q + query_offset, mask=(i < t)[:, None] & inside[None, :], other=0.0)
-        s = tl.dot(queries, keys, input_precision="ieee") * scale
-        s = shaped(
-            s, heads, i, j, bias, bias_head, numbers, first, seed, softcap, inverse_tau, visible, n,
-            window, n - t, SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
+        s = masked_logits(
+            load_rows(q, i, t, q_token, channel, D), keys, scale, heads, i, j, bias, bias_head,
+            numbers, first, seed, softcap, inverse_tau, visible, n, window, n - t, CHANGES,
         )  # fmt: skip
         counts = i < t
         if HAS_PADDING:
@@ -189,9 +182,7 @@ def step_logits(
     hk, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
-    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
-    BIAS: tl.constexpr, NOISE: tl.constexpr, FIXED: tl.constexpr, VISIBLE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write logits [B, Hk, R * T, N] of KEYS keys, and log-sum-exp, parts [B, Hk, R * T, blocks].
 
@@ -204,21 +195,18 @@ def step_logits(
     group, i = row_in_group // t, row_in_group % t
     j = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     channel = tl.arange(0, DB)
-    inside = channel < D
     heads = (head * r).to(tl.int32) + group
     offset = (
         row * q_row + heads.to(tl.int64)[:, None] * q_head + i[:, None] * q_token + channel[None, :]
     )
-    queries = tl.load(q + offset, mask=(row_in_group < rows)[:, None] & inside[None, :], other=0.0)
-    offset = row * k_row + head * k_head + j.to(tl.int64)[None, :] * k_token + channel[:, None]
-    keys = tl.load(k + offset, mask=(j < n)[None, :] & inside[:, None], other=0.0)
-    s = tl.dot(queries, keys, input_precision="ieee") * scale
+    mask = (row_in_group < rows)[:, None] & (channel < D)[None, :]
+    queries = tl.load(q + offset, mask=mask, other=0.0)
+    keys = load_rows(k + row * k_row + head * k_head, j, n, k_token, channel, D)
     heads = tl.where(row_in_group < rows, heads, -1)
-    s = shaped(
-        s, heads, i, j, bias + row * bias_row, bias_head,
+    s = masked_logits(
+        queries, keys, scale, heads, i, j, bias + row * bias_row, bias_head,
         numbers + row * number_row + head * number_head, first, seed, softcap, inverse_tau,
-        visible + row * visible_row + head * visible_head, n, window, n - t,
-        SOFTCAP, BIAS, NOISE, FIXED, VISIBLE, WINDOW,
+        visible + row * visible_row + head * visible_head, n, window, n - t, CHANGES,
     )  # fmt: skip
     offset = (line * rows + row_in_group)[:, None] * n + j[None, :]
     tl.store(logits + offset, s, mask=(row_in_group < rows)[:, None] & (j < n)[None, :])

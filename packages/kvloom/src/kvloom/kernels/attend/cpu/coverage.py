@@ -14,7 +14,7 @@ import torch
 from ....encoding import Encoding, unknown_fields
 from ... import dispatch
 from ...arguments import DTYPE_CODES
-from ...limits import MAX_STEP, Coverage, dtype_problem, head_dim_problem
+from ...limits import MAX_STEP, OF_ONE_HEAD, Coverage, dtype_problem, head_dim_problem
 from ...quantize.cpu.pack import READ_FIELDS
 from ..regions import Paged, Region, Slots, Spans
 
@@ -56,11 +56,6 @@ def _moved_raw_keys(encoding: Encoding, d: int, heads: int) -> str | None:
 
 def _raw_keys(encoding: Encoding) -> str | None:
     return "it does not read keys before RoPE by spans" if encoding.pre_rope else None
-
-
-def _joined_heads(encoding: Encoding) -> str | None:
-    what = "channels of a layer's heads that are grouped or scaled together"
-    return what if encoding.regroups else None
 
 
 def _exact_pages(encoding: Encoding | None) -> str | None:
@@ -107,10 +102,7 @@ ENCODINGS = Coverage(
 POSITIONS = Coverage(
     ("keys before RoPE at consecutive positions, except for `Slots`", _scattered_raw_keys)
 )
-SPANS = Coverage(
-    ("keys after RoPE", _raw_keys),
-    ("groups of one head, not clipped, divided or static", _joined_heads),
-)
+SPANS = Coverage(("keys after RoPE", _raw_keys), OF_ONE_HEAD)
 PAGES = Coverage(("both sides packed", _exact_pages), ("not at 1.5 bits", _split_bytes))
 WORDS = f"{STEPS}; {HEADS}; {ENCODINGS}; {POSITIONS}; `Spans`: {SPANS}; `Paged`: {PAGES}"
 

@@ -69,4 +69,5 @@ class Options(NamedTuple):
     padded: bool = False
     softcapped: bool = False
     biased: bool = False
-    chosen: bool = False
+    chosen: bool = False  # tokens at slots
+    spanned: bool = False  # heads that have spans of one row

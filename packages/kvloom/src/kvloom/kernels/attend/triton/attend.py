@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...limits import OF_ONE_HEAD, Coverage
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
@@ -19,7 +20,8 @@ from .decode import kernels, nothing, run
 __all__ = ["attend", "kernels", "problems"]
 
 
-COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; no `Spans`; `Paged`: {paged.COVERAGE}"
+SPANS = Coverage(OF_ONE_HEAD)
+COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; `Spans`: {SPANS}; `Paged`: {paged.COVERAGE}"
 
 
 def problems(q: Tensor, regions: Sequence[Region], _softcap: float | None = None) -> list[str]:
@@ -27,12 +29,13 @@ def problems(q: Tensor, regions: Sequence[Region], _softcap: float | None = None
     reasons: list[str] = []
     for region in regions:
         given = q.shape[2], region.keys.exact, region.keys.encoding, region.values.encoding
-        if isinstance(region.where, Spans):
-            found = ["it does not read heads with different numbers of tokens"]
-        elif isinstance(region.where, Paged):
+        if isinstance(region.where, Paged):
             found = paged.problems(*given)
         else:
             found = decode.problems(*given)
+        if isinstance(region.where, Spans) and not found:
+            sides = zip(("keys", "values"), given[2:], strict=True)
+            found = [f"{side}: {x}" for side, e in sides if e for x in SPANS.problems(e)]
         reasons += [reason for reason in found if reason not in reasons]
     return reasons
 
@@ -58,13 +61,15 @@ def attend(
 
 
 def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> list[AttentionState]:
-    """Attend to chosen tokens, all packed or all exact on either side, and to the rest."""
+    """Attend to chosen tokens, or those of spans, all packed or all exact; and to the rest."""
     keys, values, where = region[:3]
-    chosen = where.slots if isinstance(where, Slots) else None
-    begin = where.begin if isinstance(where, Slots) else 0
-    stretches = [(chosen, 0, 0 if chosen is None else chosen.shape[2]), (None, begin, keys.tokens)]
+    stretches: list[tuple[Slots | Spans | None, int, int]] = [(None, 0, keys.tokens)]
+    if isinstance(where, Slots):
+        stretches = [(where, 0, where.slots.shape[2]), (None, where.begin, keys.tokens)]
+    elif isinstance(where, Spans):
+        stretches = [(where, 0, where.longest)]
     states, column = [], 0
-    for slots, lo, hi in stretches:
+    for there, lo, hi in stretches:
         if hi > lo:
             columns = slice(column, column + hi - lo)
             visible, bias = (
@@ -72,7 +77,7 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> l
             )
             causal = region.step_tokens > 1  # a single query is the last token and sees all
             call = decode.call(
-                q, keys, values, scale, causal, softcap, decode.masks_of(visible, bias), slots,
+                q, keys, values, scale, causal, softcap, decode.masks_of(visible, bias), there,
                 lo, hi,
             )  # fmt: skip
             states.append(run(call, kernels()._split))

@@ -1,9 +1,10 @@
 """Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
-A call attends to a packed prefix and an exact tail in one pass, or to chosen tokens where they are
-stored; `decode_kernel` does it. A call reads nothing back from the device: its grid follows from
-shapes and from the number of packed tokens, which the host knows. `paged` launches its kernel by
-functions of this file. Importing this does not import Triton; the first call does.
+A call attends to a packed prefix and an exact tail in one pass, or to chosen tokens or spans where
+they are stored; `decode_kernel` does it. A call reads nothing back from the device: its grid
+follows from shapes, and from numbers of packed tokens and of the longest span, which the host
+knows. `paged` launches its kernel by functions of this file. Importing this does not import Triton;
+the first call does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, Coverage, dtype_problem
 from ...quantize.hadamard import levels, rotate
 from ..reference import AttentionState
-from ..regions import KVView
+from ..regions import KVView, Slots, Spans
 from .arguments import Form, Options, Side
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
@@ -103,25 +104,29 @@ def call(
     causal: bool,
     softcap: float | None,
     masks: Masks,
-    slots: Tensor | None,
+    where: Slots | Spans | None,
     begin: int,
     n: int,
 ) -> Launch:
-    """Prepare the call for a case; tensors may be on torch's meta device."""
+    """Prepare the call for a case; tensors may be on torch's meta device.
+
+    It reads the tokens `begin` to n of the views, or of the slots, or up to n of each span.
+    """
     b, hq, t, d = q.shape
     ks, vs = side_arguments(keys), side_arguments(values)
-    heads = keys.exact.shape[1]  # those that share what they see: of the slots, of the mask
-    if slots is not None:
-        heads = slots.shape[1]
+    table = None
+    if where is not None:
+        table = contiguous_rows(where.slots if isinstance(where, Slots) else where.bounds)
+    heads = keys.exact.shape[1]  # those that share what they see: of the table, of the mask
+    if table is not None:
+        heads = table.shape[1]
     elif masks.visible is not None:
         heads = max(heads, masks.visible.shape[1])
     r = hq // heads
     q = q.to(keys.tail.dtype).contiguous()
     rotated_q = q if not ks.rotation_size else (rotate_groups(q, ks.rotation_size).to(q.dtype))
-    if slots is not None:
-        slots = contiguous_rows(slots)
-    regions = _regions(ks, vs, begin, n, slots is not None)
-    most = min(ks.most, vs.most, 64 if slots is None else 16)
+    regions = _regions(ks, vs, begin, n, where is not None)
+    most = min(ks.most, vs.most, 16 if isinstance(where, Slots) else 64)
     form = tile_shapes(d, r * t, q.dtype, most)
     packed = ks.form.bits or vs.form.bits
     sizes = (form.tokens if packed else form.alone, form.tokens, form.alone)
@@ -133,13 +138,16 @@ def call(
         count = -(-hi // size) - lo // size if hi > lo else 0
         tiles.append(count)
         splits.append(min(count, -(-want * (hi - lo) // (n - begin))))
+    if isinstance(where, Spans):  # equally many tiles a split, so that short heads have fewer
+        tiles[0] = -(-keys.tokens // (b * heads * want * sizes[0]))
+        splits[0] = -(-(-(-n // sizes[0]) + 1) // tiles[0])  # a span may begin within a tile
     visible, bias = masks
     arguments = {
         "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
         "k_packed_end": ks.packed_end, "v_packed_end": vs.packed_end,
         "visible_ptr": q if visible is None else visible, "bias_ptr": q if bias is None else bias,
-        "slots_ptr": q if slots is None else slots,
-        **_steps("visible", visible), **_steps("bias", bias), **_steps("slots", slots),
+        "where_ptr": q if table is None else table,
+        **_steps("visible", visible), **_steps("bias", bias), **_steps("where", table),
         "scale": float(scale), "softcap": float(softcap or 1.0),
         "h": heads, "share": heads // keys.exact.shape[1], "r": r, "t": t, "n": n, "begin": begin,
         "both_packed_end": regions.both_packed_end,
@@ -150,7 +158,8 @@ def call(
         "K": ks.form, "V": vs.form, "D": d, "DP": cuda.padded_size(d), "BM": form.rows,
         "BN0": sizes[0], "BN1": sizes[2], "PACKED_SIDE": regions.packed_side,
         "OPTIONS": Options(
-            causal, visible is not None, softcap is not None, bias is not None, slots is not None
+            causal, visible is not None, softcap is not None, bias is not None,
+            isinstance(where, Slots), isinstance(where, Spans),
         ),
     }  # fmt: skip
     splits_all = sum(splits)
@@ -170,11 +179,11 @@ class _Regions(NamedTuple):
 
 
 def _regions(
-    keys: SideArguments, values: SideArguments, begin: int, n: int, chosen: bool
+    keys: SideArguments, values: SideArguments, begin: int, n: int, alike: bool
 ) -> _Regions:
-    """Return the regions of tokens begin to n; chosen tokens, and exact ones, are all in one."""
+    """Return the regions of tokens begin to n; tokens that are alike are all in one."""
     ends = [side.packed_end for side in (keys, values) if side.form.bits]
-    if chosen or not ends:
+    if alike or not ends:
         return _Regions(n, n, 0)
     both, either = max(begin, min(ends)), max(begin, max(ends))
     if both == either:
@@ -182,9 +191,14 @@ def _regions(
     return _Regions(both, either, KEYS if keys.packed_end == either else VALUES)
 
 
+def _stride(x: Tensor, dim: int) -> int:
+    """Return the stride of a dimension; 0 for one of size 1, whose element all rows share."""
+    return x.stride(dim) if x.shape[dim] > 1 else 0
+
+
 def _steps(name: str, x: Tensor | None) -> dict[str, int]:
-    """Return strides of the first two dimensions, 0 where there is one of a kind."""
-    b, h = (0, 0) if x is None else (x.stride(i) if x.shape[i] > 1 else 0 for i in (0, 1))
+    """Return the strides of the first two dimensions."""
+    b, h = (0, 0) if x is None else (_stride(x, i) for i in (0, 1))
     return {f"{name}_b": b, f"{name}_h": h}
 
 
@@ -203,7 +217,7 @@ def side_arguments(view: KVView) -> SideArguments:
     tail, packed = view.tail, view.packed
     tail = contiguous_rows(tail)
     codes = scale = zero = group_of = divisor = table = tail  # placeholders that are not read
-    meta, form, rotation_size, packed_end = [0, 0, 0], Form(), 0, 0
+    form, rotation_size, packed_end = Form(), 0, 0
     if packed is not None:
         layer_encoding, packed_end = packed.layer_encoding, packed.hi
         form, rotation_size = Form.of(layer_encoding), layer_encoding.rotation_size
@@ -223,9 +237,9 @@ def side_arguments(view: KVView) -> SideArguments:
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
-        meta = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(3)]
     tensors = codes, scale, zero, group_of, divisor, table, tail
-    side = Side(*tensors, *codes.stride()[:3], *meta, *tail.stride()[:3])
+    strides = [_stride(x, i) for x in (codes, scale, tail) for i in range(3)]
+    side = Side(*tensors, *strides)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
     looked_up = form.bits == 15 or form.rotation == 1 or form.kind == 2
     slow = form.bits in (1, 3, 8)
@@ -295,7 +309,8 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
     rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows))
-    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, 2)
+    stages = 1 if large and d <= 64 and most < 32 else 2
+    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
 
 
 @cache

@@ -2,9 +2,10 @@
 
 Split-token flash decoding. The query rows of a group (R heads x T queries) are one tile, so every
 packed byte is loaded once for all of them. Tokens are cut into regions in which keys and values
-each have one form: both packed, one packed, both exact; or chosen tokens anywhere. A program of
-`_split` owns a range of tiles of one region for one key/value head, a split, and leaves an
-unnormalized sum, the largest logit and the sum of weights; `_merge` joins the splits of a row.
+each have one form: both packed, one packed, both exact; or chosen tokens anywhere; or the span of
+each head in one long row. A program of `_split` owns a range of tiles of one region for one
+key/value head, a split, and leaves an unnormalized sum, the largest logit and the sum of weights;
+`_merge` joins the splits of a row. A split of no tile leaves no sum, and none is read.
 
 A tile of BN tokens begins where bytes and groups begin: [BN / per_byte, D] bytes spread to
 [BN, D] codes by shifts along a dimension between the two, scales and zeros likewise, so each is
@@ -245,12 +246,13 @@ def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.conste
 
 @triton.jit
 def store_split(
-    acc_ptr, ml_ptr, top, total, acc, head, rows, splits, i, o_m, o_d, D: tl.constexpr
+    acc_ptr, ml_ptr, top, total, acc, head, rows, splits, i, o_m, o_d, D: tl.constexpr, busy=True
 ):  # fmt: skip
-    """Store the state of split i of the query rows o_m [BM]."""
+    """Store the state of split i of the query rows o_m [BM]; busy: whether it has tokens."""
     place = (head * rows + o_m) * splits + i
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
-    tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
+    if busy:
+        tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
     tl.store(ml_ptr + 2 * place, top, mask=o_m < rows)
     tl.store(ml_ptr + 2 * place + 1, total, mask=o_m < rows)
 
@@ -265,13 +267,13 @@ def _tiles_of(i, splits, tiles):
 
 
 @triton.jit(do_not_specialize=[
-    "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "slots_b",
-    "slots_h", "n", "begin", "both_packed_end", "split0", "split1", "split2", "tiles0", "tiles1",
+    "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "where_b",
+    "where_h", "n", "begin", "both_packed_end", "split0", "split1", "split2", "tiles0", "tiles1",
     "tiles2", "t", "r",
 ])  # fmt: skip
 def _split(
-    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, slots_ptr, acc_ptr,
-    ml_ptr, visible_b, visible_h, bias_b, bias_h, slots_b, slots_h,
+    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, where_ptr, acc_ptr,
+    ml_ptr, visible_b, visible_h, bias_b, bias_h, where_b, where_h,
     scale, softcap, h, share, r, t, n, begin, both_packed_end, split0, split1, split2, tiles0,
     tiles1, tiles2,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
@@ -281,9 +283,10 @@ def _split(
 
     Region 0, tokens begin to both_packed_end: both sides in their formats (packed or not). Region
     1, to the later end of a packed prefix: one side packed, PACKED_SIDE (KEYS or VALUES; 0: there
-    is no such token). Region 2, to n: both exact. With slots, region 0 is the tokens at the slots.
-    h: heads of the slots or of the keys, `share` of the former to one of the latter. The first
-    column of the mask and of the bias is that of token `begin`.
+    is no such token). Region 2, to n: both exact. With slots, region 0 is the tokens at the slots;
+    with spans, it is those of the head's span, and tiles0 of them make a split. where: slots, or
+    bounds of spans. h: heads of these or of the keys, `share` of the former to one of the latter.
+    The first column of the mask and of the bias is that of token `begin`.
     """
     splits = split0 + split1 + split2
     pid = tl.program_id(0)
@@ -299,9 +302,17 @@ def _split(
     q, rotated = load_queries(q_ptr, rotated_ptr, head, r * t, o_m, o_d, K, D)
     k = side_of_row(side_of_head(k, hk, o_d, K, D), b)
     v = side_of_row(side_of_head(v, hk, o_d, V, D), b)
+    where = where_ptr + b * where_b + hs * where_h
+    busy = True
+    if OPTIONS.spanned:
+        begin = tl.load(where).to(tl.int32)
+        n = begin + tl.load(where + 1).to(tl.int32)
+        both_packed_end = n
+        tiles = tl.where(n > begin, tl.cdiv(n, BN0) - begin // BN0, 0)
+        split0, tiles0 = tl.cdiv(tiles, tiles0), tiles
+        busy = i < split0
     visible = visible_ptr + b * visible_b + hs * visible_h - begin
     bias = bias_ptr + b * bias_b - begin
-    slots = slots_ptr + b * slots_b + hs * slots_h
     heads = tl.where(o_m < r * t, (hs * r + o_m // t) * bias_h, -1)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -309,7 +320,7 @@ def _split(
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, scale, softcap,
-        k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
+        k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
         K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
     if PACKED_SIDE > 0:
@@ -321,18 +332,18 @@ def _split(
         top, total, acc = _walk(
             top, total, acc, region_q, both_packed_end, any_packed_end, lo, hi, n, t, scale,
             softcap,
-            k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, PACKED_SIDE == KEYS, PACKED_SIDE == VALUES, D, DP, BN0, OPTIONS,
         )  # fmt: skip
-    if (K.bits > 0 or V.bits > 0) and not OPTIONS.chosen:
+    if (K.bits > 0 or V.bits > 0) and not (OPTIONS.chosen or OPTIONS.spanned):
         lo, hi = _tiles_of(i - split0 - split1, split2, tiles2)
         any_packed_end = tl.maximum(begin, tl.maximum(k_packed_end, v_packed_end))
         top, total, acc = _walk(
             top, total, acc, q, any_packed_end, n, lo, hi, n, t, scale, softcap,
-            k, k_packed_end, v, v_packed_end, visible, bias, slots, o_m, o_d, heads,
+            k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
-    store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D)
+    store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D, busy)
 
 
 @triton.jit(do_not_specialize=["splits", "rotated"])
@@ -357,9 +368,10 @@ def _merge(
     for s0 in range(0, splits, BS):
         o = s0 + o_s
         inside = o < splits
-        weight = tl.exp(tl.load(ml_ptr + 2 * o, mask=inside, other=-float("inf")) - sub)
+        split_top = tl.load(ml_ptr + 2 * o, mask=inside, other=-float("inf"))
+        weight = tl.exp(split_top - sub)
         totals += weight * tl.load(ml_ptr + 2 * o + 1, mask=inside, other=0.0)
-        mask = inside[:, None] & (o_d[None, :] < D)
+        mask = (split_top != -float("inf"))[:, None] & (o_d[None, :] < D)
         acc = tl.load(acc_ptr + o[:, None] * D + o_d[None, :], mask=mask, other=0.0)
         acc = acc * weight[:, None]
         if ROTATED:

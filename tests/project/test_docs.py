@@ -97,6 +97,7 @@ def test_the_tables_of_evidence_are_those_of_the_results(tables):
         "smollm2-2k-mixed",
         "peers",
         "smollm2-2k-free",
+        "smollm2-1k-free",
     }
 
 

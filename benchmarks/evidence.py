@@ -157,18 +157,6 @@ GROWING_TASKS = (  # 8 texts
         "streaming:tokens=512", "h2o:tokens=512", "triattention:fraction=0.25,recent=128,block=128",
     ), OWN)),
 )  # fmt: skip
-LONGER: dict[str, Shares] = {
-    **dict.fromkeys((
-        "near-lossless", "balanced", "kivi-4", "small-random.toml", "tiny", "tiny-kvzip.toml",
-        "small:fraction=0.25", "micro",
-    ), OWN),
-    **dict.fromkeys(("small", "small-kvzip.toml"), (None, 1 / 5)),
-    "snapkv": (1 / 5,),
-}  # fmt: skip
-LONGER_TASKS = (  # 8 texts; 60 needles
-    TaskPlan("perplexity", 2, 128, LONGER),
-    TaskPlan("niah:multikey", 6, 1, LONGER, PROSE),
-)
 LONG: dict[str, Shares] = {
     **dict.fromkeys((
         "near-lossless", "balanced", "small", "small-kvzip.toml", "small-random.toml", "tiny",
@@ -181,12 +169,12 @@ LONG_TASKS = (  # 4 texts; 30 needles
 )
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
+    "smollm2-4k": RunPlan("smollm2", 4096, {"": library_text}, TASKS),
     "reference-2k": RunPlan("reference", 2048, {"": library_text}, TASKS),
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
     "smollm2-2k-free": RunPlan("smollm2", 2048, KINDS, FREE_TASKS, seed=1),
     "smollm2-1k-free": RunPlan("smollm2", 1024, KINDS, GROWING_TASKS, seed=1),
-    "smollm2-4k": RunPlan("smollm2", 4096, KINDS, LONGER_TASKS, seed=1),
     "smollm2-8k": RunPlan("smollm2", 8000, KINDS, LONG_TASKS, seed=1),  # of 8,192 positions
 }
 SHOWN = {"perplexity": table, "niah": needles, "free": free}

@@ -16,6 +16,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.append import cpu as cpu_append
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import attend as cpu_attend
+from kvloom.kernels.attend.cpu import prompt as cpu_prompt
 from kvloom.kernels.attend.regions import KVView, Region
 from kvloom.kernels.attend.triton import decode as triton_decode
 from kvloom.kernels.limits import Coverage
@@ -269,17 +270,19 @@ def test_every_operation_says_what_its_backends_cover():
 
 def test_every_backend_has_the_signature_of_its_reference():
     bound = {
-        "append": cpu_append.append,
-        "attend": cpu_attend.BoundCall.run,
-        "pack": cpu_pack.Packer.__call__,
-        "column_mass": cpu_score.column_mass,
+        "append": (cpu_append.append,),
+        "attend": (cpu_attend.BoundCall.run,),
+        "attend_prompt": (cpu_prompt.attend, cpu_prompt.fused),
+        "pack": (cpu_pack.Packer.__call__,),
+        "column_mass": (cpu_score.column_mass,),
     }
     for name, op in ops.OPS.items():
         want = list(signature(op.reference).parameters.values())
         for backend in op.backends.values():
-            run = getattr(backend.bind, "run", None) or bound[name]
-            got = [x for x in signature(run).parameters.values() if x.name != "self"]
-            assert got == want, f"{name}: {run.__module__}"
+            run = getattr(backend.bind, "run", None)
+            for one in bound[name] if run is None else (run,):
+                got = [x for x in signature(one).parameters.values() if x.name != "self"]
+                assert got == want, f"{name}: {one.__module__}"
 
 
 def test_kernels_work_where_no_code_can_be_cached(monkeypatch):

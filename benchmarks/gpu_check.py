@@ -275,18 +275,17 @@ def _spans(
 ) -> float:
     """A step over heads with different numbers of tokens, one of them far longer than others."""
     counts = unit * torch.tensor([[3, 0, 1, 4], [1, 2, 5 if bench.dry else 2000 // unit, 1]])
-    ends = counts.flatten().cumsum(0).view_as(counts)
-    bounds = torch.stack([ends - counts, counts], dim=-1)
+    where = Spans.of(counts)
     lanes = []
     for fmt in (keys, values):
         lane = KVSide(fmt)
         lane.add(torch.randn(1, 1, int(counts.sum()), d, device=bench.device).to(dtype))
         lanes.append(lane)
     q = torch.randn(2, 4 * r, t, d, device=bench.device).to(dtype)
-    where = Spans(bounds.to(bench.device), int(counts.max()))
-    state = _by_kernel(q, [Region(*(lane.kv_view() for lane in lanes), where)])
+    on_device = where._replace(bounds=where.bounds.to(bench.device))
+    state = _by_kernel(q, [Region(*(lane.kv_view() for lane in lanes), on_device)])
     exact = [KVView(None, lane.kv_view().tensor().cpu().float()) for lane in lanes]
-    cpu = [Region(*exact, Spans(bounds, where.longest))]
+    cpu = [Region(*exact, where)]
     want = attend_ref.attend_regions(q.cpu().float(), cpu, d**-0.5)
     return max(_away(state.out, want.out), _away(state.lse, want.lse))
 

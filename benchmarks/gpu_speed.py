@@ -102,14 +102,12 @@ def _stored(recipe: Recipe, k: Tensor, v: Tensor) -> tuple[list[Region], int]:
         bids = -torch.rand(batch, heads, device=k.device).log()
         parts = bids / bids.sum(dim=-1, keepdim=True) * (contested * heads / store.block_tokens)
         counts = parts.long() * store.block_tokens
-        ends = counts.flatten().cumsum(0).view_as(counts)
-        where = Spans(torch.stack([ends - counts, counts], dim=-1), int(counts.max()))
         for x, fmt in ((k, store.keys), (v, store.values)):
             lane = KVSide(fmt)
             flat = x[:, :, :contested].reshape(1, 1, -1, d)
             lane.add(flat[:, :, : int(counts.sum())])
             lanes.append(lane)
-        regions.append(Region(*(lane.kv_view() for lane in lanes[2:]), where))
+        regions.append(Region(*(lane.kv_view() for lane in lanes[2:]), Spans.of(counts)))
     return regions, sum(lane.nbytes for lane in lanes)
 
 

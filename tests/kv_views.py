@@ -111,9 +111,7 @@ def kv_view(fmt, packed_end, n, b, hk, d, dtype, seed):
 
 def spans(counts):
     """Return spans of rows of heads with so many tokens, one after the other."""
-    counts = torch.as_tensor(counts)
-    first = counts.flatten().cumsum(0).view_as(counts) - counts
-    return Spans(torch.stack([first, counts], dim=-1), int(counts.max()))
+    return Spans.of(torch.as_tensor(counts))
 
 
 def span_view(fmt, tokens, d, dtype, seed):

@@ -143,7 +143,7 @@ class RaggedTokens(Stateful):
         older = 0 if self.spans is None else len(self.keys)
         self.keys.add(k[places][None, None], nonpadding)
         self.values.add(v[places][None, None], nonpadding)
-        spans, before, known = _spans(counts), self.spans, self.logical_index
+        spans, before, known = Spans.of(counts), self.spans, self.logical_index
         if index:
             if known is None:  # no row had padding, so each sees its first token
                 known = logical.new_zeros(older)
@@ -154,7 +154,7 @@ class RaggedTokens(Stateful):
         starts = torch.stack([before.bounds[..., 0], older + spans.bounds[..., 0]], dim=-1)
         parts = torch.stack([before.bounds[..., 1], counts], dim=-1)
         self._take(_ranges(starts.flatten() // self.unit, parts.flatten() // self.unit))
-        self.spans = _spans(parts.sum(dim=-1))
+        self.spans = Spans.of(parts.sum(dim=-1))
 
     def _take(self, units: Tensor) -> None:
         """Keep only some units of `unit` tokens, in a new order: see `KVSide.take`."""
@@ -193,7 +193,7 @@ class RaggedTokens(Stateful):
         rows = fn(torch.arange(len(bounds), device=bounds.device))
         first, count = bounds[rows].flatten(0, 1).unbind(dim=-1)
         self._take(_ranges(first // self.unit, count // self.unit))
-        self.spans = _spans(count.view(len(rows), -1))
+        self.spans = Spans.of(count.view(len(rows), -1))
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned.
@@ -205,7 +205,7 @@ class RaggedTokens(Stateful):
         assert like is not None
         for name in ("keys", "values"):
             getattr(self, name).load_state(state[name], like[:1, :1])
-        self.spans, self.logical_index = _spans(state["bounds"][..., 1]), state["logical_index"]
+        self.spans, self.logical_index = Spans.of(state["bounds"][..., 1]), state["logical_index"]
 
 
 def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:
@@ -214,12 +214,6 @@ def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:
     if visible is None:
         return older
     return older.masked_fill(~visible[..., : older.shape[-1]], -torch.inf)
-
-
-def _spans(counts: Tensor) -> Spans:
-    """Return the spans of heads with `counts` tokens, int64 [B, Hk], one after the other."""
-    ends = counts.flatten().cumsum(dim=0).view(counts.shape)
-    return Spans(torch.stack([ends - counts, counts], dim=-1), int(counts.max()))
 
 
 def _ranges(first: Tensor, count: Tensor) -> Tensor:

@@ -102,6 +102,12 @@ class Spans(NamedTuple):
     bounds: Tensor
     longest: int
 
+    @classmethod
+    def of(cls, counts: Tensor) -> Spans:
+        """Return the spans of heads with so many tokens, int64 [B, Hk], from the first token on."""
+        ends = counts.flatten().cumsum(dim=0).view(counts.shape)
+        return cls(torch.stack([ends - counts, counts], dim=-1), int(counts.max()))
+
     @property
     def kind(self) -> Hashable:
         """What a kernel is bound to."""

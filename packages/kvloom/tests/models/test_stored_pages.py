@@ -126,11 +126,11 @@ def test_the_model_is_identified_once_for_the_pages_of_a_request(llama, store, w
     identified, fields = [], identity.fields
     monkeypatch.setattr(identity, "fields", lambda *x: identified.append(1) or fields(*x))
     tokens(llama, KIVI, store, new=50)
-    assert len(identified) == 3  # twice at the beginning, and at the end of the request
+    assert len(identified) == 2  # at the beginning, and at the end of the request
     assert len(store.entries()) == 4
     monkeypatch.setattr("kvloom.hf.prompts.pages._MOST_WAITING", 1)
     tokens(llama, "full", store, new=50)
-    assert len(identified) == 3 + 2 + 4
+    assert len(identified) == 2 + 1 + 4
     watch.assert_nothing_left()
 
 

@@ -90,7 +90,7 @@ def fields(cache: RoutedCache, tenant: str) -> dict[str, bytes]:
         "calibration": json_bytes(save.calibration(cache)),
         "dtype": json_bytes([model.dtype, autocast]),
         "config": encoded(model.config.to_dict()),
-        "attention": json_bytes(compat.decoder_config(model)._attn_implementation),
+        "attention": attention(model),
         "modules": json_bytes(list(_modules(model))),
         "weights": weights,
     }
@@ -99,6 +99,11 @@ def fields(cache: RoutedCache, tenant: str) -> dict[str, bytes]:
 def _framed(value: bytes) -> bytes:
     """Return bytes with their length before them."""
     return len(value).to_bytes(8, "little") + value
+
+
+def attention(model: PreTrainedModel) -> bytes:
+    """Return the bytes of the attention that a model computes with now."""
+    return json_bytes(compat.decoder_config(model)._attn_implementation)
 
 
 def version() -> bytes:

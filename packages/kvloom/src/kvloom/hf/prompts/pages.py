@@ -48,7 +48,7 @@ class StoredPages:
     @classmethod
     def of_cache(cls, store: PromptStore, cache: RoutedCache) -> StoredPages:
         """Return the pages of continuous batching with the model and the recipe of a cache."""
-        attention = identity.fields(cache, store.tenant)["attention"]
+        attention = identity.attention(cache.owner.model)
 
         def identify() -> dict[str, bytes]:
             fields = identity.fields(cache, store.tenant)

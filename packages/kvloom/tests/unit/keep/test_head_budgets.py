@@ -105,7 +105,7 @@ def test_the_former_name_of_head_share_is_read():
     assert "head_share = 0.2" in text
 
 
-@pytest.mark.parametrize("name", ["small", "tiny"])
+@pytest.mark.parametrize("name", ["small", "tiny", "micro"])
 def test_heads_of_all_layers_compete_in_recommended_recipes(name):
     assert resolve(name).keep.budget.layers == "joint"
     assert resolve(name).keep.budget.head_share == 0.2
@@ -166,6 +166,9 @@ def test_what_a_budget_refuses():
         Budget(64, head_share="a few")
     with pytest.raises(RecipeError, match="give head_share"):
         Budget(64, layers="joint")
+    for change in ({"last_weight": 4.0}, {"layers": "joint", "head_share": 0.2, "last_weight": 0}):
+        with pytest.raises(RecipeError, match="last_weight=.* must be above 0, and needs layers"):
+            Budget(64, **change)
 
 
 def test_what_a_recipe_refuses():

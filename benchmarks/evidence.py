@@ -91,8 +91,8 @@ FEW: dict[str, Shares] = {
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
     **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
-    # the budgets of `tiny` and `micro`, without a second reading of the prompt
-    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
+    "tiny-two-readings.toml": OWN,  # its budget, by the score of `micro`
+    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,  # the score of `small`
 }  # fmt: skip
 
 
@@ -240,10 +240,18 @@ class Lab:
         return next(iter(sources.values())), mixed_batches(task_named(task.spec), sources)
 
     def recipes(self, task: TaskPlan, names: Iterable[str] | None) -> list[Recipe]:
-        """Return the recipes of a task, or some recipes at the shares that they have there."""
+        """Return the recipes of a task, or some recipes at the shares that they have there.
+
+        names: a recipe that other tasks of the run have alone is left out.
+        """
         shares = task.recipes
         if names is not None:
-            shares = {name: shares.get(name) or ALL.get(name, SHARES) for name in names}
+            planned = {name for each in self.plan.tasks for name in each.recipes}
+            shares = {
+                name: shares.get(name) or ALL.get(name, SHARES)
+                for name in names
+                if name in shares or name not in planned
+            }
         every = recipes(shares, self.plan.context, self.geometry)
         return [replace(recipe, name=recipe.name + task.label) for recipe in every]
 
@@ -332,11 +340,12 @@ def publish(
     result = {
         "environment": record.environment(dtype=DTYPE),
         "protocol": frozen,
-        "figures": with_others(run, frozen, figures),
+        "earlier_protocols": [],
+        "figures": figures,
         "by_kind": rows,
     }
+    record.write_samples(f"evidence_{run}", with_earlier(run, result, published_lines))
     record.write(f"evidence_{run}", result)
-    record.write_samples(f"evidence_{run}", published_lines)
 
 
 def printer(run: str) -> Callable[[str, int], None]:
@@ -420,18 +429,47 @@ def main() -> None:
         measure(run, tasks, names, options.folder)
 
 
-def with_others(run: str, frozen: dict[str, Any], figures: list[dict]) -> list[dict]:
-    """Return figures and those of this machine's file for other recipes and tasks.
+def with_earlier(run: str, result: dict[str, Any], lines: list[dict]) -> list[dict]:
+    """Add this machine's published figures of other recipes and tasks; return all sample lines.
 
-    What was measured under another protocol is left out.
+    What other texts, seeds or versions gave is left out. Raises `SystemExit` where a sample that
+    was measured again, as of `full`, has another answer: the earlier figures then count no more.
     """
     path = record.results() / f"evidence_{run}.json"
-    before = json.loads(path.read_text()) if path.exists() else {"figures": []}
-    if before.get("protocol", frozen) != frozen:
-        return figures
-    measured = {(row["task"], row["recipe"]) for row in figures}
-    others = [row for row in before["figures"] if (row["task"], row["recipe"]) not in measured]
-    return [*others, *figures]
+    before = json.loads(path.read_text()) if path.exists() else {}
+    frozen = result["protocol"]
+    former = before.get("protocol", {**frozen, "recipes": {}})
+    if not before or _conditions(former) != _conditions(frozen):
+        return lines
+    measured = {(row["task"], row["recipe"]) for row in result["figures"]}
+    for name in ("figures", "by_kind"):
+        others = before.get(name, [])
+        others = [row for row in others if (row["task"], row["recipe"]) not in measured]
+        result[name] = [*others, *result[name]]
+    names = {row["recipe"] for row in result["figures"]} - set(frozen["recipes"])
+    for each in (*before.get("earlier_protocols", []), former):
+        if some := {name: text for name, text in each["recipes"].items() if name in names}:
+            result["earlier_protocols"].append({**each, "recipes": some})
+            names -= set(some)
+    samples = record.results() / f"evidence_{run}.samples.jsonl.gz"
+    earlier = published_samples(run) if samples.exists() else []
+    key = itemgetter("task", "sample", "recipe")
+    now = {key(line): line for line in lines}
+    for line in earlier:
+        name = line["recipe"]
+        same = former["recipes"].get(name) == frozen["recipes"].get(name)
+        if same and now.get(key(line), line) != line:
+            sys.exit(
+                f"{name} gave {line['sample']} of {line['task']} another answer than is published: "
+                f"measure all recipes of {run} again (move {path} away)"
+            )
+    others = [line for line in earlier if (line["task"], line["recipe"]) not in measured]
+    return [*others, *lines]
+
+
+def _conditions(frozen: dict[str, Any]) -> dict[str, Any]:
+    """Return what the answers of a recipe depend on."""
+    return {name: x for name, x in frozen.items() if name not in ("commit", "clean", "recipes")}
 
 
 if __name__ == "__main__":

@@ -65,9 +65,7 @@ def tiny(
     """
     options = _eviction(recent, chunk, sinks, head_share)
     weight = 4.0 if options["layers"] == "joint" else 1.0
-    chosen = rotated(
-        fraction=fraction, block=block, neighbours=0.1, last_weight=weight, **options
-    )
+    chosen = rotated(fraction=fraction, block=block, neighbours=0.1, last_weight=weight, **options)
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 

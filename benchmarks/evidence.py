@@ -154,6 +154,7 @@ FREE_TASKS = (  # 32 texts
 GROWING_TASKS = (  # 8 texts
     TaskPlan("free", 2, 1024, dict.fromkeys((
         "near-lossless", "small", "small:block=256", "small:fraction=0.25,block=256",
+        "tiny:block=256",
         "streaming:tokens=512", "h2o:tokens=512", "triattention:fraction=0.25,recent=128,block=128",
     ), OWN)),
 )  # fmt: skip
@@ -163,13 +164,22 @@ LONG: dict[str, Shares] = {
     ), OWN),
     "snapkv": (1 / 5,),
 }  # fmt: skip
+MIDDLE: dict[str, Shares] = {
+    **LONG,
+    **dict.fromkeys(("micro", "tiny-two-readings.toml", "kivi-4", "kivi"), OWN),
+    "h2o": (1 / 5,),
+}
+MIDDLE_TASKS = (  # 8 texts; 60 needles
+    TaskPlan("perplexity", 2, 128, MIDDLE),
+    TaskPlan("niah:multikey", 6, 1, MIDDLE, PROSE),
+)
 LONG_TASKS = (  # 4 texts; 30 needles
     TaskPlan("perplexity", 1, 128, LONG),
     TaskPlan("niah:multikey", 3, 1, LONG, PROSE),
 )
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
-    "smollm2-4k": RunPlan("smollm2", 4096, {"": library_text}, TASKS),
+    "smollm2-4k": RunPlan("smollm2", 4096, KINDS, MIDDLE_TASKS, seed=1),
     "reference-2k": RunPlan("reference", 2048, {"": library_text}, TASKS),
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),

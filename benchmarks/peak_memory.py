@@ -5,7 +5,8 @@ should differ by the memory that the cache saves. Each recipe runs in its own pr
 the operating system's figure (maximum resident set), minus the memory that was resident before the
 prompt. During the prompt, glibc keeps freed blocks of up to 32 MiB by default; this hides a part of
 the saving. So each recipe is measured with that default, and with MALLOC_MMAP_THRESHOLD_ set, under
-which glibc returns them. `resident` is what the process still has after the prompt.
+which glibc returns them. `resident` is what the process still has after the prompt. Peaks of equal
+runs differ, so each figure is the median of some rounds, with its range.
 
     python benchmarks/peak_memory.py
 """
@@ -14,15 +15,17 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import record
 
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 
 
-def one(recipe: str, tokens: int) -> dict[str, float]:
+def one(recipe: str, tokens: int) -> dict[str, int]:
     """Read a prompt of `tokens` tokens with a recipe; return bytes of the cache and of the peak."""
     import torch
 
@@ -43,32 +46,51 @@ def one(recipe: str, tokens: int) -> dict[str, float]:
     }
 
 
+def spread(figures: Iterable[int]) -> dict[str, float]:
+    """Return the median of figures and their range."""
+    ordered = sorted(figures)
+    return {"low": ordered[0], "median": statistics.median(ordered), "high": ordered[-1]}
+
+
+def mib(figures: dict[str, float]) -> str:
+    low, median, high = (f"{figures[x] / 2**20:.1f}" for x in ("low", "median", "high"))
+    return f"{median} MiB" if low == high else f"{median} MiB ({low} to {high})"
+
+
 def main() -> None:
-    options = record.options(__doc__, tokens=32768, one="")  # one: measured in this process
+    options = record.options(__doc__, tokens=32768, rounds=5, one="")  # one: in this process
     if options.one:
         print(json.dumps(one(options.one, options.tokens)))
         return
     rows = []
     for allocator, changed in (("default", {}), ("returning", {THRESHOLD: "65536"})):
-        measured = {}
-        for recipe in ("full", "kivi"):
-            command = [sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)]
-            out = subprocess.check_output(command, text=True, env=os.environ | changed)
-            measured[recipe] = json.loads(out.splitlines()[-1])
+        found: dict[str, list[dict[str, int]]] = {"full": [], "kivi": []}
+        for _ in range(options.rounds):
+            for recipe, rounds in found.items():
+                command = [
+                    sys.executable, __file__, "--one", recipe, "--tokens", str(options.tokens)
+                ]  # fmt: skip
+                out = subprocess.check_output(command, text=True, env=os.environ | changed)
+                rounds.append(json.loads(out.splitlines()[-1]))
+        row = {recipe: {x: spread(r[x] for r in rounds) for x in rounds[0]}
+               for recipe, rounds in found.items()}  # fmt: skip
+        for recipe, figures in row.items():
             print(
-                f"{allocator:>9} {recipe}: cache {measured[recipe]['held'] / 2**20:6.1f} MiB, "
-                f"the prompt's peak is {measured[recipe]['peak'] / 2**20:6.1f} MiB, "
-                f"after it the process has {measured[recipe]['resident'] / 2**20:6.1f} MiB more"
+                f"{allocator:>9} {recipe}: cache {mib(figures['held'])}, the prompt's peak is "
+                f"{mib(figures['peak'])}, after it the process has {mib(figures['resident'])} more"
             )
-        saved, below = (measured["full"][x] - measured["kivi"][x] for x in ("held", "peak"))
-        print(
-            f"with kivi, the cache is {saved / 2**20:.1f} MiB smaller "
-            f"and the peak {below / 2**20:.1f} MiB lower"
-        )
-        rows.append({"allocator": allocator, **measured, "saved": saved, "peak_below": below})
+        pairs = list(zip(found["full"], found["kivi"], strict=True))
+        saved, below = (spread(full[x] - kivi[x] for full, kivi in pairs) for x in ("held", "peak"))
+        print(f"with kivi, the cache is {mib(saved)} smaller and the peak {mib(below)} lower")
+        rows.append({"allocator": allocator, **row, "saved": saved, "peak_below": below})
     record.write(
         "peak_memory",
-        {"environment": record.environment(tokens=options.tokens, dtype="float32"), "rows": rows},
+        {
+            "environment": record.environment(
+                tokens=options.tokens, rounds=options.rounds, dtype="float32"
+            ),
+            "rows": rows,
+        },
     )
 
 

@@ -432,10 +432,15 @@ class Keep:
 
     @property
     def without_rotation(self) -> Keep:
-        """This without rotated queries: see `Scorer.without_rotation`. No values are fitted."""
-        scorer = self.scorer.without_rotation
+        """This without rotated queries: see `Scorer.without_rotation`.
+
+        No values are fitted, and layers have equal weights: those given were for another score.
+        """
+        if not self.rotates_queries:
+            return self
+        scorer, budget = self.scorer.without_rotation, replace(self.budget, last_weight=None)
         keep = self.after_prompt if scorer.repeats else self
-        return replace(keep, scorer=scorer, fit=None) if self.rotates_queries else self
+        return replace(keep, scorer=scorer, budget=budget, fit=None)
 
     @property
     def after_prompt(self) -> Keep:

@@ -113,6 +113,12 @@ def test_heads_of_all_layers_compete_in_recommended_recipes(name):
     assert (uniform.layers, uniform.head_share) == ("uniform", None)
 
 
+def test_a_repetition_in_place_of_rotated_queries_has_equal_weights_of_layers():
+    tiny, repeated = resolve("tiny").keep, resolve("micro:fraction=0.25").keep
+    assert tiny.budget.joint_weights(3) == pytest.approx([1, 2, 4])
+    assert tiny.without_rotation == replace(repeated, fit=None)
+
+
 @pytest.mark.parametrize("name", ["snapkv", "kvzip"])
 def test_a_share_of_one_is_the_recipe_without_heads(name):
     assert resolve(f"{name}:head_share=1.0").keep == resolve(name).keep

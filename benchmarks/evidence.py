@@ -94,6 +94,10 @@ MIXED: dict[str, Shares] = {
     "tiny-two-readings.toml": OWN,  # its budget, by the score of `micro`
     "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,  # the score of `small`
 }  # fmt: skip
+PAPERS: dict[str, Shares] = {  # the five papers' own recipes, at a fifth of the bytes or less
+    "skvq:group=32": OWN, "quest": OWN, "clusterkv": OWN, "clusterkv-2bit": OWN,
+    **dict.fromkeys(("h2o", "keyformer", "minikv", "minikv-snap"), (1 / 5,)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +142,8 @@ TASKS = (
 PROSE = ("prose",)
 ORACLE = dict.fromkeys(("small", "small-question.toml"), OWN)
 MIXED_TASKS = (  # 32 texts; 300 needles; 128 questions; 10 samples of each part of RULER
-    TaskPlan("perplexity", 8, 128, MIXED),
-    TaskPlan("niah:multikey", 28, 1, MIXED, PROSE),
+    TaskPlan("perplexity", 8, 128, MIXED | PAPERS),
+    TaskPlan("niah:multikey", 28, 1, MIXED | PAPERS, PROSE),
     TaskPlan("niah:single+passkey", 1, 1, MIXED, PROSE),
     TaskPlan("multiturn", 4, 1, MIXED),
     TaskPlan("niah:single+passkey", 3, 1, ORACLE, PROSE, known=True),

@@ -91,8 +91,8 @@ FEW: dict[str, Shares] = {
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
     **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
-    "tiny-two-readings.toml": OWN,  # its budget, by the score of `micro`
-    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,  # the score of `small`
+    # the budgets of `tiny` and `micro`, without a second reading of the prompt
+    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
 PAPERS: dict[str, Shares] = {  # the five papers' own recipes, at a fifth of the bytes or less
     "skvq:group=32": OWN, "quest": OWN, "clusterkv": OWN, "clusterkv-2bit": OWN,
@@ -158,7 +158,6 @@ FREE_TASKS = (  # 32 texts
 GROWING_TASKS = (  # 8 texts
     TaskPlan("free", 2, 1024, dict.fromkeys((
         "near-lossless", "small", "small:block=256", "small:fraction=0.25,block=256",
-        "tiny:block=256",
         "streaming:tokens=512", "h2o:tokens=512", "triattention:fraction=0.25,recent=128,block=128",
     ), OWN)),
 )  # fmt: skip
@@ -170,7 +169,7 @@ LONG: dict[str, Shares] = {
 }  # fmt: skip
 MIDDLE: dict[str, Shares] = {
     **LONG,
-    **dict.fromkeys(("micro", "tiny-two-readings.toml", "kivi-4", "kivi"), OWN),
+    **dict.fromkeys(("micro", "kivi-4", "kivi"), OWN),
     "h2o": (1 / 5,),
 }
 MIDDLE_TASKS = (  # 8 texts; 60 needles

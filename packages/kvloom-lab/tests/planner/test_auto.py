@@ -70,7 +70,7 @@ def test_what_was_chosen_is_said(model):
     assert "after 2,048 tokens, batch 1" in said
     assert f"{EVIDENCE[1].kl:.2g} nats" in said
     assert str(auto(model, share=1.0)).endswith("The exact cache fits.")
-    rotates, repeats = (str(auto(model, share=share(model, name))) for name in ("small", "micro"))
+    rotates, repeats = (str(auto(model, share=share(model, name))) for name in ("small", "tiny"))
     assert "It evicts tokens" in rotates
     assert "several times" not in rotates
     assert "A prompt takes several times as long" in repeats

@@ -101,7 +101,7 @@ KEEPS = {
     "alone": "snapkv:tokens=80,window=16,head_share=0.2",
     "joint": "snapkv:tokens=80,window=16,head_share=0.2,layers=joint",
     "blocks": "small:block=64",
-    "repetition": "micro",
+    "repetition": "tiny",
 }
 
 

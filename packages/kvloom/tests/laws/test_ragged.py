@@ -76,10 +76,6 @@ def expected_tokens(one: Recipe, keys: list[torch.Tensor], store: str, row: int,
     for each in scores:
         each[:, : one.protect.sinks] = np.inf
     joint = budget.layers == "joint"
-    if joint and budget.last_weight:
-        scores = [
-            each * budget.last_weight ** (i / (len(scores) - 1)) for i, each in enumerate(scores)
-        ]
     groups = [np.concatenate(scores)] if joint else scores
     heads = []
     for each in groups:
@@ -173,18 +169,6 @@ def test_packed_tokens_are_those_of_each_head_alone(store):
                 torch.testing.assert_close(found, alone.view().tensor(), rtol=0, atol=1e-6)
         assert probe.ragged(cache).keys.tail.view().shape[2] == 0
         assert probe.ragged(cache).values.tail.view().shape[2] == 0
-
-
-@pytest.mark.parametrize("weight", [0.8, 1.2])
-def test_scores_of_layers_are_weighted(weight):
-    plain, qkv = ragged(layers="joint"), prompts()
-    budget = replace(plain.keep.budget, last_weight=weight)
-    one = replace(plain, keep=replace(plain.keep, budget=budget))
-    keys = [k for _, k, _ in qkv]
-    for row in range(2):
-        want = expected_tokens(one, keys, "exact", row)
-        assert [head for cache in filled(one, qkv) for head in held(cache, row)] == want
-        assert want != expected_tokens(plain, keys, "exact", row)
 
 
 @stores

@@ -189,7 +189,7 @@ def test_a_fit_does_not_depend_on_what_scored(layers, store):
     assert caches[1].nbytes == caches[2].nbytes
 
 
-@pytest.mark.parametrize("recipe", [EXPECTED, f"{ROTATED},neighbours=0.2"])
+@pytest.mark.parametrize("recipe", [EXPECTED, ROTATED])
 @pytest.mark.parametrize(
     "name",
     slow_except(
@@ -218,7 +218,7 @@ def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
         "expected:fraction=0.5,positions=renumbered",
         "expected:tokens=40,layers=pyramid",
         "rotated:tokens=40,recent=8,store=kivi-4",
-        "rotated:fraction=0.5,head_share=0.2,layers=joint,last_weight=4",
+        "rotated:fraction=0.5,head_share=0.2,layers=joint",
         "rotated:tokens=40,recent=8,compress_after=400",
         "knorm:tokens=40,recent=8",
         "knorm:tokens=160,store=kivi",

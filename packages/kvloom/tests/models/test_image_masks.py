@@ -156,7 +156,7 @@ def test_an_image_in_a_second_turn_gives_the_tokens_of_transformers(name, recipe
 @pytest.mark.parametrize("name", zoo.WITH_IMAGES)
 @pytest.mark.parametrize(
     "recipe",
-    ["small:recent=8,group=16,residual=16", "micro:recent=8,group=16,residual=16", "minikv:group=16",
+    ["small:recent=8,group=16,residual=16", "tiny:recent=8,group=16,residual=16", "minikv:group=16",
      "snapkv:tokens=100,window=8", "kvzip:tokens=100,recent=8", "rotated:tokens=100,recent=8",
      "expected:tokens=100,recent=8", "h2o:tokens=100", "keyformer:tokens=100", "knorm:tokens=100",
      "h2o:tokens=100,positions=renumbered"],

@@ -12,7 +12,7 @@ from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend.cpu import coverage
 
 RECIPES = ["near-lossless", "small", "clusterkv"]
-RARE = ["full", "kivi", "balanced", "micro", "h2o", "quest", "streaming", "kivi@first 1=full"]
+RARE = ["full", "kivi", "balanced", "tiny", "h2o", "quest", "streaming", "kivi@first 1=full"]
 
 
 @pytest.mark.parametrize("kernels", ["ref"], indirect=True)  # it selects kernels itself

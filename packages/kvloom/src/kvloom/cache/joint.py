@@ -51,12 +51,9 @@ def _divide_heads(evictors: Sequence[ScoreEvictor], votes: Sequence[Tensor]) -> 
     wins, int64 [B, Hk], for each layer.
     """
     ranked, contested, unit = [], 0, 1
-    weights = evictors[0].keep.budget.joint_weights(len(evictors))
-    for evictor, vote, weight in zip(evictors, votes, weights, strict=True):
+    for evictor, vote in zip(evictors, votes, strict=True):
         assert evictor.ragged is not None
         scores, tokens = evictor.ranked(vote)
-        if weight != 1:
-            scores = scores.where(scores >= PROTECTED, scores * weight)
         ranked.append(scores.to(votes[0].device))
         contested, unit = contested + tokens, evictor.ragged.unit
     heads = [scores.shape[1] for scores in ranked]

@@ -51,8 +51,6 @@ class Budget:
         head_share: The share of its heavy hitters that every head keeps in any case (AdaKV).
             The heads of a layer, or with layers="joint" of all layers with an equal keep and store,
             compete for the rest. None: all heads keep the same number.
-        last_weight: With layers="joint", the weight of the last layer's scores in this competition.
-            That of the first layer is 1, and those between rise or fall geometrically. None: 1.
 
     Raises:
         RecipeError: A value is out of range, or there are both tokens and a fraction, or neither.
@@ -64,10 +62,9 @@ class Budget:
     layers: str | tuple[float, ...] = "uniform"
     round_shares: bool = False
     head_share: float | None = None
-    last_weight: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "recent", "layers", "round_shares", "head_share", "last_weight")
+        check_fields(self, "recent", "layers", "round_shares", "head_share")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError(
                 "a budget is either tokens or a fraction of the prompt, not "
@@ -101,11 +98,6 @@ class Budget:
         if self.layers == "joint" and self.head_share is None:
             raise RecipeError(
                 'layers="joint" divides a budget over heads; give head_share, such as 0.2, too'
-            )
-        if self.last_weight is not None and (self.layers != "joint" or self.last_weight <= 0):
-            raise RecipeError(
-                f"last_weight={self.last_weight!r} must be above 0, and needs layers that compete "
-                f'(layers={self.layers!r}); use layers="joint", or leave it out'
             )
 
     @classmethod
@@ -147,11 +139,6 @@ class Budget:
         if self.round_shares and self.fraction is not None:
             return self._part(prompt_tokens, share)
         return int(total * share)
-
-    def joint_weights(self, layers: int) -> list[float]:
-        """Return the weights of the scores of layers that compete, from the first to the last."""
-        last = 1.0 if self.last_weight is None else self.last_weight
-        return [last ** (i / max(1, layers - 1)) for i in range(layers)]
 
     def _of_prompt(self, prompt_tokens: int) -> float:
         """Return the fraction of a prompt in tokens, before it is rounded."""
@@ -432,15 +419,10 @@ class Keep:
 
     @property
     def without_rotation(self) -> Keep:
-        """This without rotated queries: see `Scorer.without_rotation`.
-
-        No values are fitted, and layers have equal weights: those given were for another score.
-        """
-        if not self.rotates_queries:
-            return self
-        scorer, budget = self.scorer.without_rotation, replace(self.budget, last_weight=None)
+        """This without rotated queries: see `Scorer.without_rotation`. No values are fitted."""
+        scorer = self.scorer.without_rotation
         keep = self.after_prompt if scorer.repeats else self
-        return replace(keep, scorer=scorer, budget=budget, fit=None)
+        return replace(keep, scorer=scorer, fit=None) if self.rotates_queries else self
 
     @property
     def after_prompt(self) -> Keep:

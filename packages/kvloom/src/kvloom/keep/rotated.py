@@ -9,10 +9,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
 from .reconstruction import Reconstruction
@@ -34,20 +32,14 @@ class Rotated(Scorer):
     score is multiplied by the norm of the token's value and divided by the mean norm of the layer's
     input. So the scores of layers and heads that compete for a budget can be compared.
 
-    An answer needs more than one token of its passage. So a token can be given a share of the
-    scores of the tokens beside it.
-
     Attributes:
         chunk: Tokens of a chunk.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
-        neighbours: The share of the scores of the tokens before and after it that is added to a
-            token's score, 0 to 1.
     """
 
     chunk: int = 2048
     contribution: bool = True
-    neighbours: float = 0.0
     kind: ClassVar[str] = "rotated"
     needs_rope: ClassVar[bool] = True
     rotates_queries: ClassVar[bool] = True
@@ -55,10 +47,8 @@ class Rotated(Scorer):
     supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "contribution", "neighbours")
+        check_fields(self, "chunk", "contribution")
         check_whole("chunk", self.chunk, 1)
-        if not 0 <= self.neighbours <= 1:
-            raise RecipeError(f"neighbours={self.neighbours!r} must lie in [0, 1]")
 
     @property
     def uses_input_norms(self) -> bool:
@@ -72,13 +62,8 @@ class Rotated(Scorer):
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]; 0 for tokens of a chunk without queries."""
-        scores = self._weights(step)
-        if self.contribution:
-            scores = scores * _contributions(step)
-        if self.neighbours:
-            before, after = scores[..., :-1], scores[..., 1:]
-            scores = scores + self.neighbours * (F.pad(before, (1, 0)) + F.pad(after, (0, 1)))
-        return scores
+        weights = self._weights(step)
+        return weights * _contributions(step) if self.contribution else weights
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""

@@ -371,7 +371,7 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
         changed["store"] = parts["store"].of_latents
     if keep is not None and keep.budget.head_share is not None:
         layers = "uniform" if keep.budget.layers == "joint" else keep.budget.layers
-        budget = replace(keep.budget, head_share=None, layers=layers, last_weight=None)
+        budget = replace(keep.budget, head_share=None, layers=layers)
         changed["keep"] = replace(keep.after_prompt, budget=budget)
     return changed
 

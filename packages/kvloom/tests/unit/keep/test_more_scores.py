@@ -156,15 +156,6 @@ def test_a_contribution_is_a_weight_times_a_value_norm_over_the_mean_input_norm(
     torch.testing.assert_close(Rotated()(padded).double(), expected.double(), rtol=1e-5, atol=0)
 
 
-def test_a_share_of_the_scores_beside_a_token_is_added():
-    one = step(norms=torch.rand(B, N) + 1)
-    alone, found = Rotated()(one).double(), Rotated(neighbours=0.25)(one)
-    expected = alone.clone()
-    expected[..., 1:] += alone[..., :-1] / 4
-    expected[..., :-1] += alone[..., 1:] / 4
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
-
-
 def test_the_mean_of_rotations():
     rope, x = Rope(INV_FREQ), torch.randn(2, 3, D)
     by = torch.tensor([0, 3, 50])
@@ -211,7 +202,6 @@ class Own(Mass):
         (lambda: ValueAware("mass"), "base='mass' of a value-aware score must be one"),
         (lambda: Rotated(chunk=0), "chunk"),
         (lambda: Rotated(contribution=2), "contribution=2 must be True or False"),
-        (lambda: Rotated(neighbours=1.5), r"neighbours=1.5 must lie in \[0, 1\]"),
         (lambda: Keep(Budget(8), Rotated()), "whole prompt, so it cannot score steps"),
         (lambda: Outliers(8, Rotated()), "rotates the prompt's queries, which outliers"),
         (lambda: Outliers(8, Expected()), "rotates the prompt's queries, which outliers"),

@@ -66,7 +66,7 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         ("streaming", "every token after the prompt"),
         ("small:block=256", "every token after the prompt"),
         ("kvzip", "use another, such as rotated"),
-        ("micro", "use another, such as rotated"),
+        ("tiny", "use another, such as rotated"),
         ("snapkv:positions=renumbered", "use positions=original"),
         (replace(resolve("knorm"), store=resolve("skvq").store), "each head packs its own tokens"),
         ("skvq:reorder=false,clip=1.0@0=snapkv", "each head packs its own tokens, after RoPE"),

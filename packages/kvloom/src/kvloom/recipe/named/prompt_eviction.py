@@ -10,8 +10,6 @@ layers: how the rest is divided over layers.
 head_share: the share of the rest of which every key/value head is certain (AdaKV,
 arXiv:2407.11550: 0.2). The heads of a layer compete for what is left, or with layers=joint those of
 all layers. With 1, they do not compete.
-last_weight: with layers=joint, the weight of the last layer's scores; those of the layers before it
-fall geometrically to 1, that of the first.
 positions: "original", or "renumbered" as if the evicted tokens had never been there.
 store: the recipe whose format the tokens have ("kivi-4").
 """
@@ -166,8 +164,6 @@ def rotated(
     contribution: bool = True,
     fit: bool = False,
     block: int = 0,
-    neighbours: float = 0.0,
-    last_weight: float = 1.0,
 ) -> Recipe:
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
@@ -180,16 +176,15 @@ def rotated(
     chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
     replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
-    later tokens stay. neighbours: the share of the scores of the tokens before and after it that is
-    added to a token's score.
+    later tokens stay.
 
     With ALiBi, latents (MLA) and a rotary embedding that changes with the length, the model repeats
     the prompt instead, as for `kvzip`.
     """
     return _once(
-        Rotated(chunk, contribution, neighbours), tokens, fraction, sinks, recent,
+        Rotated(chunk, contribution), tokens, fraction, sinks, recent,
         query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
-        fit=Fit(chunk) if fit else None, block=block, last_weight=last_weight,
+        fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip
 
 
@@ -300,12 +295,10 @@ def _once(
     store: str = "full",
     fit: Fit | None = None,
     block: int = 0,
-    last_weight: float = 1.0,
 ) -> Recipe:
     budget = Budget(
         None if fraction else tokens, fraction or None, recent, layers,
         head_share=None if head_share == 1 and not block else head_share,
-        last_weight=None if last_weight == 1 else last_weight,
     )  # fmt: skip
     keep = Keep(
         budget, scorer, when="block" if block else "prompt", query_heads=query_heads,

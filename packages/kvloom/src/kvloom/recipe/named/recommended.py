@@ -56,16 +56,9 @@ def tiny(
     residual: int = 32,
     sinks: int = 4,
     head_share: float = 0.2,
-    block: int = 0,
 ) -> Recipe:
-    """A quarter of the prompt; as `small`, with other weights of layers and neighbours.
-
-    A token's score includes a tenth of the scores of the tokens before and after it. Where heads
-    compete, the scores of the last layer have four times the weight of those of the first.
-    """
-    options = _eviction(recent, chunk, sinks, head_share)
-    weight = 4.0 if options["layers"] == "joint" else 1.0
-    chosen = rotated(fraction=fraction, block=block, neighbours=0.1, last_weight=weight, **options)
+    """A quarter of the prompt by KVzip's score, for which the model repeats it; else as `small`."""
+    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, head_share))
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
@@ -78,9 +71,8 @@ def micro(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """15% of the prompt by KVzip's score, for which the model repeats it; else as `small`."""
-    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, head_share))
-    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
+    """As `tiny`, with 15% of the prompt."""
+    return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
 
 
 def _eviction(recent: int, chunk: int, sinks: int, head_share: float) -> dict[str, Any]:

@@ -94,10 +94,10 @@ MIXED: dict[str, Shares] = {
     # the budgets of `tiny` and `micro`, without a second reading of the prompt
     "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
-PAPERS: dict[str, Shares] = {  # the five papers' own recipes, at a fifth of the bytes or less
-    "skvq:group=32": OWN, "quest": OWN, "clusterkv": OWN, "clusterkv-2bit": OWN,
-    **dict.fromkeys(("h2o", "keyformer", "minikv", "minikv-snap"), (1 / 5,)),
-}  # fmt: skip
+PAPERS: dict[str, Shares] = {  # other papers' own recipes
+    "clusterkv": OWN,
+    **dict.fromkeys(("h2o", "keyformer", "minikv"), (1 / 5,)),
+}
 
 
 @dataclass(frozen=True, eq=False)

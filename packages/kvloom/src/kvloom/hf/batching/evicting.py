@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cache.step import Queries
-from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PageLayout
+from ...paged import LayerPlan, PackedPages, PagedAttention, PageLayout
+from ...paged.attention import causal
 from ...paged.step import SingleTokenRows
 from .allocator import ALIGNED, PackedAllocator, round_up
 from .eviction import Heads, PromptChoice, PromptEviction
@@ -49,11 +50,11 @@ class StoredHeads:
         return copy
 
 
-class EvictedPrompt(NamedTuple):
-    """A prompt of a step: its row, where tails are, int64 [layers, H], and what stays of it."""
+class PromptChunk(NamedTuple):
+    """A prompt's tokens of a step, where its tails are, int64 [layers, H], and what stays of it."""
 
     request_id: str
-    row: PagedRow
+    span: slice
     tails: Tensor
     choice: PromptChoice
 
@@ -85,7 +86,8 @@ class EvictingAllocator(PackedAllocator):
     def __init__(self, plans: list[LayerPlan], eviction: PromptEviction, **options: Any) -> None:
         self.eviction = eviction
         self.requests: dict[str, StoredHeads] = {}
-        self.prompts: list[EvictedPrompt] = []
+        self.choices: dict[str, PromptChoice] = {}  # of prompts whose last chunk has not begun
+        self.chunks: list[PromptChunk] = []
         self.decoding: DecodingHeads | None = None
         super().__init__(plans, None, **options)
 
@@ -134,11 +136,21 @@ class EvictingAllocator(PackedAllocator):
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Return how many blocks a request needs for new tokens."""
-        needed = self.blocks_for(query_length)
-        if past_length:
+        needed = self.blocks_for(past_length + query_length)
+        if past_length and request_id not in self.choices:
             stored = past_length + query_length - self.requests[request_id].evicted
             needed = self._blocks_of(int((stored // self.tokens_per_page).sum()))
         return max(0, needed - len(self.block_table.get(request_id, [])))
+
+    def allocate_cache_to_request(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> None:
+        """Give a request blocks for new tokens: at first, for all of its prompt."""
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if not past_length:
+            evicted = torch.zeros(len(self.layouts), self.heads, dtype=torch.long)
+            self.requests[request_id] = StoredHeads(evicted)
+            self.choices[request_id] = self.eviction.begin(query_length)
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
@@ -150,8 +162,10 @@ class EvictingAllocator(PackedAllocator):
         return blocks, new
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Free a request's pages and tail, between steps."""
+        """Free a request's pages and tail, and its chunks, between steps."""
         self.requests.pop(request_id, None)
+        self.choices.pop(request_id, None)
+        self.chunks = []
         super().free_blocks(request_id, no_cache)
 
     def _next_pages(self, request_id: str, count: int) -> Tensor:
@@ -173,14 +187,15 @@ class EvictingAllocator(PackedAllocator):
             self.layers[layer_index] = self._layer(place, scale)
         layer, out = self.layers[layer_index], q.new_empty(q.shape)
         norms = self.eviction.norms(layer_index)
-        for prompt in self.prompts:
-            span = slice(prompt.row.batch_begin, prompt.row.batch_end)
+        for chunk in self.chunks:
+            span, choice = chunk.span, chunk.choice
             own_q, own_k, own_v = (x[span].transpose(0, 1)[None] for x in (q, k, v))
-            out[span] = layer.attend(prompt.row, q[span], own_k, own_v)
-            own_norms = None if norms is None else norms[:, span]
-            queries = Queries(own_q, scale, norms=own_norms)
-            for decided, heads in prompt.choice.read(place, queries, own_k, own_v):
-                self._store(decided, prompt, heads)
+            queries = Queries(own_q, scale, norms=None if norms is None else norms[:, span])
+            queries, all_k, all_v = choice.joined(place, queries, own_k, own_v)
+            attended = causal(own_q, all_k, all_v, scale).out[0].transpose(0, 1)
+            out[span] = attended.to(out.dtype)
+            for decided, heads in choice.read(place, queries, all_k, all_v):
+                self._store(decided, chunk, heads)
         if self.decoding is not None:
             index, starts, pages, tails = self.decoding
             rows = SingleTokenRows(starts[place], pages[place], self.tokens_per_page)
@@ -191,15 +206,16 @@ class EvictingAllocator(PackedAllocator):
 
     def _begin_step(self) -> None:
         """Sort the requests of a step, and give heads that fill a page the next one."""
-        self.prompts, decoding = [], []
+        self.chunks, decoding = [], []
         for request_id, row, tail in self.rows:
-            if not row.token_begin:
-                evicted = torch.zeros(len(self.layouts), self.heads, dtype=torch.long)
-                self.requests[request_id] = StoredHeads(evicted)
-            tails = self._tails(tail)
-            if row.batch_end - row.batch_begin > 1:
-                assert not row.token_begin, "a prompt is read in one step"
-                self.prompts.append(EvictedPrompt(request_id, row, tails, self.eviction.begin()))
+            if row.batch_begin == row.batch_end:  # each fork of it reads its only token
+                continue
+            tails, choice = self._tails(tail), self.choices.get(request_id)
+            if choice is not None:
+                span = slice(row.batch_begin, row.batch_end)
+                self.chunks.append(PromptChunk(request_id, span, tails, choice))
+                if row.token_end == choice.tokens:
+                    del self.choices[request_id]
                 continue
             stored = self.requests[request_id]
             after = row.token_end - stored.evicted
@@ -217,22 +233,22 @@ class EvictingAllocator(PackedAllocator):
             by_layer = (torch.cat(x, dim=1) for x in (starts, padded, all_tails))
             self.decoding = DecodingHeads(torch.tensor(tokens), *by_layer)
 
-    def _store(self, place: int, prompt: EvictedPrompt, heads: Heads) -> None:
+    def _store(self, place: int, chunk: PromptChunk, heads: Heads) -> None:
         """Store the tokens of a prompt that stay in a layer."""
         layer, size = self.layers[self.layer_indices[place]], self.tokens_per_page
-        stored, pages = self.requests[prompt.request_id], []
+        stored, pages = self.requests[chunk.request_id], []
         for head, (k, v) in enumerate(heads):
-            stored.evicted[place, head] = prompt.row.token_end - len(k)
+            stored.evicted[place, head] = chunk.choice.tokens - len(k)
             full = len(k) // size
             pages.append([x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v)])
             if rest := len(k) % size:
                 exact = torch.cat([k[full * size :], v[full * size :]], dim=-1)
-                layer.tail[prompt.tails[place, head], 0, :rest] = exact
+                layer.tail[chunk.tails[place, head], 0, :rest] = exact
         counts = torch.tensor([len(k) for k, _ in pages])
         if total := int(counts.sum()):
             of_heads = torch.arange(self.heads).repeat_interleave(counts)
             numbers = torch.cat([torch.arange(count) for count in counts.tolist()])
-            addresses = self._next_pages(prompt.request_id, total)
+            addresses = self._next_pages(chunk.request_id, total)
             layers = torch.full_like(numbers, place)
             stored.add(addresses, layers, of_heads, numbers)
             k, v = (torch.cat(x) for x in zip(*pages, strict=True))

@@ -23,6 +23,7 @@ from test_continuous import (
 import kvloom
 from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
+from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
 from kvloom.hf.batching.eviction import PromptEviction
 from kvloom.keep import Budget, Keep, KeyNorm
@@ -30,7 +31,7 @@ from kvloom.kernels import use_backend
 from kvloom.paged import paged
 from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
-from kvloom.store import LayerFacts, Store
+from kvloom.store import LayerFacts, Packed, Store
 
 __all__ = ["llama", "pytestmark", "watch"]
 KNORM = "knorm:tokens=40,recent=8"
@@ -52,6 +53,8 @@ PACKED = [
     f"near-lossless:group=16,sinks=2@0={KNORM}",
     "rotated:tokens=70,recent=8,fit=true,store=near-lossless",
 ]  # fmt: skip
+SKVQ = "skvq:span=head,group=16,pre_rope=false"
+STATIC = Packed(4, "token", 16, reorder=True, static=True)  # as RPTQ's paper
 LENGTHS = (1, 32, 40, 41, 65, 150, 300)
 
 
@@ -78,6 +81,29 @@ def test_packed_tokens_are_those_of_kvlooms_cache(llama, recipe, watch):
     with kvloom.continuous(llama, recipe):
         found = batch(llama, inputs, 40)
     assert found == [alone(llama, recipe, prompt, 40) for prompt in inputs]
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep"),
+    [
+        (f"{SKVQ},bits=4,value_bits=4", KNORM), (f"{SKVQ},reorder=false,clip=0.9", KNORM),
+        (f"{SKVQ},meta=fp16,clip=layer", "rotated:tokens=70,recent=8"),
+        ("smoothquant:pre_rope=false,group=16", "rotated:tokens=70,recent=8,fit=true"),
+        (STATIC, KNORM),
+    ],
+)  # fmt: skip
+def test_heads_with_calibrations_of_their_own(recipe, keep, watch, tmp_path):
+    model, inputs = zoo.build("llama-gqa", head_dim=32), prompts(LENGTHS)
+    path = tmp_path / "c.kvcal"
+    store = Store(recipe, recipe) if recipe is STATIC else resolve(recipe).store
+    store = replace(store, calibration=str(path))
+    named = replace(resolve(keep), store=store)
+    quick = Settings(contexts=4, context=64, settled=0.0, sample_contexts=2, sample_tokens=64)
+    calibrate(model, torch.tensor(prompts([64] * 4)), [named], path, quick)
+    with kvloom.continuous(model, named):
+        found = batch(model, inputs, 40)
+    assert found == [alone(model, named, prompt, 40) for prompt in inputs]
     watch.assert_nothing_left()
 
 

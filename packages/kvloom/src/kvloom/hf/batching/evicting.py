@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cache.step import Queries
+from ...kernels import PageTable
 from ...paged import LayerPlan, PackedPages, PagedAttention, PageLayout
 from ...paged.attention import causal
 from ...paged.step import SingleTokenRows
@@ -32,7 +33,9 @@ class StoredHeads:
         self.evicted, self.used = evicted, 0
         self.pages = evicted.new_zeros(*evicted.shape, 1)
 
-    def add(self, addresses: Tensor, layers: Tensor, heads: Tensor, numbers: Tensor) -> None:
+    def add(
+        self, addresses: Tensor, layers: Tensor | int, heads: Tensor | int, numbers: Tensor
+    ) -> None:
         """Add pages int64 [n], which are the pages `numbers` of these heads."""
         missing = int(numbers.max()) + 1 - self.pages.shape[2]
         if missing > 0:
@@ -72,6 +75,28 @@ class DecodingHeads(NamedTuple):
     tails: Tensor
 
 
+class CalibratedHeads:
+    """Attention to the pages of heads with calibrations of their own, head after head.
+
+    of_heads: the attention of each head.
+    """
+
+    def __init__(self, of_heads: list[PagedAttention]) -> None:
+        self.of_heads = of_heads
+
+    def decode(
+        self, rows: SingleTokenRows, table: PageTable, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Store and attend as `PagedAttention` does; rows are the heads of each request."""
+        out = q.new_empty(q.shape, dtype=torch.float32)
+        for head, attention in enumerate(self.of_heads):
+            own = slice(head, None, len(self.of_heads))
+            part = SingleTokenRows(rows.starts[own], rows.blocks[own], rows.page)
+            tails = table.tails[own]
+            out[own] = attention.decode(part, part.table(tails), q[own], k[own], v[own])
+        return out
+
+
 class EvictingAllocator(PackedAllocator):
     """Blocks of pages of single heads; `tail_blocks` more per request hold its exact tokens.
 
@@ -89,6 +114,8 @@ class EvictingAllocator(PackedAllocator):
         self.choices: dict[str, PromptChoice] = {}  # of prompts whose last chunk has not begun
         self.chunks: list[PromptChunk] = []
         self.decoding: DecodingHeads | None = None
+        self.of_heads: dict[int, list[PagedAttention]] = {}  # by layer, of each head
+        self.of_layers: dict[int, PagedAttention | CalibratedHeads] = {}  # of all heads
         super().__init__(plans, None, **options)
 
     @property
@@ -102,10 +129,13 @@ class EvictingAllocator(PackedAllocator):
         return len(self.layouts) * self.heads
 
     @cached_property
-    def of_head(self) -> list[PageLayout]:
-        """The layout of a head's page in each layer."""
+    def head_layouts(self) -> list[list[PageLayout]]:
+        """The layout of each head's page in each layer; one where all heads have the same."""
         return [
-            PageLayout(layout.plan, layout.tokens, 1, layout.head_dim, layout.dtype)
+            [
+                PageLayout(layout.plan.of_head(head), layout.tokens, 1, layout.head_dim, self.dtype)
+                for head in range(self.heads if any(layout.plan.calibrated) else 1)
+            ]
             for layout in self.layouts
         ]
 
@@ -113,7 +143,7 @@ class EvictingAllocator(PackedAllocator):
     def head_nbytes(self) -> int:
         """The bytes of a head's page; a block also holds the tail of a layer."""
         least = -(-self.tail_nbytes // self.pages_of_block)
-        return round_up(max(least, *(layout.nbytes for layout in self.of_head)), ALIGNED)
+        return round_up(max(least, *(layouts[0].nbytes for layouts in self.head_layouts)), ALIGNED)
 
     @cached_property
     def tail_unit(self) -> int:
@@ -183,9 +213,9 @@ class EvictingAllocator(PackedAllocator):
         if self.rows:
             self._begin_step()
         place = self.layer_indices.index(layer_index)
-        if layer_index not in self.layers:
-            self.layers[layer_index] = self._layer(place, scale)
-        layer, out = self.layers[layer_index], q.new_empty(q.shape)
+        if place not in self.of_layers:
+            self._make_attention(place, scale)
+        out = q.new_empty(q.shape)
         norms = self.eviction.norms(layer_index)
         for chunk in self.chunks:
             span, choice = chunk.span, chunk.choice
@@ -200,7 +230,7 @@ class EvictingAllocator(PackedAllocator):
             index, starts, pages, tails = self.decoding
             rows = SingleTokenRows(starts[place], pages[place], self.tokens_per_page)
             of_heads = (x[index].view(len(starts[place]), -1, x.shape[2]) for x in (q, k, v))
-            attended = layer.decode(rows, rows.table(tails[place]), *of_heads)
+            attended = self.of_layers[place].decode(rows, rows.table(tails[place]), *of_heads)
             out[index] = attended.view(len(index), *q.shape[1:]).to(out.dtype)
         return out
 
@@ -235,24 +265,18 @@ class EvictingAllocator(PackedAllocator):
 
     def _store(self, place: int, chunk: PromptChunk, heads: Heads) -> None:
         """Store the tokens of a prompt that stay in a layer."""
-        layer, size = self.layers[self.layer_indices[place]], self.tokens_per_page
-        stored, pages = self.requests[chunk.request_id], []
-        for head, (k, v) in enumerate(heads):
+        stored, size = self.requests[chunk.request_id], self.tokens_per_page
+        for head, (layer, (k, v)) in enumerate(zip(self.of_heads[place], heads, strict=True)):
             stored.evicted[place, head] = chunk.choice.tokens - len(k)
             full = len(k) // size
-            pages.append([x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v)])
             if rest := len(k) % size:
                 exact = torch.cat([k[full * size :], v[full * size :]], dim=-1)
                 layer.tail[chunk.tails[place, head], 0, :rest] = exact
-        counts = torch.tensor([len(k) for k, _ in pages])
-        if total := int(counts.sum()):
-            of_heads = torch.arange(self.heads).repeat_interleave(counts)
-            numbers = torch.cat([torch.arange(count) for count in counts.tolist()])
-            addresses = self._next_pages(chunk.request_id, total)
-            layers = torch.full_like(numbers, place)
-            stored.add(addresses, layers, of_heads, numbers)
-            k, v = (torch.cat(x) for x in zip(*pages, strict=True))
-            layer.pages.write(addresses, k, v, numbers)
+            if full:
+                addresses, numbers = self._next_pages(chunk.request_id, full), torch.arange(full)
+                stored.add(addresses, place, head, numbers)
+                k, v = (x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v))
+                layer.pages.write(addresses, k, v, numbers)
 
     def _tails(self, blocks: list[int]) -> Tensor:
         """Return where the exact tokens of each head are, int64 [layers, H], in tail units."""
@@ -262,11 +286,17 @@ class EvictingAllocator(PackedAllocator):
         heads = torch.arange(self.heads) * (self.tail_nbytes // self.heads)
         return (begin[:, None] + heads) // self.tail_unit
 
-    def _layer(self, place: int, scale: float) -> PagedAttention:
-        layout, memory = self.of_head[place], self._copy_view
-        pages = memory.view(-1, self.head_nbytes)[:, : layout.nbytes]
+    def _make_attention(self, place: int, scale: float) -> None:
+        layouts, memory = self.head_layouts[place], self._copy_view
+        layout = layouts[0]
         size = layout.tokens, 2 * layout.head_dim
         count = (memory.numel() - layout.exact_nbytes) // self.tail_unit + 1
         strides = self.tail_unit // self.dtype.itemsize, size[0] * size[1], size[1], 1
         tails = memory.view(-1).view(self.dtype).as_strided((count, 1, *size), strides)
-        return PagedAttention(PackedPages(layout, pages), tails, scale)
+        pages = memory.view(-1, self.head_nbytes)
+        of_heads = [
+            PagedAttention(PackedPages(x, pages[:, : x.nbytes]), tails, scale) for x in layouts
+        ]
+        alike = len(of_heads) == 1
+        self.of_layers[place] = of_heads[0] if alike else CalibratedHeads(of_heads)
+        self.of_heads[place] = of_heads * self.heads if alike else of_heads

@@ -24,6 +24,7 @@ from ...keep import Fit
 from ...recipe import Recipe
 from ...recipe.spec import budget_key
 from ...store import KVSide, LayerFacts, Store
+from ...store.calibration import of_heads
 
 Heads = list[KV]
 """Keys and values [tokens, D] of each key/value head."""
@@ -184,9 +185,10 @@ class PromptChoice:
 
         slots: int64, of each head's tokens that stay.
         """
-        side = KVSide(self.eviction.plain[place].store.keys)
+        fmt, calibrated = self.eviction.plain[place].store.keys, self.eviction.facts[place].keys
         keys, stays = k.clone(), torch.zeros(k.shape[:3], dtype=torch.bool)
         for head, kept in enumerate(slots):
+            side = KVSide(fmt, calibrated=calibrated and of_heads(calibrated, "keys", head, 1))
             keys[0, head, kept] = side.as_stored(k[:, head : head + 1, kept], 0)[0, 0]
             stays[0, head, kept] = True
         return stays, keys

@@ -118,6 +118,8 @@ class Watch:
             cache.evict_cached_blocks()
             assert (blocks.block_table, blocks.untailed, blocks.rows) == ({}, set(), [])
             assert not getattr(blocks, "requests", {})
+            assert not getattr(blocks, "choices", {})
+            assert not getattr(blocks, "chunks", [])
             assert cache.compute_free_capacity() == 1
             assert not blocks.ledger.shared_ref_counts
 
@@ -249,29 +251,36 @@ def test_more_requests_fit_into_the_blocks_of_exact_pages(llama):
 # --- the life of a manager
 
 
-def test_cancelled_in_its_prompt(llama, watch):
+def in_its_prompt(model, prompt):
+    """Return a manager that has read the first chunk of a prompt, its request, and how to go on."""
+    manager = model.init_continuous_batching(generation(), settings(max_batch_tokens=40))
+    first_chunk, go_on = threading.Event(), threading.Event()
+    run = manager._generation_step
+
+    def stepped():
+        run()
+        first_chunk.set()
+        go_on.wait(10)
+
+    manager._generation_step = stepped
+    manager.start()
+    request = manager.add_request(prompt)
+    assert first_chunk.wait(10)
+    return manager, request, go_on
+
+
+@pytest.mark.parametrize("recipe", [KIVI, "rotated:tokens=60,recent=8,head_share=0.2,layers=joint"])
+def test_cancelled_in_its_prompt(llama, recipe, watch):
     long, short = prompts([600, 20])
-    with kvloom.continuous(llama, KIVI):
-        manager = llama.init_continuous_batching(generation(), settings(max_batch_tokens=40))
-        first_chunk, go_on = threading.Event(), threading.Event()
-        run = manager._generation_step
-
-        def stepped():
-            run()
-            first_chunk.set()
-            go_on.wait(10)
-
-        manager._generation_step = stepped
-        manager.start()
-        cancelled = manager.add_request(long)
-        assert first_chunk.wait(10)
+    with kvloom.continuous(llama, recipe):
+        manager, cancelled, go_on = in_its_prompt(llama, long)
         manager.cancel_request(cancelled)
         kept = manager.add_request(short)
         go_on.set()
         result = manager.get_result(timeout=20)
         assert (result.request_id, len(result.generated_tokens)) == (kept, NEW)
         manager.stop()
-    assert result.generated_tokens == alone(llama, KIVI, short)
+    assert result.generated_tokens == alone(llama, recipe, short)
     watch.assert_nothing_left()
 
 

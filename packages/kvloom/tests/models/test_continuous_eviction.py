@@ -12,6 +12,7 @@ from test_continuous import (
     alone,
     batch,
     generation,
+    in_its_prompt,
     llama,
     prompts,
     pytestmark,
@@ -22,6 +23,7 @@ from test_continuous import (
 import kvloom
 from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
+from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
 from kvloom.hf.batching.eviction import PromptEviction
 from kvloom.keep import Budget, Keep, KeyNorm
@@ -29,7 +31,7 @@ from kvloom.kernels import use_backend
 from kvloom.paged import paged
 from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
-from kvloom.store import LayerFacts, Store
+from kvloom.store import LayerFacts, Packed, Store
 
 __all__ = ["llama", "pytestmark", "watch"]
 KNORM = "knorm:tokens=40,recent=8"
@@ -51,6 +53,8 @@ PACKED = [
     f"near-lossless:group=16,sinks=2@0={KNORM}",
     "rotated:tokens=70,recent=8,fit=true,store=near-lossless",
 ]  # fmt: skip
+SKVQ = "skvq:span=head,group=16,pre_rope=false"
+STATIC = Packed(4, "token", 16, reorder=True, static=True)  # as RPTQ's paper
 LENGTHS = (1, 32, 40, 41, 65, 150, 300)
 
 
@@ -80,6 +84,29 @@ def test_packed_tokens_are_those_of_kvlooms_cache(llama, recipe, watch):
     watch.assert_nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "keep"),
+    [
+        (f"{SKVQ},bits=4,value_bits=4", KNORM), (f"{SKVQ},reorder=false,clip=0.9", KNORM),
+        (f"{SKVQ},meta=fp16,clip=layer", "rotated:tokens=70,recent=8"),
+        ("smoothquant:pre_rope=false,group=16", "rotated:tokens=70,recent=8,fit=true"),
+        (STATIC, KNORM),
+    ],
+)  # fmt: skip
+def test_heads_with_calibrations_of_their_own(recipe, keep, watch, tmp_path):
+    model, inputs = zoo.build("llama-gqa", head_dim=32), prompts(LENGTHS)
+    path = tmp_path / "c.kvcal"
+    store = Store(recipe, recipe) if recipe is STATIC else resolve(recipe).store
+    store = replace(store, calibration=str(path))
+    named = replace(resolve(keep), store=store)
+    quick = Settings(contexts=4, context=64, settled=0.0, sample_contexts=2, sample_tokens=64)
+    calibrate(model, torch.tensor(prompts([64] * 4)), [named], path, quick)
+    with kvloom.continuous(model, named):
+        found = batch(model, inputs, 40)
+    assert found == [alone(model, named, prompt, 40) for prompt in inputs]
+    watch.assert_nothing_left()
+
+
 @pytest.mark.parametrize("name", ["qwen3", "gpt-neox", "phi3", "opt"])
 def test_other_models(name):
     model, inputs = zoo.build(name), prompts((20, 70, 100))
@@ -96,12 +123,41 @@ def test_an_eviction_changes_tokens(llama):
     assert found != batch(llama, inputs, 40)
 
 
-def test_a_prompt_waits_for_a_step_with_room_for_all_of_it(llama, watch):
-    inputs = prompts((100, 150, 90, 20, 120, 149))
-    with kvloom.continuous(llama, KNORM):
-        found = batch(llama, inputs, max_batch_tokens=161)
-    assert found == [generated(llama, KNORM, prompt) for prompt in inputs]
+@pytest.mark.parametrize("step", [8, 96])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        KNORM, f"{JOINT},fit=true", "full@0=snapkv:tokens=40,window=8",
+        "rotated:tokens=70,recent=8,fit=true,store=near-lossless",
+    ],
+)  # fmt: skip
+def test_prompts_in_chunks_keep_the_tokens_of_whole_ones(llama, recipe, step, watch):
+    inputs = prompts((100, 1, 150, 90, 20, 321))
+    with kvloom.continuous(llama, recipe):
+        found = batch(llama, inputs, max_batch_tokens=step)
+    assert found == [alone(llama, recipe, prompt) for prompt in inputs]
     watch.assert_nothing_left()
+
+
+def test_the_chunks_of_one_prompt_wait_and_its_blocks_are_reserved(llama, monkeypatch, watch):
+    from kvloom.hf.batching.evicting import EvictingAllocator
+
+    waiting, attend = [], EvictingAllocator.attend
+
+    def noted(blocks, layer_index, *args):
+        out = attend(blocks, layer_index, *args)
+        if layer_index == blocks.layer_indices[-1]:
+            waiting.append(list(blocks.choices.values()))
+            for request, choice in blocks.choices.items():
+                assert len(blocks.block_table[request]) == blocks.blocks_for(choice.tokens)
+                assert len(choice.earlier) == len(blocks.layouts)
+        return out
+
+    monkeypatch.setattr(EvictingAllocator, "attend", noted)
+    with kvloom.continuous(llama, JOINT):
+        batch(llama, prompts((150, 90, 200)), max_batch_tokens=50)
+    assert {len(choices) for choices in waiting} == {0, 1}
+    assert {choice.tokens for choices in waiting for choice in choices} == {90, 150, 200}
 
 
 def test_equal_prompts_share_nothing(llama, watch):
@@ -147,12 +203,37 @@ def test_fitted_values_are_those_of_the_cache():
     q, k, v = (torch.randn(1, heads, 600, 16) for heads in (4, 2, 2))
     layer = LayerCache(recipe.for_layer(0, (0,)), facts=facts)
     layer.prefill(StepInputs(Queries(q, 0.25), k, v))
-    choice = PromptEviction(recipe, (0,), [facts]).begin()
+    choice = PromptEviction(recipe, (0,), [facts]).begin(600)
     ((place, heads),) = choice.read(0, Queries(q, 0.25), k, v)
     values = torch.stack([own_v for _, own_v in heads])[None]
     assert place == 0
     assert torch.equal(values, layer.exact_tokens()[1])
     assert not torch.isin(values[..., 0], v[..., 0]).all()
+
+
+@pytest.mark.parametrize("cuts", [(1,), (599,), (64, 128, 500), range(50, 600, 50)])
+def test_chunks_give_the_choice_of_a_whole_prompt(cuts):
+    recipe = paged(f"{JOINT},fit=true,store=near-lossless@0={KNORM}", PAGE, "", "", evicts=True)
+    facts = [LayerFacts(rope=Rope(torch.tensor([1.0, 0.5, 0.1, 0.01])))] * 3
+    torch.manual_seed(0)
+    prompt = [[torch.randn(1, heads, 600, 16) for heads in (4, 2, 2)] for _ in facts]
+    norms, kept = torch.rand(1, 600) + 0.5, []
+    for ends in ([600], [*cuts, 600]):
+        choice, begin = PromptEviction(recipe, (0, 1, 2), facts).begin(600), 0
+        for end in ends:
+            found = {}
+            for place, layer in enumerate(prompt):
+                q, k, v = (x[:, :, begin:end] for x in layer)
+                queries = Queries(q, 0.25, norms=norms[:, begin:end])
+                queries, k, v = choice.joined(place, queries, k, v)
+                assert torch.equal(k, layer[1][:, :, :end])
+                found |= choice.read(place, queries, k, v)
+            assert not found or end == 600
+            begin = end
+        assert not choice.earlier
+        kept.append([x for place in range(3) for head in found[place] for x in head])
+    assert all(map(torch.equal, *kept))
+    assert {len(x) for x in kept[0][:4]} == {40}
 
 
 def test_pages_of_a_fork_are_in_its_own_blocks():
@@ -183,22 +264,32 @@ def test_kernels_read_pages_of_heads(llama, recipe):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("tokens", [97, 150])
+@pytest.mark.parametrize(("tokens", "step"), [(97, 96), (97, 2048), (150, 50), (150, 2048)])
 @pytest.mark.parametrize("recipe", [KNORM, JOINT])
-def test_forks(llama, watch, recipe, tokens):
+def test_forks(llama, watch, recipe, tokens, step):
     """All tokens of the prompt but the last are read, and evicted from, before the fork."""
     (prompt,) = prompts((tokens,))
     with kvloom.continuous(llama, recipe):
-        found = batch(llama, [prompt], new=60, count=3)
+        found = batch(llama, [prompt], new=60, count=3, max_batch_tokens=step)
     assert found == [alone(llama, recipe, prompt, 60, cuts=[tokens - 1])] * 3
     watch.assert_nothing_left()
 
 
-@pytest.mark.parametrize("recipe", [KNORM, JOINT, "minikv:fraction=0.3"])
-def test_a_preempted_request_evicts_from_prompt_and_answer(llama, watch, recipe):
+def test_forks_of_one_token(llama, watch):
+    inputs = prompts((1, 20))  # transformers cannot run a step of the first alone
+    with kvloom.continuous(llama, KNORM):
+        found = batch(llama, inputs, count=2)
+    assert found == [x for prompt in inputs for x in [alone(llama, KNORM, prompt)] * 2]
+    watch.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "step"), [(KNORM, 2048), (JOINT, 2048), (JOINT, 90), ("minikv:fraction=0.3", 2048)]
+)
+def test_a_preempted_request_evicts_from_prompt_and_answer(llama, watch, recipe, step):
     inputs = prompts([60 + 9 * i for i in range(10)])
     with kvloom.continuous(llama, recipe):
-        found = batch(llama, inputs, 60, num_blocks=9, safety_margin=0.0)
+        found = batch(llama, inputs, 60, num_blocks=9, safety_margin=0.0, max_batch_tokens=step)
     assert watch.preempted
     for prompt, tokens in zip(inputs, found, strict=True):
         read = [prompt, *(ids for ids in watch.preempted if ids[: len(prompt)] == prompt)]
@@ -248,13 +339,27 @@ def test_cancelled_while_it_decodes(llama, watch):
     watch.assert_nothing_left()
 
 
+def test_interrupted_while_chunks_wait(llama, watch):
+    def interrupted():
+        with kvloom.continuous(llama, JOINT):
+            manager, _, go_on = in_its_prompt(llama, *prompts((300,)))
+            (blocks,) = manager.batch_processor.cache.cache_allocators.values()
+            assert len(blocks.choices) == 1
+            go_on.set()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    watch.assert_nothing_left()
+
+
 def test_an_error_in_the_thread_is_raised(watch):
     model, (prompt,) = zoo.build("llama-gqa"), prompts((100,))
     weight = model.model.layers[1].self_attn.k_proj.weight
     with torch.no_grad():
         weight[0, 0] = torch.nan
     with kvloom.continuous(model, KNORM), pytest.raises(NotFinite, match="layer 1: NaN"):
-        batch(model, [prompt])
+        batch(model, [prompt], max_batch_tokens=40)
     watch.assert_nothing_left()
 
 
@@ -288,14 +393,6 @@ def test_a_prompt_store_holds_every_token(llama, tmp_path, recipe):
     with pytest.raises(IncompatibleRecipe, match="leave out the store"):  # noqa: SIM117
         with kvloom.continuous(llama, recipe, store=store):
             pass
-
-
-def test_requests_longer_than_a_step(llama, watch):
-    with kvloom.continuous(llama, KNORM):
-        with pytest.raises(InputError, match="max_batch_tokens=111 or more"):
-            batch(llama, prompts((100,)), max_batch_tokens=110)
-        assert len(batch(llama, prompts((100,)), max_batch_tokens=111)[0]) == 12
-    watch.assert_nothing_left()
 
 
 def test_the_bound_that_an_error_names_is_enough(llama):

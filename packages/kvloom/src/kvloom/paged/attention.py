@@ -162,7 +162,7 @@ class PagedAttention:
         k, v: what `store` returned. Returns [T, Hq, D].
         """
         queries = q.transpose(0, 1)[None]
-        state = _causal(queries, k, v, self.scale)
+        state = causal(queries, k, v, self.scale)
         pages = row.blocks[: row.token_begin // self.page]
         if not len(pages):
             return state.out[0].transpose(0, 1).to(q.dtype)
@@ -192,7 +192,7 @@ def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     return AttentionState(out.float().reshape(1, heads, tokens, d), lse.reshape(1, heads, tokens))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
     tokens, before = q.shape[2], k.shape[2] - q.shape[2]
     groups = q.shape[1] // k.shape[1]

@@ -7,7 +7,7 @@ copies of the first tokens, if the recipe has sinks. An engine knows only how ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from ..kernels import PackedTensors, RopeAngles, ops, rows_for
 from ..positions import Rope
 from ..recipe import Recipe
 from ..store import LayerEncoding, Packed, PackedView
+from ..store.calibration import of_heads
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,13 @@ class LayerPlan:
             packed.get("keys"), packed.get("values"), sinks if exact_first else 0, (keys, values),
             rope if recipe.store.pre_rope else None,
         )  # fmt: skip
+
+    def of_head(self, head: int) -> LayerPlan:
+        """Return the plan of one key/value head, whose pages are its own."""
+        keys, values = self.calibrated
+        keys = keys and of_heads(keys, "keys", head, 1)
+        values = values and of_heads(values, "values", head, 1)
+        return replace(self, calibrated=(keys, values))
 
     @property
     def formats_and_encodings(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:

@@ -110,6 +110,7 @@ def _problems(recipe: Recipe, evicts: bool) -> list[str]:
 def _eviction_problems(recipe: Recipe) -> list[str]:
     """Return why pages cannot hold what this recipe keeps of a prompt, one sentence each."""
     keeps = _parts(recipe, "keep")
+    formats = [fmt for store in recipe.stores for fmt in store.quantized.values()]
     found = {
         "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
             recipe.repeats_prompt
@@ -117,10 +118,11 @@ def _eviction_problems(recipe: Recipe) -> list[str]:
         "tokens keep their positions; use positions=original": any(
             keep.positions != "original" for keep in keeps
         ),
-        "each head packs its own tokens, after RoPE; use other formats, such as near-lossless": any(
-            fmt.pre_rope or fmt.regroups
-            for store in recipe.stores
-            for fmt in store.quantized.values()
+        "a head's page has tokens of any positions; use pre_rope=false": any(
+            fmt.pre_rope for fmt in formats
+        ),
+        "each head packs its own tokens; use span=head, or other formats, such as near-lossless": (
+            any(fmt.span == "layer" for fmt in formats)
         ),
         "a preempted request reads its answer as a prompt; leave out ids, spans and roles": any(
             protect.marks for protect in _parts(recipe, "protect")

@@ -69,7 +69,9 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         ("tiny", "use another, such as rotated"),
         ("snapkv:positions=renumbered", "use positions=original"),
         (replace(resolve("knorm"), store=resolve("skvq").store), "each head packs its own tokens"),
-        ("skvq:reorder=false,clip=1.0@0=snapkv", "each head packs its own tokens, after RoPE"),
+        ("skvq:span=head@0=snapkv", "tokens of any positions; use pre_rope=false"),
+        ("skvq:pre_rope=false,reorder=false,clip=1.0@0=snapkv", "own tokens; use span=head"),
+        ("smoothquant@0=snapkv", "use pre_rope=false"),
         (replace(resolve("snapkv"), protect=Protect(spans=((0, 9),))), "leave out ids, spans"),
     ],
 )  # fmt: skip

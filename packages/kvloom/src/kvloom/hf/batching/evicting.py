@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cache.step import Queries
-from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PageLayout
+from ...kernels import PageTable
+from ...paged import LayerPlan, PackedPages, PagedAttention, PageLayout
+from ...paged.attention import causal
 from ...paged.step import SingleTokenRows
 from .allocator import ALIGNED, PackedAllocator, round_up
 from .eviction import Heads, PromptChoice, PromptEviction
@@ -31,7 +33,9 @@ class StoredHeads:
         self.evicted, self.used = evicted, 0
         self.pages = evicted.new_zeros(*evicted.shape, 1)
 
-    def add(self, addresses: Tensor, layers: Tensor, heads: Tensor, numbers: Tensor) -> None:
+    def add(
+        self, addresses: Tensor, layers: Tensor | int, heads: Tensor | int, numbers: Tensor
+    ) -> None:
         """Add pages int64 [n], which are the pages `numbers` of these heads."""
         missing = int(numbers.max()) + 1 - self.pages.shape[2]
         if missing > 0:
@@ -49,11 +53,11 @@ class StoredHeads:
         return copy
 
 
-class EvictedPrompt(NamedTuple):
-    """A prompt of a step: its row, where tails are, int64 [layers, H], and what stays of it."""
+class PromptChunk(NamedTuple):
+    """A prompt's tokens of a step, where its tails are, int64 [layers, H], and what stays of it."""
 
     request_id: str
-    row: PagedRow
+    span: slice
     tails: Tensor
     choice: PromptChoice
 
@@ -71,6 +75,28 @@ class DecodingHeads(NamedTuple):
     tails: Tensor
 
 
+class CalibratedHeads:
+    """Attention to the pages of heads with calibrations of their own, head after head.
+
+    of_heads: the attention of each head.
+    """
+
+    def __init__(self, of_heads: list[PagedAttention]) -> None:
+        self.of_heads = of_heads
+
+    def decode(
+        self, rows: SingleTokenRows, table: PageTable, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Store and attend as `PagedAttention` does; rows are the heads of each request."""
+        out = q.new_empty(q.shape, dtype=torch.float32)
+        for head, attention in enumerate(self.of_heads):
+            own = slice(head, None, len(self.of_heads))
+            part = SingleTokenRows(rows.starts[own], rows.blocks[own], rows.page)
+            tails = table.tails[own]
+            out[own] = attention.decode(part, part.table(tails), q[own], k[own], v[own])
+        return out
+
+
 class EvictingAllocator(PackedAllocator):
     """Blocks of pages of single heads; `tail_blocks` more per request hold its exact tokens.
 
@@ -85,8 +111,11 @@ class EvictingAllocator(PackedAllocator):
     def __init__(self, plans: list[LayerPlan], eviction: PromptEviction, **options: Any) -> None:
         self.eviction = eviction
         self.requests: dict[str, StoredHeads] = {}
-        self.prompts: list[EvictedPrompt] = []
+        self.choices: dict[str, PromptChoice] = {}  # of prompts whose last chunk has not begun
+        self.chunks: list[PromptChunk] = []
         self.decoding: DecodingHeads | None = None
+        self.of_heads: dict[int, list[PagedAttention]] = {}  # by layer, of each head
+        self.of_layers: dict[int, PagedAttention | CalibratedHeads] = {}  # of all heads
         super().__init__(plans, None, **options)
 
     @property
@@ -100,10 +129,13 @@ class EvictingAllocator(PackedAllocator):
         return len(self.layouts) * self.heads
 
     @cached_property
-    def of_head(self) -> list[PageLayout]:
-        """The layout of a head's page in each layer."""
+    def head_layouts(self) -> list[list[PageLayout]]:
+        """The layout of each head's page in each layer; one where all heads have the same."""
         return [
-            PageLayout(layout.plan, layout.tokens, 1, layout.head_dim, layout.dtype)
+            [
+                PageLayout(layout.plan.of_head(head), layout.tokens, 1, layout.head_dim, self.dtype)
+                for head in range(self.heads if any(layout.plan.calibrated) else 1)
+            ]
             for layout in self.layouts
         ]
 
@@ -111,7 +143,7 @@ class EvictingAllocator(PackedAllocator):
     def head_nbytes(self) -> int:
         """The bytes of a head's page; a block also holds the tail of a layer."""
         least = -(-self.tail_nbytes // self.pages_of_block)
-        return round_up(max(least, *(layout.nbytes for layout in self.of_head)), ALIGNED)
+        return round_up(max(least, *(layouts[0].nbytes for layouts in self.head_layouts)), ALIGNED)
 
     @cached_property
     def tail_unit(self) -> int:
@@ -134,11 +166,21 @@ class EvictingAllocator(PackedAllocator):
 
     def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
         """Return how many blocks a request needs for new tokens."""
-        needed = self.blocks_for(query_length)
-        if past_length:
+        needed = self.blocks_for(past_length + query_length)
+        if past_length and request_id not in self.choices:
             stored = past_length + query_length - self.requests[request_id].evicted
             needed = self._blocks_of(int((stored // self.tokens_per_page).sum()))
         return max(0, needed - len(self.block_table.get(request_id, [])))
+
+    def allocate_cache_to_request(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> None:
+        """Give a request blocks for new tokens: at first, for all of its prompt."""
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+        if not past_length:
+            evicted = torch.zeros(len(self.layouts), self.heads, dtype=torch.long)
+            self.requests[request_id] = StoredHeads(evicted)
+            self.choices[request_id] = self.eviction.begin(query_length)
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
@@ -150,8 +192,10 @@ class EvictingAllocator(PackedAllocator):
         return blocks, new
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """Free a request's pages and tail, between steps."""
+        """Free a request's pages and tail, and its chunks, between steps."""
         self.requests.pop(request_id, None)
+        self.choices.pop(request_id, None)
+        self.chunks = []
         super().free_blocks(request_id, no_cache)
 
     def _next_pages(self, request_id: str, count: int) -> Tensor:
@@ -169,37 +213,39 @@ class EvictingAllocator(PackedAllocator):
         if self.rows:
             self._begin_step()
         place = self.layer_indices.index(layer_index)
-        if layer_index not in self.layers:
-            self.layers[layer_index] = self._layer(place, scale)
-        layer, out = self.layers[layer_index], q.new_empty(q.shape)
+        if place not in self.of_layers:
+            self._make_attention(place, scale)
+        out = q.new_empty(q.shape)
         norms = self.eviction.norms(layer_index)
-        for prompt in self.prompts:
-            span = slice(prompt.row.batch_begin, prompt.row.batch_end)
+        for chunk in self.chunks:
+            span, choice = chunk.span, chunk.choice
             own_q, own_k, own_v = (x[span].transpose(0, 1)[None] for x in (q, k, v))
-            out[span] = layer.attend(prompt.row, q[span], own_k, own_v)
-            own_norms = None if norms is None else norms[:, span]
-            queries = Queries(own_q, scale, norms=own_norms)
-            for decided, heads in prompt.choice.read(place, queries, own_k, own_v):
-                self._store(decided, prompt, heads)
+            queries = Queries(own_q, scale, norms=None if norms is None else norms[:, span])
+            queries, all_k, all_v = choice.joined(place, queries, own_k, own_v)
+            attended = causal(own_q, all_k, all_v, scale).out[0].transpose(0, 1)
+            out[span] = attended.to(out.dtype)
+            for decided, heads in choice.read(place, queries, all_k, all_v):
+                self._store(decided, chunk, heads)
         if self.decoding is not None:
             index, starts, pages, tails = self.decoding
             rows = SingleTokenRows(starts[place], pages[place], self.tokens_per_page)
             of_heads = (x[index].view(len(starts[place]), -1, x.shape[2]) for x in (q, k, v))
-            attended = layer.decode(rows, rows.table(tails[place]), *of_heads)
+            attended = self.of_layers[place].decode(rows, rows.table(tails[place]), *of_heads)
             out[index] = attended.view(len(index), *q.shape[1:]).to(out.dtype)
         return out
 
     def _begin_step(self) -> None:
         """Sort the requests of a step, and give heads that fill a page the next one."""
-        self.prompts, decoding = [], []
+        self.chunks, decoding = [], []
         for request_id, row, tail in self.rows:
-            if not row.token_begin:
-                evicted = torch.zeros(len(self.layouts), self.heads, dtype=torch.long)
-                self.requests[request_id] = StoredHeads(evicted)
-            tails = self._tails(tail)
-            if row.batch_end - row.batch_begin > 1:
-                assert not row.token_begin, "a prompt is read in one step"
-                self.prompts.append(EvictedPrompt(request_id, row, tails, self.eviction.begin()))
+            if row.batch_begin == row.batch_end:  # each fork of it reads its only token
+                continue
+            tails, choice = self._tails(tail), self.choices.get(request_id)
+            if choice is not None:
+                span = slice(row.batch_begin, row.batch_end)
+                self.chunks.append(PromptChunk(request_id, span, tails, choice))
+                if row.token_end == choice.tokens:
+                    del self.choices[request_id]
                 continue
             stored = self.requests[request_id]
             after = row.token_end - stored.evicted
@@ -217,26 +263,20 @@ class EvictingAllocator(PackedAllocator):
             by_layer = (torch.cat(x, dim=1) for x in (starts, padded, all_tails))
             self.decoding = DecodingHeads(torch.tensor(tokens), *by_layer)
 
-    def _store(self, place: int, prompt: EvictedPrompt, heads: Heads) -> None:
+    def _store(self, place: int, chunk: PromptChunk, heads: Heads) -> None:
         """Store the tokens of a prompt that stay in a layer."""
-        layer, size = self.layers[self.layer_indices[place]], self.tokens_per_page
-        stored, pages = self.requests[prompt.request_id], []
-        for head, (k, v) in enumerate(heads):
-            stored.evicted[place, head] = prompt.row.token_end - len(k)
+        stored, size = self.requests[chunk.request_id], self.tokens_per_page
+        for head, (layer, (k, v)) in enumerate(zip(self.of_heads[place], heads, strict=True)):
+            stored.evicted[place, head] = chunk.choice.tokens - len(k)
             full = len(k) // size
-            pages.append([x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v)])
             if rest := len(k) % size:
                 exact = torch.cat([k[full * size :], v[full * size :]], dim=-1)
-                layer.tail[prompt.tails[place, head], 0, :rest] = exact
-        counts = torch.tensor([len(k) for k, _ in pages])
-        if total := int(counts.sum()):
-            of_heads = torch.arange(self.heads).repeat_interleave(counts)
-            numbers = torch.cat([torch.arange(count) for count in counts.tolist()])
-            addresses = self._next_pages(prompt.request_id, total)
-            layers = torch.full_like(numbers, place)
-            stored.add(addresses, layers, of_heads, numbers)
-            k, v = (torch.cat(x) for x in zip(*pages, strict=True))
-            layer.pages.write(addresses, k, v, numbers)
+                layer.tail[chunk.tails[place, head], 0, :rest] = exact
+            if full:
+                addresses, numbers = self._next_pages(chunk.request_id, full), torch.arange(full)
+                stored.add(addresses, place, head, numbers)
+                k, v = (x[: full * size].view(full, 1, size, x.shape[1]) for x in (k, v))
+                layer.pages.write(addresses, k, v, numbers)
 
     def _tails(self, blocks: list[int]) -> Tensor:
         """Return where the exact tokens of each head are, int64 [layers, H], in tail units."""
@@ -246,11 +286,17 @@ class EvictingAllocator(PackedAllocator):
         heads = torch.arange(self.heads) * (self.tail_nbytes // self.heads)
         return (begin[:, None] + heads) // self.tail_unit
 
-    def _layer(self, place: int, scale: float) -> PagedAttention:
-        layout, memory = self.of_head[place], self._copy_view
-        pages = memory.view(-1, self.head_nbytes)[:, : layout.nbytes]
+    def _make_attention(self, place: int, scale: float) -> None:
+        layouts, memory = self.head_layouts[place], self._copy_view
+        layout = layouts[0]
         size = layout.tokens, 2 * layout.head_dim
         count = (memory.numel() - layout.exact_nbytes) // self.tail_unit + 1
         strides = self.tail_unit // self.dtype.itemsize, size[0] * size[1], size[1], 1
         tails = memory.view(-1).view(self.dtype).as_strided((count, 1, *size), strides)
-        return PagedAttention(PackedPages(layout, pages), tails, scale)
+        pages = memory.view(-1, self.head_nbytes)
+        of_heads = [
+            PagedAttention(PackedPages(x, pages[:, : x.nbytes]), tails, scale) for x in layouts
+        ]
+        alike = len(of_heads) == 1
+        self.of_layers[place] = of_heads[0] if alike else CalibratedHeads(of_heads)
+        self.of_heads[place] = of_heads * self.heads if alike else of_heads

@@ -1,7 +1,7 @@
 """Which tokens of a prompt stay in continuous batching: those that kvloom's cache would keep.
 
-Decides no rule: evictors do, of exact tokens. Values are fitted to keys as pages store them. Needs
-a whole prompt in one step.
+Decides no rule: evictors do, of exact tokens. Values are fitted to keys as pages store them. The
+chunks of a prompt wait, exact, until the last of them has come.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ...keep import Fit
 from ...recipe import Recipe
 from ...recipe.spec import budget_key
 from ...store import KVSide, LayerFacts, Store
+from ...store.calibration import of_heads
 
 Heads = list[KV]
 """Keys and values [tokens, D] of each key/value head."""
@@ -78,8 +79,8 @@ class PromptEviction:
         found = self.by_index.get(layer_index)
         return None if found is None else found.norms
 
-    def begin(self) -> PromptChoice:
-        """Return the choice of one prompt."""
+    def begin(self, tokens: int) -> PromptChoice:
+        """Return the choice of one prompt of so many tokens."""
         evictors = {
             place: PromptEvictor(exact, place, group, None, facts.rope, facts.head)
             for place, (exact, group, facts) in enumerate(
@@ -87,7 +88,7 @@ class PromptEviction:
             )
             if exact.keep is not None
         }
-        return PromptChoice(self, evictors)
+        return PromptChoice(self, evictors, tokens)
 
 
 @dataclass
@@ -101,22 +102,45 @@ class LayerInput:
 class PromptChoice:
     """The tokens of one prompt that stay.
 
-    evictors: of the layers that evict.
+    evictors: of the layers that evict. tokens: of the prompt.
     """
 
-    def __init__(self, eviction: PromptEviction, evictors: dict[int, PromptEvictor]) -> None:
-        self.eviction, self.evictors = eviction, evictors
+    def __init__(
+        self, eviction: PromptEviction, evictors: dict[int, PromptEvictor], tokens: int
+    ) -> None:
+        self.eviction, self.evictors, self.tokens = eviction, evictors, tokens
+        self.earlier: dict[int, tuple[Queries, Tensor, Tensor]] = {}  # chunks, by layer
         self.waiting: dict[int, KV] = {}
         self.rows: dict[int, Queries] = {}  # those that fit values
+
+    def joined(
+        self, place: int, queries: Queries, k: Tensor, v: Tensor
+    ) -> tuple[Queries, Tensor, Tensor]:
+        """Return the prompt of a layer up to a chunk k, v [1, H, T, D], for attention and `read`.
+
+        Raises `NotFinite`.
+        """
+        check_range(self.eviction.names[place], Store(), (torch.inf, torch.inf), k, v)
+        if k.shape[2] == self.tokens:
+            return queries, k, v
+        nothing = queries.slice(0, 0), k[:, :, :0], v[:, :, :0]
+        before, old_k, old_v = self.earlier.pop(place, nothing)
+        queries, k, v = (
+            queries.after(before), torch.cat([old_k, k], dim=2), torch.cat([old_v, v], dim=2),
+        )  # fmt: skip
+        if k.shape[2] < self.tokens:
+            self.earlier[place] = queries, k, v
+        return queries, k, v
 
     def read(
         self, place: int, queries: Queries, k: Tensor, v: Tensor
     ) -> Iterator[tuple[int, Heads]]:
         """Score the prompt k, v [1, H, N, D] of a layer, and yield the layers that are decided.
 
-        Raises `NotFinite`.
+        None is decided before the last chunk.
         """
-        check_range(self.eviction.names[place], Store(), (torch.inf, torch.inf), k, v)
+        if k.shape[2] < self.tokens:
+            return
         evictor = self.evictors.get(place)
         if evictor is None:
             yield place, list(zip(k[0], v[0], strict=True))
@@ -161,9 +185,10 @@ class PromptChoice:
 
         slots: int64, of each head's tokens that stay.
         """
-        side = KVSide(self.eviction.plain[place].store.keys)
+        fmt, calibrated = self.eviction.plain[place].store.keys, self.eviction.facts[place].keys
         keys, stays = k.clone(), torch.zeros(k.shape[:3], dtype=torch.bool)
         for head, kept in enumerate(slots):
+            side = KVSide(fmt, calibrated=calibrated and of_heads(calibrated, "keys", head, 1))
             keys[0, head, kept] = side.as_stored(k[:, head : head + 1, kept], 0)[0, 0]
             stays[0, head, kept] = True
         return stays, keys

@@ -20,7 +20,6 @@ from torch import Tensor
 from transformers import AttentionInterface, ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-from transformers.generation.continuous_batching.requests import RequestStatus
 
 from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
 from ...paged import LayerPlan, paged
@@ -198,15 +197,8 @@ class PackedManager(ContinuousBatchingManager):
     def _check_fits(self, prompt: int, new: int | None) -> None:
         if self.batch_processor is None:
             return
-        cache = self.batch_processor.cache
-        (blocks,) = cache.cache_allocators.values()
+        (blocks,) = self.batch_processor.cache.cache_allocators.values()
         later = (new or 1) - 1  # the last new token is not stored
-        if blocks.eviction is not None and prompt + later > cache.max_batch_tokens:
-            raise InputError(
-                f"a request of {prompt:,} tokens and {new or 1:,} new ones does not fit into one "
-                f"step of {cache.max_batch_tokens:,}, which this recipe needs to evict; set "
-                f"max_batch_tokens={prompt + later} or more"
-            )
         needed = blocks.blocks_for(prompt, later)
         if needed > blocks.num_blocks:
             exact = sum(layout.exact_nbytes for layout in blocks.layouts)
@@ -218,10 +210,10 @@ class PackedManager(ContinuousBatchingManager):
 
 
 def _prepare(cache: Any) -> None:
-    """Let a scheduler count no tokens that a step reads, and a prompt wait for a step with room.
+    """Let a scheduler count no tokens that a step reads, and reserve blocks for whole prompts.
 
-    cache: of transformers. It would refuse more tokens than exact blocks hold. A recipe that evicts
-    needs a whole prompt in one step.
+    cache: of transformers. It would refuse more tokens than exact blocks hold. Of a prompt in
+    chunks, a recipe that evicts stores nothing before the last one.
     """
     cache.read_cache_limit = 0
     (blocks,) = cache.cache_allocators.values()
@@ -230,9 +222,9 @@ def _prepare(cache: Any) -> None:
     can_store = cache.can_store_request_tokens
 
     def can_store_whole(state: Any, request_len: int, *args: Any, **options: Any) -> bool:
-        decodes = state.status is RequestStatus.DECODING
-        whole = decodes or request_len == len(state.remaining_prefill_tokens)
-        return whole and can_store(state, request_len, *args, **options)
+        before_fork = state.num_children > 0  # each fork reads the last token by itself
+        whole = len(state.remaining_prefill_tokens) - before_fork
+        return can_store(state, whole or request_len, *args, **options)
 
     cache.can_store_request_tokens = can_store_whole
 

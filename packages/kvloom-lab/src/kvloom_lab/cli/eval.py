@@ -439,8 +439,6 @@ def papers_command(
                             print_rich(verdict_block(verdicts[-1], chosen.name))
             except KeyboardInterrupt as interrupt:
                 early_end = interrupt
-            finally:
-                lab.close()
         environment = conditions(
             loaded, chosen.name, chosen_text.name, quick=quick, seed=seed, **vars(size)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,8 @@ from .options import (
     Json,
     Model,
     Text,
+    at_least,
+    file_to_write,
     parse_recipes,
 )
 from .outputs import check_outputs, show_results, user_errors
@@ -36,12 +38,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
 
-@app.callback()
-def _analyse() -> None:
-    """Analyse a model on a text, as the papers do."""
-
-
-_SEED = Annotated[int, typer.Option(min=0, help="Seed for the part of the text.")]
+_SEED = Annotated[int, at_least(0, "Seed for the part of the text.")]
 
 
 @app.command("attention")
@@ -55,14 +52,14 @@ def attention(
             help=f"The recipe whose scores are compared with the full cache's. {RECIPE_HELP}"
         ),
     ] = "h2o",
-    context: Annotated[int, typer.Option(min=2, help="Tokens of the prompt.")] = 1024,
+    context: Annotated[int, at_least(2, "Tokens of the prompt.")] = 1024,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of the text to decode one by one after the prompt.")
+        int, at_least(1, "Tokens of the text to decode one by one after the prompt.")
     ] = 64,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the four plots.")] = None,
+    plot: Annotated[Path | None, file_to_write("Draw the four plots.")] = None,
 ) -> None:
     """Attention by layer: sparsity, mass of the best tokens, variance, scores after eviction.
 
@@ -74,14 +71,13 @@ def attention(
         from ..analyse.attention import measure, to_data
 
         resolve(recipe)  # a wrong name is refused before anything is loaded
-        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
         _run(
-            "attention", to_data, inputs, json, plot,
+            "attention", to_data, json, plot, (files, text), (model, dtype),
             lambda loaded, ids, progress: measure(
                 loaded, ids, context=context, recipe=recipe,
                 progress=progress.counter(max_new_tokens + 1),
             ),
-            new_tokens=max_new_tokens,
+            recipe=recipe, context=context, seed=seed, new_tokens=max_new_tokens,
         )  # fmt: skip
 
 
@@ -96,8 +92,8 @@ def error(
             help=f"The recipes whose formats to compare. {RECIPES_HELP} (see kvloom recipes)."
         ),
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
-    context: Annotated[int, typer.Option(min=64, help="Tokens of each context.")] = 1024,
-    samples: Annotated[int, typer.Option(min=1, help="Contexts to read.")] = 2,
+    context: Annotated[int, at_least(64, "Tokens of each context.")] = 1024,
+    samples: Annotated[int, at_least(1, "Contexts to read.")] = 2,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
@@ -110,13 +106,12 @@ def error(
         from ..analyse.error import measure, to_data
 
         chosen = parse_recipes(recipes)
-        inputs = _Inputs(files, text, model, dtype, recipes, context, seed)
         _run(
-            "error", to_data, inputs, json, None,
+            "error", to_data, json, None, (files, text), (model, dtype),
             lambda loaded, ids, progress: measure(
                 loaded, ids, chosen, progress=progress.counter(samples)
             ),
-            contexts=samples,
+            recipe=recipes, context=context, seed=seed, contexts=samples,
         )  # fmt: skip
 
 
@@ -132,7 +127,7 @@ def distribution(
             f"ones. {RECIPE_HELP}"
         ),
     ] = "skvq:group=32",
-    context: Annotated[int, typer.Option(min=2, help="Tokens to read.")] = 512,
+    context: Annotated[int, at_least(2, "Tokens to read.")] = 512,
     layers: Annotated[
         str | None,
         typer.Option(help='Layers such as "0,3,5"; default: all. Three of them are drawn.'),
@@ -140,7 +135,7 @@ def distribution(
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the magnitudes.")] = None,
+    plot: Annotated[Path | None, file_to_write("Draw the magnitudes.")] = None,
 ) -> None:
     """Magnitudes of keys and values by channel and token, and by calibrated group.
 
@@ -156,39 +151,28 @@ def distribution(
             layer_indices = None if layers is None else [int(n) for n in layers.split(",")]
         except ValueError:
             raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
-        inputs = _Inputs(files, text, model, dtype, recipe, context, seed)
         _run(
-            "distribution", to_data, inputs, json, plot,
+            "distribution", to_data, json, plot, (files, text), (model, dtype),
             lambda loaded, ids, progress: measure(loaded, ids, chosen, layer_indices),
+            recipe=recipe, context=context, seed=seed,
         )  # fmt: skip
-
-
-class _Inputs(NamedTuple):
-    """The options that all analyses have. recipe: its name."""
-
-    files: list[Path] | None
-    text: list[Path] | None
-    model: str
-    dtype: str
-    recipe: str
-    context: int
-    seed: int
 
 
 def _run(
     name: str,
     to_data: Callable[[Any, dict[str, Any]], dict[str, Any]],
-    inputs: _Inputs,
     json: str | None,
     plot: Path | None,
+    text_options: tuple[list[Path] | None, list[Path] | None],
+    model_options: tuple[str, str],
     measure: Callable[[Any, Any, ProgressDisplay], Any],
-    **sizes: int,
+    **settings: Any,
 ) -> None:
     """Measure a text, and show the result. name: of its table and its plot. to_data: of the
     same analysis.
 
-    sizes: new_tokens or contexts, which results contain, too. A text that is too short is refused
-    before the weights of the model are loaded.
+    settings: what results contain: recipe, context, seed, and new_tokens or contexts. A text that
+    is too short is refused before the weights of the model are loaded.
     """
     from ..analyse import tables
     from ..models import check_positions
@@ -197,27 +181,22 @@ def _run(
     from ..workload.text import cut_rows, leading_ids, tokenize
 
     check_outputs(json, plot=plot)
-    text = ChosenText(inputs.files, inputs.text)
-    model = ChosenModel(inputs.model, inputs.dtype)
-    context, new_tokens = inputs.context, sizes.get("new_tokens", 0)
+    text, model = ChosenText(*text_options), ChosenModel(*model_options)
+    context, new_tokens = settings["context"], settings.get("new_tokens", 0)
     check_positions(model.config, context, new_tokens)
     ids = cut_rows(
         tokenize(model.tokenizer, text.content), leading_ids(model.tokenizer),
-        sizes.get("contexts", 1), context + new_tokens, inputs.seed,
+        settings.get("contexts", 1), context + new_tokens, settings["seed"],
     )  # fmt: skip
     with show_progress() as progress:
         loaded = model.load(progress)
         progress("reading the text")
         result = measure(loaded, ids, progress)
-    environment = conditions(
-        loaded, model.name, text.name, recipe=inputs.recipe, context=context, seed=inputs.seed,
-        **sizes,
-    )  # fmt: skip
+    environment = conditions(loaded, model.name, text.name, **settings)
     if plot:
         getattr(plots, f"{name}_plot")(result, environment, plot)
-    data = to_data(result, environment)
     table = getattr(tables, f"{name}_table")(result, environment)
-    show_results(data, json, table)
+    show_results(to_data(result, environment), json, table)
 
 
 def check(

@@ -18,6 +18,8 @@ from .options import (
     Dtype,
     Json,
     Model,
+    at_least,
+    file_to_write,
     parse_numbers,
     parse_recipes,
     silence_transformers,
@@ -54,10 +56,10 @@ _BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
 _DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 _THREADS = Annotated[
     int | None,
-    typer.Option(min=1, help="Threads of torch and of kernels; default: torch's choice."),
+    at_least(1, "Threads of torch and of kernels; default: torch's choice."),
 ]
-_REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
-_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
+_REPEATS = Annotated[int, at_least(1, "Timed calls of each candidate.")]
+_PLOT = Annotated[Path | None, file_to_write("Plot the times.")]
 _BASELINES_HELP = "all that take at most a minute, none, or some of {}."
 
 
@@ -201,9 +203,7 @@ def throughput(
         str,
         typer.Option(help="Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens."),
     ] = "1024",
-    max_new_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens that a request generates.")
-    ] = 256,
+    max_new_tokens: Annotated[int, at_least(2, "Tokens that a request generates.")] = 256,
     recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
     baselines: Annotated[
         str,
@@ -212,11 +212,9 @@ def throughput(
     model: Model = "reference",
     dtype: Dtype = "auto",
     threads: _THREADS = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each row, in turns.")] = 3,
+    rounds: Annotated[int, at_least(1, "Runs of each row, in turns.")] = 3,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot tokens per second.")
-    ] = None,
+    plot: Annotated[Path | None, file_to_write("Plot tokens per second.")] = None,
 ) -> None:
     """Output tokens per second of as many requests as fit into equal memory.
 

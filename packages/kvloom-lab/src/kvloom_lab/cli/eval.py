@@ -20,6 +20,8 @@ from .options import (
     Json,
     Model,
     Text,
+    at_least,
+    file_to_write,
     parse_budget,
     parse_numbers,
     parse_recipes,
@@ -56,17 +58,13 @@ def compare_command(
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Tokens to prefill; default: 2048, or as many as the model can take."
-        ),
+        at_least(1, "Tokens to prefill; default: 2048, or as many as the model can take."),
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=32, help="Tokens of the text to decode one by one after the context.")
+        int, at_least(32, "Tokens of the text to decode one by one after the context.")
     ] = 160,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Rows of text, and questions, in one batch.")
-    ] = 4,
-    questions: Annotated[int, typer.Option(min=0, help="Questions about needles; 0: none.")] = 48,
+    batch: Annotated[int, at_least(1, "Rows of text, and questions, in one batch.")] = 4,
+    questions: Annotated[int, at_least(0, "Questions about needles; 0: none.")] = 48,
     ask: Annotated[
         str,
         typer.Option(
@@ -81,13 +79,9 @@ def compare_command(
         ),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed for the parts of the text and the needles.")
-    ] = 0,
+    seed: Annotated[int, at_least(0, "Seed for the parts of the text and the needles.")] = 0,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot quality against bits per value.")
-    ] = None,
+    plot: Annotated[Path | None, file_to_write("Plot quality against bits per value.")] = None,
 ) -> None:
     """Compare recipes: memory, speed, perplexity, agreement with the full cache, needles found.
 
@@ -187,22 +181,12 @@ def eval_command(
         str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
     ] = "2048",
     samples: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Samples of each length; of each cell (niah) or part (ruler, longbench).",
-        ),
+        int, at_least(1, "Samples of each length; of each cell (niah) or part (ruler, longbench).")
     ] = 4,
     max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Tokens to predict (perplexity) or to generate.",
-        ),
+        int, at_least(1, "Tokens to predict (perplexity) or to generate.")
     ] = 128,
-    batch: Annotated[
-        int, typer.Option(min=1, help="Contexts, or questions on one context, in one batch.")
-    ] = 4,
+    batch: Annotated[int, at_least(1, "Contexts, or questions on one context, in one batch.")] = 4,
     ask: Annotated[
         str,
         typer.Option(
@@ -219,7 +203,7 @@ def eval_command(
         str | None, typer.Option(help="Tokens, or a fraction of the context, as for compare.")
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed for texts and needles.")] = 0,
+    seed: Annotated[int, at_least(0, "Seed for texts and needles.")] = 0,
 ) -> None:
     """Measure recipes on tasks: quality on true bytes, sample by sample.
 
@@ -340,9 +324,7 @@ def report_command(
             help="Folders that kvloom eval wrote, or folders of results of kvpress.",
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, file_to_write("The page to write.")] = Path("report.html"),
     kvpress: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Also write folders of kvpress' evaluation here."),
@@ -374,7 +356,6 @@ def report_command(
 
 
 def _read(folder: Path) -> list[RunResults]:
-    """Return the runs in a folder."""
     from ..eval.kvpress import is_kvpress, read_kvpress
     from ..eval.results import read_run
 
@@ -397,7 +378,7 @@ def papers_command(
         bool, typer.Option("--quick", help="Shorter contexts and fewer samples.")
     ] = False,
     dtype: Dtype = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed for texts and needles.")] = 0,
+    seed: Annotated[int, at_least(0, "Seed for texts and needles.")] = 0,
     json: Json = None,
 ) -> None:
     """Test a paper's claims: show its figures and ours, and a verdict for each.

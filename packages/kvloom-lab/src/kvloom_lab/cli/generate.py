@@ -18,7 +18,9 @@ from .options import (
     ChosenModel,
     Dtype,
     Model,
+    at_least,
     check_utf8,
+    file_to_write,
     parse_recipes,
     printable_name,
     read_stdin,
@@ -38,11 +40,9 @@ def generate_command(
     ] = "-",
     model: Model = "reference",
     recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = DEFAULT_RECIPE,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Stop after this many new tokens.")
-    ] = 128,
+    max_new_tokens: Annotated[int, at_least(1, "Stop after this many new tokens.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token at each step.")
+        float, at_least(0, "Above 0: sample; 0: the likeliest token at each step.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
     chat: Annotated[
@@ -216,17 +216,13 @@ def inspect_command(
     ] = None,
     model: Model = "reference",
     recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "h2o",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
-        "inspect.html"
-    ),
-    context: Annotated[
-        int, typer.Option(min=1, help="Read at most this many tokens of the text.")
-    ] = 1024,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
+    out: Annotated[Path, file_to_write("The page to write.")] = Path("inspect.html"),
+    context: Annotated[int, at_least(1, "Read at most this many tokens of the text.")] = 1024,
+    max_new_tokens: Annotated[int, at_least(0, "Tokens to generate after it.")] = 32,
     dtype: Dtype = "auto",
     json: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write the page's data as JSON too; -: to stdout."),
+        file_to_write("Write the page's data as JSON too; -: to stdout."),
     ] = None,
 ) -> None:
     """Show which tokens a recipe keeps: one HTML page that needs no network and no other file.

@@ -48,6 +48,16 @@ RECIPE_HELP = (
 RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,mine.toml"'
 
 
+def at_least(least: int, what: str) -> Any:
+    """Return an option for a number; what: its help."""
+    return typer.Option(min=least, help=what)
+
+
+def file_to_write(what: str) -> Any:
+    """Return an option for a file that a command writes; what: its help."""
+    return typer.Option(metavar="FILE", help=what)
+
+
 def parse_recipes(option: str) -> list[Recipe]:
     """Return the recipes of an option `--recipes`; raises `RecipeError` or `InputError`."""
     from kvloom.recipe import RECIPES, resolve

@@ -20,6 +20,8 @@ from .options import (
     Dtype,
     Json,
     Text,
+    at_least,
+    file_to_write,
     parse_recipes,
     silence_transformers,
     text_name,
@@ -158,7 +160,7 @@ def plan_command(
             help="Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
+    batch: Annotated[int, at_least(1, "Rows of the batch.")] = 1,
     memory: Annotated[
         str | None, typer.Option(help="Memory, such as 24GiB or 80GB; default: the hardware's.")
     ] = None,
@@ -173,9 +175,7 @@ def plan_command(
         str | None, typer.Option(help="Decode speed to reach, such as 20tok/s; needs --hardware.")
     ] = None,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot memory and speed by context.")
-    ] = None,
+    plot: Annotated[Path | None, file_to_write("Plot memory and speed by context.")] = None,
 ) -> None:
     """Plan: bytes, the longest context, the largest batch and the decode speed of recipes.
 
@@ -237,17 +237,11 @@ def tune_command(
         str | None,
         typer.Option(help='The largest mean divergence from the exact cache, in nats: "kl=0.01".'),
     ] = None,
-    context: Annotated[
-        int, typer.Option(min=256, help="Tokens of a context, which are compressed.")
-    ] = 2048,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the recipe (.toml).")
-    ] = None,
+    context: Annotated[int, at_least(256, "Tokens of a context, which are compressed.")] = 2048,
+    out: Annotated[Path | None, file_to_write("Write the recipe (.toml).")] = None,
     dtype: Dtype = "auto",
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot divergence against bytes.")
-    ] = None,
+    plot: Annotated[Path | None, file_to_write("Plot divergence against bytes.")] = None,
 ) -> None:
     """Tune a recipe: formats and kept tokens of each layer, within a size or a divergence.
 
@@ -297,13 +291,13 @@ DEFAULT_RECIPES = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write (.kvcal).")],
+    out: Annotated[Path, file_to_write("The file to write (.kvcal).")],
     text: Text = None,
     recipes: Annotated[
         str, typer.Option(help="Recipes to calibrate for, with their options.")
     ] = DEFAULT_RECIPES,
-    samples: Annotated[int, typer.Option(min=4, help="Contexts to read at most.")] = 64,
-    context: Annotated[int, typer.Option(min=64, help="Tokens of a context.")] = 1024,
+    samples: Annotated[int, at_least(4, "Contexts to read at most.")] = 64,
+    context: Annotated[int, at_least(64, "Tokens of a context.")] = 1024,
     dtype: Dtype = "auto",
 ) -> None:
     """Calibrate a model: ranges of its channels, groups of channels, clip factors.

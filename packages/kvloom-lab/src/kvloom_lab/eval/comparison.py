@@ -416,10 +416,13 @@ def iter_rows(
         on_step(f"{recipe.name}: {what}", units)
 
     def row(recipe: Recipe) -> Row:
-        if recipe in failed:
-            count(recipe, "no figures", left[recipe])
-            return _problem_row(recipe, failed[recipe])
-        return _row(recipe, results[recipe], results[resolved[0]][-1], task)
+        if recipe not in failed:
+            return _row(recipe, results[recipe], results[resolved[0]][-1], task)
+        count(recipe, "no figures", left[recipe])
+        error = failed[recipe]
+        if isinstance(error, IncompatibleRecipe):
+            return Row(recipe.name, problem="; ".join(error.problems))
+        return Row(recipe.name, problem=logged_line(error, f"recipe {recipe.name!r}"), failed=True)
 
     pending = list(resolved)
     with attachment_restored(model):
@@ -434,12 +437,6 @@ def iter_rows(
                     pending[0] in failed or len(results[pending[0]]) == len(batches)
                 ):
                     yield row(pending.pop(0))
-
-
-def _problem_row(recipe: Recipe, error: Exception) -> Row:
-    if isinstance(error, IncompatibleRecipe):
-        return Row(recipe.name, problem="; ".join(error.problems))
-    return Row(recipe.name, problem=logged_line(error, f"recipe {recipe.name!r}"), failed=True)
 
 
 def _row(

@@ -28,14 +28,14 @@ from transformers import (
 
 from kvloom.errors import InputError
 
-from ..workload.layers import ModelShape
+from ..workload import layers
 from . import smollm2
 
 REFERENCE = "reference"
 WEIGHTS = Path(__file__).parent / "weights"
 """The reference model: a Llama with 4.6 million parameters; its README is the model card."""
 _EXTRA_POSITIONS = 4096  # of `random_llama`, after the longest context
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, **layers.DTYPES}
 
 
 def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -115,7 +115,7 @@ def check_positions(
 def _torch_dtype(dtype: str) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    return None if dtype == "auto" else getattr(torch, dtype)
+    return DTYPES[dtype]
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def reference_tokenizer() -> Any:
     return PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
 
 
-def random_llama(shape: ModelShape, longest: int) -> LlamaForCausalLM:
+def random_llama(shape: layers.ModelShape, longest: int) -> LlamaForCausalLM:
     """Return a model on torch's default device, for contexts of up to `longest` tokens."""
     config = LlamaConfig(
         vocab_size=shape.vocabulary,

@@ -398,7 +398,6 @@ def _parse_heads(option: str) -> tuple[int, int]:
 
 
 def _parse_dtype(option: str) -> torch.dtype:
-    """Read "bfloat16", "float16" or "float32"."""
     from ..workload.layers import DTYPES
 
     if option not in DTYPES:

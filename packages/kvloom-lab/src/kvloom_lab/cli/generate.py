@@ -195,9 +195,7 @@ def first_packed_at(recipe: Recipe) -> int | None:
     """Return the tokens of a layer at which its first token is packed; None if none ever is."""
     begins = [
         next(n for n in count(1) if fmt.to_pack(n, recent, prompt=False))
-        for fmt, recent in zip(
-            (recipe.store.keys, recipe.store.values), recipe.protect.exact_recents, strict=True
-        )
+        for fmt, recent in recipe.formats_and_recents
         if fmt is not None
     ]
     return recipe.protect.sinks + min(begins) if begins else None
@@ -280,7 +278,6 @@ def _read(argument: str | None, files: list[Path] | None) -> tuple[str, str]:
 
 
 def _summary(data: dict, out: Path) -> str:
-    """Return the result in one line."""
     read, text = data["prompt_tokens"], data["text_tokens"]
     cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
     mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvloom.errors import InputError
 from kvloom.hf import identity, supported_model
-from kvloom.keep import Keep
 from kvloom.recipe import Recipe, resolve
 
 from ..workload.files import stored_recipes
@@ -129,7 +128,7 @@ def auto(
         fitting = [
             candidate
             for candidate in candidates
-            if candidate.row.fits_in_chunks and not candidate.keeps
+            if candidate.row.fits_in_chunks and not candidate.recipe.keeps_by_score
         ]
     if not fitting:
         bound = f"share={share:g}" if memory is None else f"{show_bytes(memory)} of memory"
@@ -157,12 +156,6 @@ class _Candidate:
         return self.row.kv_bytes or math.inf
 
     @property
-    def keeps(self) -> list[Keep]:
-        """The eviction policies of the recipe; empty if it keeps all tokens."""
-        keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
-        return [keep for keep in keeps if isinstance(keep, Keep)]
-
-    @property
     def kl(self) -> float:
         """The divergence that was measured: on this model, or of published figures."""
         if self.published is not None:
@@ -183,15 +176,14 @@ class _Candidate:
             return "The exact cache fits."
         else:
             reason = f"No recommended recipe with a smaller divergence fits: {self.published}."
-        if self.keeps:
+        if self.recipe.keeps_by_score:
             reason += " It evicts tokens: facts in them are lost."
-        if any(keep.scorer.repeats for keep in self.keeps):
+        if self.recipe.repeats_prompt:
             reason += " A prompt takes several times as long, because the model repeats it."
         return reason
 
 
 def _best(fitting: Sequence[_Candidate]) -> _Candidate:
-    """Return the best of the candidates that fit."""
     known = [candidate for candidate in fitting if candidate.published is not None]
     tuned = [candidate for candidate in fitting if candidate.published is None]
     if known:  # in the order of preference

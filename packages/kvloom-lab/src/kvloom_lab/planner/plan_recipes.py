@@ -130,7 +130,6 @@ class Plan:
 
 
 def _line(row: PlanRow) -> str:
-    """Return a row in one line."""
     if row.problem:
         return f"{row.recipe}: {row.problem}"
     text = f"{row.recipe}: KV cache {show_bytes(row.kv_bytes or 0)}"

@@ -22,8 +22,7 @@ from .options import (
     Json,
     Model,
     Text,
-    at_least,
-    file_to_write,
+    option,
     parse_recipes,
 )
 from .outputs import check_outputs, show_results, user_errors
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Analyse a model on a text, as the papers do.")
 
 
-_SEED = Annotated[int, at_least(0, "Seed for the part of the text.")]
+_SEED = Annotated[int, option("Seed for the part of the text.", min=0)]
 
 
 @app.command("attention")
@@ -47,19 +46,16 @@ def attention(
     text: Text = None,
     model: Model = "reference",
     recipe: Annotated[
-        str,
-        typer.Option(
-            help=f"The recipe whose scores are compared with the full cache's. {RECIPE_HELP}"
-        ),
+        str, option(f"The recipe whose scores are compared with the full cache's. {RECIPE_HELP}")
     ] = "h2o",
-    context: Annotated[int, at_least(2, "Tokens of the prompt.")] = 1024,
+    context: Annotated[int, option("Tokens of the prompt.", min=2)] = 1024,
     max_new_tokens: Annotated[
-        int, at_least(1, "Tokens of the text to decode one by one after the prompt.")
+        int, option("Tokens of the text to decode one by one after the prompt.", min=1)
     ] = 64,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Draw the four plots.")] = None,
+    plot: Annotated[Path | None, option("Draw the four plots.", metavar="FILE")] = None,
 ) -> None:
     """Attention by layer: sparsity, mass of the best tokens, variance, scores after eviction.
 
@@ -87,13 +83,10 @@ def error(
     text: Text = None,
     model: Model = "reference",
     recipes: Annotated[
-        str,
-        typer.Option(
-            help=f"The recipes whose formats to compare. {RECIPES_HELP} (see kvloom recipes)."
-        ),
+        str, option(f"The recipes whose formats to compare. {RECIPES_HELP} (see kvloom recipes).")
     ] = "rtn,kivi,kivi-4,smoothquant,rptq,skvq:group=32,turbo",
-    context: Annotated[int, at_least(64, "Tokens of each context.")] = 1024,
-    samples: Annotated[int, at_least(1, "Contexts to read.")] = 2,
+    context: Annotated[int, option("Tokens of each context.", min=64)] = 1024,
+    samples: Annotated[int, option("Contexts to read.", min=1)] = 2,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
@@ -122,20 +115,19 @@ def distribution(
     model: Model = "reference",
     recipe: Annotated[
         str,
-        typer.Option(
-            help="The recipe whose calibrated groups of channels are compared with consecutive "
+        option(
+            "The recipe whose calibrated groups of channels are compared with consecutive "
             f"ones. {RECIPE_HELP}"
         ),
     ] = "skvq:group=32",
-    context: Annotated[int, at_least(2, "Tokens to read.")] = 512,
+    context: Annotated[int, option("Tokens to read.", min=2)] = 512,
     layers: Annotated[
-        str | None,
-        typer.Option(help='Layers such as "0,3,5"; default: all. Three of them are drawn.'),
+        str | None, option('Layers such as "0,3,5"; default: all. Three of them are drawn.')
     ] = None,
     dtype: Dtype = "auto",
     seed: _SEED = 0,
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Draw the magnitudes.")] = None,
+    plot: Annotated[Path | None, option("Draw the magnitudes.", metavar="FILE")] = None,
 ) -> None:
     """Magnitudes of keys and values by channel and token, and by calibrated group.
 
@@ -203,7 +195,7 @@ def check(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
     ] = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = DEFAULT_RECIPE,
+    recipe: Annotated[str, option(RECIPE_HELP)] = DEFAULT_RECIPE,
     dtype: Dtype = "auto",
     json: Json = None,
 ) -> None:

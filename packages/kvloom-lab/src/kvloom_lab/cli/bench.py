@@ -18,8 +18,7 @@ from .options import (
     Dtype,
     Json,
     Model,
-    at_least,
-    file_to_write,
+    option,
     parse_numbers,
     parse_recipes,
     silence_transformers,
@@ -48,18 +47,18 @@ def _bench() -> None:
     """
 
 
-_CONTEXT = Annotated[str, typer.Option(help="Tokens, one number or several: 8192,32768.")]
-_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES_HELP} (see kvloom recipes).")]
-_HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
-_HEAD_DIM = Annotated[int, typer.Option(help="Channels of a head.")]
-_BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
-_DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_CONTEXT = Annotated[str, option("Tokens, one number or several: 8192,32768.")]
+_RECIPES = Annotated[str, option(f"{RECIPES_HELP} (see kvloom recipes).")]
+_HEADS = Annotated[str, option("Query heads / key-value heads.")]
+_HEAD_DIM = Annotated[int, option("Channels of a head.")]
+_BATCH = Annotated[int, option("Rows of the batch.")]
+_DTYPE = Annotated[str, option("bfloat16, float16 or float32.")]
 _THREADS = Annotated[
     int | None,
-    at_least(1, "Threads of torch and of kernels; default: torch's choice."),
+    option("Threads of torch and of kernels; default: torch's choice.", min=1),
 ]
-_REPEATS = Annotated[int, at_least(1, "Timed calls of each candidate.")]
-_PLOT = Annotated[Path | None, file_to_write("Plot the times.")]
+_REPEATS = Annotated[int, option("Timed calls of each candidate.", min=1)]
+_PLOT = Annotated[Path | None, option("Plot the times.", metavar="FILE")]
 _BASELINES_HELP = "all that take at most a minute, none, or some of {}."
 
 
@@ -68,7 +67,7 @@ def decode(
     context: _CONTEXT = "8192,32768",
     recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
     baselines: Annotated[
-        str, typer.Option(help=_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
+        str, option(_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
     ] = "all",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
@@ -150,15 +149,13 @@ _add_prompt_command(
 def generate(
     context: _CONTEXT = "512,8192",
     recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,h2o,clusterkv",
-    baselines: Annotated[
-        str, typer.Option(help=_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))
-    ] = "all",
+    baselines: Annotated[str, option(_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))] = "all",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 64,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 2048,
-    intermediate: Annotated[int, typer.Option(help="Width of the model's MLP.")] = 8192,
-    vocabulary: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
+    layers: Annotated[int, option("Layers of the model.")] = 8,
+    hidden: Annotated[int, option("Hidden size of the model.")] = 2048,
+    intermediate: Annotated[int, option("Width of the model's MLP.")] = 8192,
+    vocabulary: Annotated[int, option("Tokens in the vocabulary.")] = 32000,
     batch: _BATCH = 1,
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
@@ -198,23 +195,21 @@ def generate(
 
 @app.command("throughput")
 def throughput(
-    memory: Annotated[str, typer.Option(help="Bytes of all requests' caches, such as 304MiB.")],
+    memory: Annotated[str, option("Bytes of all requests' caches, such as 304MiB.")],
     prompt: Annotated[
-        str,
-        typer.Option(help="Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens."),
+        str, option("Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens.")
     ] = "1024",
-    max_new_tokens: Annotated[int, at_least(2, "Tokens that a request generates.")] = 256,
+    max_new_tokens: Annotated[int, option("Tokens that a request generates.", min=2)] = 256,
     recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
     baselines: Annotated[
-        str,
-        typer.Option(help="all, none, or some of dynamic, quanto, hqq, fp8, kvpress, continuous."),
+        str, option("all, none, or some of dynamic, quanto, hqq, fp8, kvpress, continuous.")
     ] = "all",
     model: Model = "reference",
     dtype: Dtype = "auto",
     threads: _THREADS = None,
-    rounds: Annotated[int, at_least(1, "Runs of each row, in turns.")] = 3,
+    rounds: Annotated[int, option("Runs of each row, in turns.", min=1)] = 3,
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Plot tokens per second.")] = None,
+    plot: Annotated[Path | None, option("Plot tokens per second.", metavar="FILE")] = None,
 ) -> None:
     """Output tokens per second of as many requests as fit into equal memory.
 

@@ -20,8 +20,7 @@ from .options import (
     Json,
     Model,
     Text,
-    at_least,
-    file_to_write,
+    option,
     parse_budget,
     parse_numbers,
     parse_recipes,
@@ -53,35 +52,34 @@ def compare_command(
     text: Text = None,
     model: Model = "reference",
     recipes: Annotated[
-        str | None,
-        typer.Option(help=f"{RECIPES_HELP}; default: all that name a method (see kvloom recipes)."),
+        str | None, option(f"{RECIPES_HELP}; default: all that name a method (see kvloom recipes).")
     ] = None,
     context: Annotated[
         int | None,
-        at_least(1, "Tokens to prefill; default: 2048, or as many as the model can take."),
+        option("Tokens to prefill; default: 2048, or as many as the model can take.", min=1),
     ] = None,
     max_new_tokens: Annotated[
-        int, at_least(32, "Tokens of the text to decode one by one after the context.")
+        int, option("Tokens of the text to decode one by one after the context.", min=32)
     ] = 160,
-    batch: Annotated[int, at_least(1, "Rows of text, and questions, in one batch.")] = 4,
-    questions: Annotated[int, at_least(0, "Questions about needles; 0: none.")] = 48,
+    batch: Annotated[int, option("Rows of text, and questions, in one batch.", min=1)] = 4,
+    questions: Annotated[int, option("Questions about needles; 0: none.", min=0)] = 48,
     ask: Annotated[
         str,
-        typer.Option(
-            help="Ask for needles after compression (after), or at the end of the prompt (inside)."
-        ),
+        option("Ask for needles after compression (after), or at the end of the prompt (inside)."),
     ] = "after",
     budget: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens that a recipe keeps, or reads in a step of recall: a number (512), or a "
+        option(
+            "Tokens that a recipe keeps, or reads in a step of recall: a number (512), or a "
             "fraction of the context (0.25)."
         ),
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, at_least(0, "Seed for the parts of the text and the needles.")] = 0,
+    seed: Annotated[int, option("Seed for the parts of the text and the needles.", min=0)] = 0,
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Plot quality against bits per value.")] = None,
+    plot: Annotated[
+        Path | None, option("Plot quality against bits per value.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Compare recipes: memory, speed, perplexity, agreement with the full cache, needles found.
 
@@ -163,47 +161,39 @@ def eval_command(
         ),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the results; a second run resumes in it.")
+        Path, option("Folder of the results; a second run resumes in it.", metavar="DIR")
     ],
     text: Text = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="JSON lines of longbench (a file or folder) or summarize (a file).",
-        ),
+        option("JSON lines of longbench (a file or folder) or summarize (a file).", metavar="PATH"),
     ] = None,
     model: Model = "reference",
-    recipes: Annotated[str, typer.Option(help=RECIPES_HELP)] = ",".join(
-        ("full", *RECOMMENDED, "kivi")
-    ),
-    context: Annotated[
-        str, typer.Option(help='Tokens of a context; several lengths: "1024,2048".')
-    ] = "2048",
+    recipes: Annotated[str, option(RECIPES_HELP)] = ",".join(("full", *RECOMMENDED, "kivi")),
+    context: Annotated[str, option('Tokens of a context; several lengths: "1024,2048".')] = "2048",
     samples: Annotated[
-        int, at_least(1, "Samples of each length; of each cell (niah) or part (ruler, longbench).")
+        int,
+        option("Samples of each length; of each cell (niah) or part (ruler, longbench).", min=1),
     ] = 4,
     max_new_tokens: Annotated[
-        int, at_least(1, "Tokens to predict (perplexity) or to generate.")
+        int, option("Tokens to predict (perplexity) or to generate.", min=1)
     ] = 128,
-    batch: Annotated[int, at_least(1, "Contexts, or questions on one context, in one batch.")] = 4,
+    batch: Annotated[
+        int, option("Contexts, or questions on one context, in one batch.", min=1)
+    ] = 4,
     ask: Annotated[
         str,
-        typer.Option(
-            help="Ask the question after compression (after), or at the end of the prompt (inside)."
-        ),
+        option("Ask the question after compression (after), or at the end of the prompt (inside)."),
     ] = "after",
     share: Annotated[
         str | None,
-        typer.Option(
-            help='Shares of the exact cache\'s bytes that recipes with eviction get: "0.25,0.125".'
-        ),
+        option('Shares of the exact cache\'s bytes that recipes with eviction get: "0.25,0.125".'),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Tokens, or a fraction of the context, as for compare.")
+        str | None, option("Tokens, or a fraction of the context, as for compare.")
     ] = None,
     dtype: Dtype = "auto",
-    seed: Annotated[int, at_least(0, "Seed for texts and needles.")] = 0,
+    seed: Annotated[int, option("Seed for texts and needles.", min=0)] = 0,
 ) -> None:
     """Measure recipes on tasks: quality on true bytes, sample by sample.
 
@@ -324,10 +314,10 @@ def report_command(
             help="Folders that kvloom eval wrote, or folders of results of kvpress.",
         ),
     ],
-    out: Annotated[Path, file_to_write("The page to write.")] = Path("report.html"),
+    out: Annotated[Path, option("The page to write.", metavar="FILE")] = Path("report.html"),
     kvpress: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also write folders of kvpress' evaluation here."),
+        option("Also write folders of kvpress' evaluation here.", metavar="DIR"),
     ] = None,
 ) -> None:
     """Show results of kvloom eval: one HTML page that needs no network and no other file.
@@ -378,7 +368,7 @@ def papers_command(
         bool, typer.Option("--quick", help="Shorter contexts and fewer samples.")
     ] = False,
     dtype: Dtype = "auto",
-    seed: Annotated[int, at_least(0, "Seed for texts and needles.")] = 0,
+    seed: Annotated[int, option("Seed for texts and needles.", min=0)] = 0,
     json: Json = None,
 ) -> None:
     """Test a paper's claims: show its figures and ours, and a verdict for each.

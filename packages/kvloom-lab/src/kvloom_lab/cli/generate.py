@@ -18,9 +18,8 @@ from .options import (
     ChosenModel,
     Dtype,
     Model,
-    at_least,
     check_utf8,
-    file_to_write,
+    option,
     parse_recipes,
     printable_name,
     read_stdin,
@@ -39,12 +38,12 @@ def generate_command(
         str, typer.Argument(metavar="PROMPT", help="The text to continue; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = DEFAULT_RECIPE,
-    max_new_tokens: Annotated[int, at_least(1, "Stop after this many new tokens.")] = 128,
+    recipe: Annotated[str, option(RECIPE_HELP)] = DEFAULT_RECIPE,
+    max_new_tokens: Annotated[int, option("Stop after this many new tokens.", min=1)] = 128,
     temperature: Annotated[
-        float, at_least(0, "Above 0: sample; 0: the likeliest token at each step.")
+        float, option("Above 0: sample; 0: the likeliest token at each step.", min=0)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
+    seed: Annotated[int, option("Seed of sampling.", min=0, max=2**64 - 1)] = 0,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Apply the tokenizer's chat template to the prompt."),
@@ -133,7 +132,7 @@ def warm_command(
         str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
     ] = "reference",
     recipes: Annotated[
-        str, typer.Option(help="The recipes whose kernels are compiled, with their options.")
+        str, option("The recipes whose kernels are compiled, with their options.")
     ] = DEFAULT_RECIPE,
     dtype: Dtype = "auto",
 ) -> None:
@@ -213,14 +212,14 @@ def inspect_command(
         typer.Option("--text", metavar="FILE", help="Text file to read, repeatable."),
     ] = None,
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "h2o",
-    out: Annotated[Path, file_to_write("The page to write.")] = Path("inspect.html"),
-    context: Annotated[int, at_least(1, "Read at most this many tokens of the text.")] = 1024,
-    max_new_tokens: Annotated[int, at_least(0, "Tokens to generate after it.")] = 32,
+    recipe: Annotated[str, option(RECIPE_HELP)] = "h2o",
+    out: Annotated[Path, option("The page to write.", metavar="FILE")] = Path("inspect.html"),
+    context: Annotated[int, option("Read at most this many tokens of the text.", min=1)] = 1024,
+    max_new_tokens: Annotated[int, option("Tokens to generate after it.", min=0)] = 32,
     dtype: Dtype = "auto",
     json: Annotated[
         str | None,
-        file_to_write("Write the page's data as JSON too; -: to stdout."),
+        option("Write the page's data as JSON too; -: to stdout.", metavar="FILE"),
     ] = None,
 ) -> None:
     """Show which tokens a recipe keeps: one HTML page that needs no network and no other file.

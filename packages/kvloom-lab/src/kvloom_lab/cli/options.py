@@ -48,14 +48,9 @@ RECIPE_HELP = (
 RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,mine.toml"'
 
 
-def at_least(least: int, what: str) -> Any:
-    """Return an option for a number; what: its help."""
-    return typer.Option(min=least, help=what)
-
-
-def file_to_write(what: str) -> Any:
-    """Return an option for a file that a command writes; what: its help."""
-    return typer.Option(metavar="FILE", help=what)
+def option(what: str, **settings: Any) -> Any:
+    """Return an option of a command. what: its help. settings: others of `typer.Option`."""
+    return typer.Option(help=what, **settings)
 
 
 def parse_recipes(option: str) -> list[Recipe]:

@@ -20,8 +20,7 @@ from .options import (
     Dtype,
     Json,
     Text,
-    at_least,
-    file_to_write,
+    option,
     parse_recipes,
     silence_transformers,
     text_name,
@@ -151,31 +150,30 @@ def plan_command(
         ),
     ],
     recipes: Annotated[
-        str | None,
-        typer.Option(help=f"{RECIPES_HELP}; default: full, the recommended ones and nine others."),
+        str | None, option(f"{RECIPES_HELP}; default: full, the recommended ones and nine others.")
     ] = None,
     context: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."
-        ),
+        option("Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."),
     ] = None,
-    batch: Annotated[int, at_least(1, "Rows of the batch.")] = 1,
+    batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
     memory: Annotated[
-        str | None, typer.Option(help="Memory, such as 24GiB or 80GB; default: the hardware's.")
+        str | None, option("Memory, such as 24GiB or 80GB; default: the hardware's.")
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help="h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
+        option(
+            "h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
             "machine once), or a TOML file. Without it, the plan has no times."
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Decode speed to reach, such as 20tok/s; needs --hardware.")
+        str | None, option("Decode speed to reach, such as 20tok/s; needs --hardware.")
     ] = None,
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Plot memory and speed by context.")] = None,
+    plot: Annotated[
+        Path | None, option("Plot memory and speed by context.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Plan: bytes, the longest context, the largest batch and the decode speed of recipes.
 
@@ -231,17 +229,16 @@ def tune_command(
         typer.Option("--text", metavar="FILE", help="Text file to tune on, repeatable."),
     ],
     share: Annotated[
-        float | None, typer.Option(help="The largest share of the exact cache's bytes: 0.2.")
+        float | None, option("The largest share of the exact cache's bytes: 0.2.")
     ] = None,
     quality: Annotated[
-        str | None,
-        typer.Option(help='The largest mean divergence from the exact cache, in nats: "kl=0.01".'),
+        str | None, option('The largest mean divergence from the exact cache, in nats: "kl=0.01".')
     ] = None,
-    context: Annotated[int, at_least(256, "Tokens of a context, which are compressed.")] = 2048,
-    out: Annotated[Path | None, file_to_write("Write the recipe (.toml).")] = None,
+    context: Annotated[int, option("Tokens of a context, which are compressed.", min=256)] = 2048,
+    out: Annotated[Path | None, option("Write the recipe (.toml).", metavar="FILE")] = None,
     dtype: Dtype = "auto",
     json: Json = None,
-    plot: Annotated[Path | None, file_to_write("Plot divergence against bytes.")] = None,
+    plot: Annotated[Path | None, option("Plot divergence against bytes.", metavar="FILE")] = None,
 ) -> None:
     """Tune a recipe: formats and kept tokens of each layer, within a size or a divergence.
 
@@ -291,13 +288,13 @@ DEFAULT_RECIPES = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model.")],
-    out: Annotated[Path, file_to_write("The file to write (.kvcal).")],
+    out: Annotated[Path, option("The file to write (.kvcal).", metavar="FILE")],
     text: Text = None,
     recipes: Annotated[
-        str, typer.Option(help="Recipes to calibrate for, with their options.")
+        str, option("Recipes to calibrate for, with their options.")
     ] = DEFAULT_RECIPES,
-    samples: Annotated[int, at_least(4, "Contexts to read at most.")] = 64,
-    context: Annotated[int, at_least(64, "Tokens of a context.")] = 1024,
+    samples: Annotated[int, option("Contexts to read at most.", min=4)] = 64,
+    context: Annotated[int, option("Tokens of a context.", min=64)] = 1024,
     dtype: Dtype = "auto",
 ) -> None:
     """Calibrate a model: ranges of its channels, groups of channels, clip factors.

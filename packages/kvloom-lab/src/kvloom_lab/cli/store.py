@@ -11,7 +11,7 @@ import typer
 
 from kvloom.errors import InputError
 
-from .options import Json
+from .options import Json, option
 from .outputs import show_results, user_errors
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def verify_command(folder: Folder, json: Json = None) -> None:
 @app.command("prune")
 def prune_command(
     folder: Folder,
-    max_bytes: Annotated[str, typer.Option(help="The largest size, such as 20GiB.")] = "20GiB",
-    max_age: Annotated[str, typer.Option(help="The longest disuse, such as 30d.")] = "30d",
+    max_bytes: Annotated[str, option("The largest size, such as 20GiB.")] = "20GiB",
+    max_age: Annotated[str, option("The longest disuse, such as 30d.")] = "30d",
     json: Json = None,
 ) -> None:
     """Remove entries that are too old, then those of the longest disuse, down to a size."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvloom.errors import InputError
 from kvloom.hf import identity, supported_model
@@ -113,7 +113,9 @@ def auto(
     model = supported_model(model, all_heads_for="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
-    planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype  # which its weights really have
+    planned = plan(config, recipes, context=context, batch=batch, memory=memory)
     published = [*EVIDENCE, *(None for _ in tuned)]
     candidates = [
         _Candidate(*candidate) for candidate in zip(recipes, planned.rows, published, strict=True)
@@ -205,10 +207,3 @@ def _nothing(
         f"{reason}; the nearest is {nearest.recipe.name}, with which "
         f"{nearest.row.longest_in_chunks or 0:,} tokens fit"
     )
-
-
-def _config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the model's config with the dtype that its weights really have."""
-    config = copy.deepcopy(model.config)
-    config.dtype = model.dtype
-    return config

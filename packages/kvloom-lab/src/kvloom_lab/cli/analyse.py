@@ -25,7 +25,7 @@ from .options import (
     option,
     parse_recipes,
 )
-from .outputs import check_outputs, show_results, user_errors
+from .outputs import check_outputs, show_results
 from .progress import show_progress
 
 if TYPE_CHECKING:
@@ -61,20 +61,19 @@ def attention(
 
     As in Keyformer's figures 3a, 3b and 4 and MiniKV's figure 7.
     """
-    with user_errors():
-        from kvloom.recipe import resolve
+    from kvloom.recipe import resolve
 
-        from ..analyse.attention import measure, to_data
+    from ..analyse.attention import measure, to_data
 
-        resolve(recipe)  # a wrong name is refused before anything is loaded
-        _run(
-            "attention", to_data, json, plot, (files, text), (model, dtype),
-            lambda loaded, ids, progress: measure(
-                loaded, ids, context=context, recipe=recipe,
-                progress=progress.counter(max_new_tokens + 1),
-            ),
-            recipe=recipe, context=context, seed=seed, new_tokens=max_new_tokens,
-        )  # fmt: skip
+    resolve(recipe)  # a wrong name is refused before anything is loaded
+    _run(
+        "attention", to_data, json, plot, (files, text), (model, dtype),
+        lambda loaded, ids, progress: measure(
+            loaded, ids, context=context, recipe=recipe,
+            progress=progress.counter(max_new_tokens + 1),
+        ),
+        recipe=recipe, context=context, seed=seed, new_tokens=max_new_tokens,
+    )  # fmt: skip
 
 
 @app.command("error")
@@ -95,17 +94,16 @@ def error(
 
     Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
     """
-    with user_errors():
-        from ..analyse.error import measure, to_data
+    from ..analyse.error import measure, to_data
 
-        chosen = parse_recipes(recipes)
-        _run(
-            "error", to_data, json, None, (files, text), (model, dtype),
-            lambda loaded, ids, progress: measure(
-                loaded, ids, chosen, progress=progress.counter(samples)
-            ),
-            recipe=recipes, context=context, seed=seed, contexts=samples,
-        )  # fmt: skip
+    chosen = parse_recipes(recipes)
+    _run(
+        "error", to_data, json, None, (files, text), (model, dtype),
+        lambda loaded, ids, progress: measure(
+            loaded, ids, chosen, progress=progress.counter(samples)
+        ),
+        recipe=recipes, context=context, seed=seed, contexts=samples,
+    )  # fmt: skip
 
 
 @app.command("distribution")
@@ -133,21 +131,20 @@ def distribution(
 
     As in KIVI's figure 2 and SKVQ's figure 2. Without a calibrated recipe, there are no groups.
     """
-    with user_errors():
-        from kvloom.recipe import resolve
+    from kvloom.recipe import resolve
 
-        from ..analyse.distribution import measure, to_data
+    from ..analyse.distribution import measure, to_data
 
-        chosen = resolve(recipe)
-        try:
-            layer_indices = None if layers is None else [int(n) for n in layers.split(",")]
-        except ValueError:
-            raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
-        _run(
-            "distribution", to_data, json, plot, (files, text), (model, dtype),
-            lambda loaded, ids, progress: measure(loaded, ids, chosen, layer_indices),
-            recipe=recipe, context=context, seed=seed,
-        )  # fmt: skip
+    chosen = resolve(recipe)
+    try:
+        layer_indices = None if layers is None else [int(n) for n in layers.split(",")]
+    except ValueError:
+        raise InputError(f"--layers {layers!r} must be numbers, such as 0,3,5") from None
+    _run(
+        "distribution", to_data, json, plot, (files, text), (model, dtype),
+        lambda loaded, ids, progress: measure(loaded, ids, chosen, layer_indices),
+        recipe=recipe, context=context, seed=seed,
+    )  # fmt: skip
 
 
 def _run(
@@ -203,24 +200,23 @@ def check(
 
     Exits with 1 if a mode differs.
     """
-    with user_errors():
-        from kvloom.hf import geometry, supported_model
-        from kvloom.recipe import resolve
+    from kvloom.hf import geometry, supported_model
+    from kvloom.recipe import resolve
 
-        from ..analyse.modes import DIFFERENT, check_modes
-        from ..analyse.tables import modes_table
-        from ..workload.machine import machine
+    from ..analyse.modes import DIFFERENT, check_modes
+    from ..analyse.tables import modes_table
+    from ..workload.machine import machine
 
-        chosen = resolve(recipe)
-        check_outputs(json)
-        chosen_model = ChosenModel(model, dtype)
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-            chosen.check(geometry(supported_model(loaded)))
-            checks = list(check_modes(loaded, chosen, progress))
-        data = {
-            "model": chosen_model.name, "class": type(loaded).__name__, **machine(loaded),
-            "modes": [asdict(check) for check in checks],
-        }  # fmt: skip
-        show_results(data, json, modes_table(f"{type(loaded).__name__}, {loaded.dtype}", checks))
+    chosen = resolve(recipe)
+    check_outputs(json)
+    chosen_model = ChosenModel(model, dtype)
+    with show_progress() as progress:
+        loaded = chosen_model.load(progress)
+        chosen.check(geometry(supported_model(loaded)))
+        checks = list(check_modes(loaded, chosen, progress))
+    data = {
+        "model": chosen_model.name, "class": type(loaded).__name__, **machine(loaded),
+        "modes": [asdict(check) for check in checks],
+    }  # fmt: skip
+    show_results(data, json, modes_table(f"{type(loaded).__name__}, {loaded.dtype}", checks))
     sys.exit(any(check.result == DIFFERENT for check in checks))

@@ -23,7 +23,7 @@ from .options import (
     parse_recipes,
     silence_transformers,
 )
-from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
+from .outputs import check_outputs, collect_rows, finish, show_results
 from .progress import show_progress
 
 if TYPE_CHECKING:
@@ -84,19 +84,18 @@ def decode(
     group as query rows over the same keys, which torch does not do by itself) and transformers'
     caches. The context is not computed: caches are filled with random keys and values.
     """
-    with user_errors():
-        from ..bench import LayerShape
-        from ..bench.candidates import DECODE_BASELINES, DECODE_REFERENCES, decode_candidates
+    from ..bench import LayerShape
+    from ..bench.candidates import DECODE_BASELINES, DECODE_REFERENCES, decode_candidates
 
-        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-        compared, limit_s = _parse_baselines(baselines, DECODE_BASELINES)
-        _run(
-            "decode", shape, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: decode_candidates(shape, names, tokens, compared, limit_s),
-            DECODE_REFERENCES,
-            "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
-            "a step has to read, over its time.",
-        )  # fmt: skip
+    shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+    compared, limit_s = _parse_baselines(baselines, DECODE_BASELINES)
+    _run(
+        "decode", shape, context, recipes, threads, repeats, json, plot,
+        lambda names, tokens: decode_candidates(shape, names, tokens, compared, limit_s),
+        DECODE_REFERENCES,
+        "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
+        "a step has to read, over its time.",
+    )  # fmt: skip
 
 
 def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, caption: str) -> None:
@@ -115,15 +114,14 @@ def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, ca
         json: Json = None,
         plot: _PLOT = None,
     ) -> None:
-        with user_errors():
-            from ..bench import LayerShape
-            from ..bench.candidates import PROMPT_REFERENCES, prompt_candidates
+        from ..bench import LayerShape
+        from ..bench.candidates import PROMPT_REFERENCES, prompt_candidates
 
-            shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-            _run(
-                name, shape, context, recipes, threads, repeats, json, plot,
-                partial(prompt_candidates, name, shape), PROMPT_REFERENCES, caption,
-            )  # fmt: skip
+        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+        _run(
+            name, shape, context, recipes, threads, repeats, json, plot,
+            partial(prompt_candidates, name, shape), PROMPT_REFERENCES, caption,
+        )  # fmt: skip
 
 
 _add_prompt_command(
@@ -168,29 +166,28 @@ def generate(
     The prompt is not computed: every cache is filled to the context with random keys and values.
     kvloom's caches are filled as after a prompt, with scores from the last 64 queries.
     """
-    with user_errors():
-        from ..bench import ModelShape
-        from ..bench.candidates import GENERATE_BASELINES, GENERATE_REFERENCES, generate_candidates
-        from ..models import random_llama
+    from ..bench import ModelShape
+    from ..bench.candidates import GENERATE_BASELINES, GENERATE_REFERENCES, generate_candidates
+    from ..models import random_llama
 
-        shape = ModelShape(
-            *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
-            intermediate, vocabulary,
-        )  # fmt: skip
-        compared, limit_s = _parse_baselines(baselines, GENERATE_BASELINES)
-        model: Any = None
+    shape = ModelShape(
+        *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
+        intermediate, vocabulary,
+    )  # fmt: skip
+    compared, limit_s = _parse_baselines(baselines, GENERATE_BASELINES)
+    model: Any = None
 
-        def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
-            nonlocal model
-            model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
-            return generate_candidates(model, shape, names, tokens, compared, limit_s)
+    def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
+        nonlocal model
+        model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
+        return generate_candidates(model, shape, names, tokens, compared, limit_s)
 
-        _run(
-            "generate", shape, context, recipes, threads, repeats, json, plot,
-            candidates, GENERATE_REFERENCES,
-            "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
-            "weights, keys and values that a step has to read, over its time.",
-        )  # fmt: skip
+    _run(
+        "generate", shape, context, recipes, threads, repeats, json, plot,
+        candidates, GENERATE_REFERENCES,
+        "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
+        "weights, keys and values that a step has to read, over its time.",
+    )  # fmt: skip
 
 
 @app.command("throughput")
@@ -218,57 +215,56 @@ def throughput(
     and of recipes that pages hold, in blocks of as many bytes. KL is the divergence from exact
     attention on that text; rows up to 0.02 are of equal quality.
     """
-    with user_errors():
-        import torch
+    import torch
 
-        from kvloom.units import parse_bytes
+    from kvloom.units import parse_bytes
 
-        from ..bench.serving import Job
-        from ..bench.tables import throughput_line, throughput_table
-        from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
-        from ..show.plots import throughput_plot
-        from ..workload.machine import machine
+    from ..bench.serving import Job
+    from ..bench.tables import throughput_line, throughput_table
+    from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
+    from ..show.plots import throughput_plot
+    from ..workload.machine import machine
 
-        nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
-        compared, _ = _parse_baselines(baselines, BASELINES)
-        sizes = _parse_requests(prompt, max_new_tokens)
-        check_outputs(json, plot=plot)
-        of_model = ChosenModel(model, dtype)
-        with show_progress() as progress:
-            progress("planning")
-            requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
-            jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
-            to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
-            on_step = progress.counter(rounds * len(to_run))
-            settings = model, dtype, threads or torch.get_num_threads()
+    nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
+    compared, _ = _parse_baselines(baselines, BASELINES)
+    sizes = _parse_requests(prompt, max_new_tokens)
+    check_outputs(json, plot=plot)
+    of_model = ChosenModel(model, dtype)
+    with show_progress() as progress:
+        progress("planning")
+        requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
+        jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
+        to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
+        on_step = progress.counter(rounds * len(to_run))
+        settings = model, dtype, threads or torch.get_num_threads()
 
-            runs = measure(to_run, settings, rounds, on_step)
-            measured, early_end = collect_rows(runs, throughput_line, progress)
-        rows = make_rows(jobs_and_rows, measured)
-        environment = {
-            **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
-            "threads": settings[-1],
-            "verb": "throughput",
-            "model": of_model.name,
-            "memory": nbytes,
-            "rounds": rounds,
-        }
-        done = Counter(str(job) for job, _ in measured)
-        missing = [
-            f"{job} after round {done[str(job)]}" if done[str(job)] else str(job)
-            for job in to_run
-            if early_end is not None and done[str(job)] < rounds
-        ]
-        if missing:
-            environment["missing"] = missing
-        if plot and measured:
-            throughput_plot(rows, environment, plot)
-        if measured or not to_run:
-            data = {"environment": environment, "rows": [asdict(row) for row in rows]}
-            show_results(data, json, throughput_table(rows, environment))
-        names = {recipe.name for recipe in chosen}
-        failed = [row.name for row in rows if row.problem and row.name in names]
-        finish(early_end, missing, list(dict.fromkeys(failed)))
+        runs = measure(to_run, settings, rounds, on_step)
+        measured, early_end = collect_rows(runs, throughput_line, progress)
+    rows = make_rows(jobs_and_rows, measured)
+    environment = {
+        **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
+        "threads": settings[-1],
+        "verb": "throughput",
+        "model": of_model.name,
+        "memory": nbytes,
+        "rounds": rounds,
+    }
+    done = Counter(str(job) for job, _ in measured)
+    missing = [
+        f"{job} after round {done[str(job)]}" if done[str(job)] else str(job)
+        for job in to_run
+        if early_end is not None and done[str(job)] < rounds
+    ]
+    if missing:
+        environment["missing"] = missing
+    if plot and measured:
+        throughput_plot(rows, environment, plot)
+    if measured or not to_run:
+        data = {"environment": environment, "rows": [asdict(row) for row in rows]}
+        show_results(data, json, throughput_table(rows, environment))
+    names = {recipe.name for recipe in chosen}
+    failed = [row.name for row in rows if row.problem and row.name in names]
+    finish(early_end, missing, list(dict.fromkeys(failed)))
 
 
 def _parse_requests(option: str, new: int) -> list[tuple[int, int]]:

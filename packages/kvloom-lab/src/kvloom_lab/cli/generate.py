@@ -25,7 +25,7 @@ from .options import (
     read_stdin,
     text_name,
 )
-from .outputs import check_outputs, user_errors, write_file
+from .outputs import check_outputs, write_file
 from .progress import show_progress
 
 if TYPE_CHECKING:
@@ -51,28 +51,27 @@ def generate_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache are printed on stderr."""
-    with user_errors():
-        from kvloom import Cache
-        from kvloom.recipe import resolve
+    from kvloom import Cache
+    from kvloom.recipe import resolve
 
-        from ..models import check_positions
+    from ..models import check_positions
 
-        chosen = resolve(recipe)
-        text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
-        if not text.strip():
-            raise InputError("the prompt is empty; give some text to continue")
-        chosen_model = ChosenModel(model, dtype)
-        tokenizer = chosen_model.tokenizer
-        if chat:
-            ids = _chat_ids(tokenizer, text, chosen_model.name)
-        else:
-            ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # [1, tokens]
-        check_positions(chosen_model.config, ids.shape[1], max_new_tokens)
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-        cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
-        times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
-        typer.echo(_figures(cache, ids.shape[1], times), err=True)
+    chosen = resolve(recipe)
+    text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text to continue")
+    chosen_model = ChosenModel(model, dtype)
+    tokenizer = chosen_model.tokenizer
+    if chat:
+        ids = _chat_ids(tokenizer, text, chosen_model.name)
+    else:
+        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # [1, tokens]
+    check_positions(chosen_model.config, ids.shape[1], max_new_tokens)
+    with show_progress() as progress:
+        loaded = chosen_model.load(progress)
+    cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
+    times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
+    typer.echo(_figures(cache, ids.shape[1], times), err=True)
 
 
 def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
@@ -140,23 +139,22 @@ def warm_command(
 
     Reads the model's config, and no weights.
     """
-    with user_errors():
-        from kvloom import Cache
-        from kvloom.cache import rehearse
-        from kvloom.kernels import companion, compile_seconds, use_backend
+    from kvloom import Cache
+    from kvloom.cache import rehearse
+    from kvloom.kernels import companion, compile_seconds, use_backend
 
-        from ..models import model_without_weights
+    from ..models import model_without_weights
 
-        chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
-        if chosen_model.geometry is None:
-            raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
-        companion.disable()
-        empty = model_without_weights(chosen_model.config, dtype)
-        for recipe in chosen:
-            before = compile_seconds()
-            with use_backend("auto"):
-                rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
-            typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
+    chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
+    if chosen_model.geometry is None:
+        raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
+    companion.disable()
+    empty = model_without_weights(chosen_model.config, dtype)
+    for recipe in chosen:
+        before = compile_seconds()
+        with use_backend("auto"):
+            rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
+        typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
@@ -229,31 +227,30 @@ def inspect_command(
     every token's score. For recipes with recall: the tokens that each step read, and their clusters
     or pages.
     """
-    with user_errors():
-        from kvloom.recipe import resolve
+    from kvloom.recipe import resolve
 
-        from ..inspect import prompt_ids, trace_recipe
-        from ..show.pages import inspect_page
+    from ..inspect import prompt_ids, trace_recipe
+    from ..show.pages import inspect_page
 
-        chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
-        check_outputs(out, json)
-        content, source = _read(argument, text)
-        # So are a wrong model, and a text that is too long.
-        chosen_model = ChosenModel(model, dtype)
-        prompt_ids(chosen_model.config, chosen_model.tokenizer, content, context, max_new_tokens)
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-            trace = trace_recipe(
-                loaded, chosen_model.tokenizer, chosen, content, context=context,
-                new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
-            )  # fmt: skip
-        data = {"model": chosen_model.name, "source": source, **trace}
-        write_file(out, inspect_page(data))
-        if json == "-":
-            typer.echo(js.dumps(data, ensure_ascii=False))
-        elif json:
-            write_file(json, js.dumps(data, ensure_ascii=False))
-        typer.echo(_summary(data, out), err=json == "-")
+    chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
+    check_outputs(out, json)
+    content, source = _read(argument, text)
+    # So are a wrong model, and a text that is too long.
+    chosen_model = ChosenModel(model, dtype)
+    prompt_ids(chosen_model.config, chosen_model.tokenizer, content, context, max_new_tokens)
+    with show_progress() as progress:
+        loaded = chosen_model.load(progress)
+        trace = trace_recipe(
+            loaded, chosen_model.tokenizer, chosen, content, context=context,
+            new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
+        )  # fmt: skip
+    data = {"model": chosen_model.name, "source": source, **trace}
+    write_file(out, inspect_page(data))
+    if json == "-":
+        typer.echo(js.dumps(data, ensure_ascii=False))
+    elif json:
+        write_file(json, js.dumps(data, ensure_ascii=False))
+    typer.echo(_summary(data, out), err=json == "-")
 
 
 def _read(argument: str | None, files: list[Path] | None) -> tuple[str, str]:

@@ -183,7 +183,7 @@ def _run(
         result = measure(loaded, ids, progress)
     environment = conditions(loaded, model.name, text.name, **settings)
     if plot:
-        getattr(plots, f"{name}_plot")(result, environment, plot)
+        getattr(plots, f"{name}_plot")(result, environment).savefig(plot)
     table = getattr(tables, f"{name}_table")(result, environment)
     show_results(to_data(result, environment), json, table)
 

@@ -258,7 +258,7 @@ def throughput(
     if missing:
         environment["missing"] = missing
     if plot and measured:
-        throughput_plot(rows, environment, plot)
+        throughput_plot(rows, environment).savefig(plot)
     if measured or not to_run:
         data = {"environment": environment, "rows": [asdict(row) for row in rows]}
         show_results(data, json, throughput_table(rows, environment))
@@ -347,7 +347,7 @@ def _run(
     if missing:
         environment["missing"] = missing
     if plot and measured_rows:
-        bench_plot(measured_rows, environment, plot)
+        bench_plot(measured_rows, environment).savefig(plot)
     if measured_rows:
         shares = name in ("prefill", "pack")
         table = bench_table(measured_rows, environment, limits, caption, shares)

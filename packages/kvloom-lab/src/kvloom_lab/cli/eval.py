@@ -123,7 +123,7 @@ def compare_command(
         environment["budget"] = size
         environment["without_budget"] = [r.name for r in chosen if not r.budgeted]
     if plot and rows:
-        comparison_plot(rows, environment, plot)
+        comparison_plot(rows, environment).savefig(plot)
     if rows:
         show_results(
             evaluation.to_data(rows, environment), json, comparison_table(rows, environment)

@@ -209,7 +209,7 @@ def plan_command(
             hardware=hardware, target=rate, on_step=on_step,
         )  # fmt: skip
     if plot:
-        plan_plot(planned, plot)
+        plan_plot(planned).savefig(plot)
     show_results(planned.to_dict(), json, plan_table(planned))
     failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
     if rate is not None and not failed and not any(row.reaches for row in planned.rows):
@@ -263,7 +263,7 @@ def tune_command(
     if out is not None:
         write_file(out, tuning.recipe.to_toml())
     if plot is not None:
-        tuning_plot(tuning, chosen.name, plot)
+        tuning_plot(tuning, chosen.name).savefig(plot)
     environment = conditions(loaded, chosen.name, text_name(text))
     show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
 

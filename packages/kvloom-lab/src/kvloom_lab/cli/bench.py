@@ -328,9 +328,9 @@ def _run(
             for tokens in contexts:
                 on_step(f"filling caches with {tokens:,} tokens", 0)
                 measured = candidates(names, tokens)
-                times = time_candidates(measured, repeats, on_step)
+                time_candidates(measured, repeats, on_step)
                 yield from make_rows(
-                    measured, times, references, shape=str(shape), context=tokens, batch=shape.batch
+                    measured, references, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
         measured_rows, early_end = collect_rows(measure(), bench_line, progress)

@@ -120,7 +120,7 @@ class Lab:
             tokenizer, text, lengths=[size.context], samples=1, new_tokens=1, batch=8, seed=seed
         )
         self._measured: dict[tuple[object, ...], dict[Recipe, list[Measured[Any]]]] = {}
-        self._recall: dict[int, dict[str, dict[int, float]]] = {}
+        self._recall: dict[str, dict[int, float]] = {}
         self._attention: list[list[attention.LayerAttention]] = []
         self._importance: dict[int, Importance] = {}
         self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
@@ -189,12 +189,11 @@ class Lab:
 
     def recall(self) -> dict[str, dict[int, float]]:
         """Return the recall rates after the long context, by index and budget in tokens."""
-        context = self.long_context
-        if context not in self._recall:
-            ids = self.texts(1, context + self.size.steps)
-            recalled = recall_rates(self.model, ids, context, self.progress)
-            self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
-        return self._recall[context]
+        if not self._recall:
+            ids = self.texts(1, self.long_context + self.size.steps)
+            recalled = recall_rates(self.model, ids, self.long_context, self.progress)
+            self._recall = {name: x.rates["each"] for name, x in recalled.items()}
+        return self._recall
 
     def entropies(self, draws: int) -> dict[int, tuple[float, float]]:
         """Return the mean entropy of attention weights by layer: as they are, and with noise.
@@ -244,16 +243,13 @@ class Lab:
             random_llama(shape, context), shape, recipes, context, baselines=("dynamic",)
         )
         what = f"timing steps of {shape} after {context:,} tokens"
-        times = time_candidates(
+        time_candidates(
             candidates, self.size.steps, lambda name, _: self.progress(f"{what}: {name}", 0)
         )
         for candidate in candidates:
             if candidate.problem is not None:
                 raise InputError(f"{candidate.name}: {candidate.problem}")
-        return {
-            x.name: TimedStep(statistics.median(times[x.name].ms), x.read_bytes() or 0)
-            for x in candidates
-        }
+        return {x.name: TimedStep(statistics.median(x.ms), x.read_bytes() or 0) for x in candidates}
 
     @property
     def context(self) -> int:

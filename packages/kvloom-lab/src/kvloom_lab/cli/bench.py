@@ -239,7 +239,7 @@ def throughput(
         settings = model, dtype, threads or torch.get_num_threads()
 
         runs = measure(to_run, settings, rounds, on_step)
-        measured, early_end = collect_rows(runs, throughput_line, progress)
+        measured, early_end = collect_rows(runs, lambda run: progress.line(throughput_line(run)))
     rows = make_rows(jobs_and_rows, measured)
     environment = {
         **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
@@ -333,7 +333,9 @@ def _run(
                     measured, references, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
-        measured_rows, early_end = collect_rows(measure(), bench_line, progress)
+        measured_rows, early_end = collect_rows(
+            measure(), lambda row: progress.line(bench_line(row))
+        )
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
         "verb": name,

@@ -27,7 +27,6 @@ from .options import (
     with_budget,
 )
 from .outputs import (
-    EarlyEnd,
     check_outputs,
     collect_rows,
     finish,
@@ -40,6 +39,8 @@ from .progress import show_progress
 TASKS_HELP = "{}; parts of a task follow a colon: ruler:vt+cwe."
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvloom.recipe import Geometry, Recipe
 
     from ..eval.results import RunResults
@@ -113,8 +114,7 @@ def compare_command(
         on_step = progress.counter(task.units * len(chosen))
         rows, early_end = collect_rows(
             evaluation.iter_rows(loaded, chosen, task, on_step),
-            lambda row: comparison_line(row, environment),
-            progress,
+            lambda row: progress.line(comparison_line(row, environment)),
         )
     missing = [recipe.name for recipe in chosen[len(rows) :]]
     if missing:
@@ -379,8 +379,6 @@ def papers_command(
     check_outputs(json)
     size, chosen_text = QUICK if quick else DEFAULT, ChosenText(None, text)
     chosen = ChosenModel(model, dtype)
-    verdicts: list[Verdict] = []
-    early_end: EarlyEnd = None
     with show_progress() as progress:
         loaded = chosen.load(progress)
         count = progress.counter(len(claims))
@@ -388,21 +386,24 @@ def papers_command(
             loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
             name=model, progress=lambda what, units: count(what, 0),
         )  # fmt: skip
+
+        def measure() -> Iterator[Verdict]:
+            for claim in claims:
+                count(claim.name, 0)
+                yield check(claim, lab)
+                count("", 1)
+
+        def show(verdict: Verdict) -> None:
+            if json == "-":
+                progress.line(verdict_line(verdict))
+            else:
+                with progress.hidden():
+                    print_rich(verdict_block(verdict, chosen.name))
+
         if json != "-":
             with progress.hidden():
                 typer.echo(f"{title}\n")
-        try:
-            for claim in claims:
-                count(claim.name, 0)
-                verdicts.append(check(claim, lab))
-                count("", 1)
-                with progress.hidden():
-                    if json == "-":
-                        typer.echo(verdict_line(verdicts[-1]), err=True)
-                    else:
-                        print_rich(verdict_block(verdicts[-1], chosen.name))
-        except KeyboardInterrupt as interrupt:
-            early_end = interrupt
+        verdicts, early_end = collect_rows(measure(), show)
     environment = conditions(
         loaded, chosen.name, chosen_text.name, quick=quick, seed=seed, **vars(size)
     )

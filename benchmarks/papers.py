@@ -39,7 +39,6 @@ def main() -> None:
             print(f"{paper}, {verdict_line(verdict)}", flush=True)
             of_paper[name] = verdict_data(paper, [verdict], {})["claims"][0]
             record.write("papers", {"environment": environment, "verdicts": verdicts})
-    lab.close()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main() -> None:
     wide = compare(model, widths, task)
     show(wide, means)
     about = environment(model, "reference", task, 0, "CPython's library")
-    comparison_plot(wide, about, record.results() / "skvq.png")
+    comparison_plot(wide, about).savefig(record.results() / "skvq.png")
 
     def plain(table: list[Row]) -> list[dict]:
         return [

@@ -29,6 +29,7 @@ from kvloom.progress import Progress
 from kvloom.recipe import Recipe, resolve
 from kvloom.store import Format, Packed
 
+from .eval.decoding import stop_ids
 from .models import check_positions
 from .workload.text import leading_ids, tokenize
 
@@ -291,8 +292,7 @@ def _run(
         LayerTrace(i, r.cache, *size) for i, r in zip(layer_indices, cache.full_layers, strict=True)
     ]
     observe_steps(cache, lambda observed: layers[observed.layer].before_attention(observed))
-    end = model.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
+    ends = stop_ids(model)
     read, new = list(ids), list(ids)
     for step in range(new_tokens + 1):
         on_step("reading the prompt" if step == 0 else "generating", 0)

@@ -18,7 +18,7 @@ from kvloom.recipe.resolve import resolve
 from kvloom_lab.bench import LayerShape, TimedRow, transformers_caches
 from kvloom_lab.bench import candidates as candidates_module
 from kvloom_lab.bench import timing as timing_module
-from kvloom_lab.bench.timing import WARM_UP, Candidate, Times, make_rows, time_candidates
+from kvloom_lab.bench.timing import WARM_UP, Candidate, make_rows, time_candidates
 from kvloom_lab.cli.app import app
 from kvloom_lab.workload import clock
 from kvloom_lab.workload import layers as layers_module
@@ -280,9 +280,8 @@ def test_candidates_alternate_and_compiling_is_not_timed(monkeypatch):
     assert happened == ["before", "slow", "other"] * 3
     assert len(times["slow"].ms) == 2
     assert max(times["slow"].ms) < 0  # a call took less than was compiled in it
-    found = make_rows(candidates, {**times, "slow": Times([4.0, 1.0, 2.0]),
-                                        "other": Times([1.0])},
-                           ["other", "absent"], shape="x", context=1, batch=1)  # fmt: skip
+    candidates[0].ms, candidates[1].ms = [4.0, 1.0, 2.0], [1.0]
+    found = make_rows(candidates, ["other", "absent"], shape="x", context=1, batch=1)
     assert (found[0].ms, found[0].least_ms, found[0].ratios) == (2.0, 1.0, {"other": 0.5})
     assert (found[2].ms, found[2].problem) == (None, "not here")
 

@@ -384,9 +384,7 @@ def test_an_unknown_paper_is_refused():
 
 @pytest.fixture(scope="module")
 def lab():
-    made = Lab(tiny.llama(head_dim=32), tiny.tokenizer(), tiny.TEXT, size=SIZE)
-    yield made
-    made.close()
+    return Lab(tiny.llama(head_dim=32), tiny.tokenizer(), tiny.TEXT, size=SIZE)
 
 
 def test_a_claim_is_tested_on_a_tiny_model(lab):

@@ -80,11 +80,6 @@ def mass_curve(mass: Tensor) -> np.ndarray:
     return np.mean([np.interp(GRID, fractions, [0.0, *(b / b[-1])]) for b in best], axis=0)
 
 
-def mass_variance(mass: Tensor, groups: int) -> float:
-    """Return the variance over tokens of mass [Hq, N] summed over each group's heads; the mean."""
-    return mass.view(groups, -1, mass.shape[-1]).sum(dim=1).var(dim=-1).mean().item()
-
-
 def score_histogram(scores: Tensor, counted: Tensor) -> list[float]:
     """Return the share of scores [Hq, N] in each bin of `EDGES`.
 
@@ -212,12 +207,13 @@ class _LayerObserver:
         curve = mass_curve(self.mass)
         still_cached = self.cached_before[:, : self.mass.shape[1]]
         still_cached = still_cached.repeat_interleave(len(self.mass) // self.groups, dim=0)
+        group_mass = self.mass.view(self.groups, -1, self.mass.shape[-1]).sum(dim=1)
         return LayerAttention(
             number=self.number,
             sparsity=self.sparsity,
             cdf=curve.tolist(),
             most=float(np.interp(0.9, curve, GRID)),
-            variance=mass_variance(self.mass, self.groups),
+            variance=group_mass.var(dim=-1).mean().item(),
             held_tokens=self.cached_tokens,
             kept=self.kept / self.queries,
             before=score_histogram(self.before / self.queries, torch.ones_like(still_cached)),

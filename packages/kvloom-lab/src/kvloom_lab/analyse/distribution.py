@@ -97,6 +97,7 @@ def measure(
     """
     shape = geometry(supported_model(model, all_heads_for="an analysis"))
     recipe.check(shape)
+    group = max((fmt.group for fmt in recipe.store.quantized.values()), default=0) or 32
     distributions: list[Distribution] = []
     with attachment_restored(model):
         available = list(shape.layer_indices)
@@ -124,9 +125,7 @@ def measure(
                 if kind in tensors:
                     groups = _calibrated_groups(recipe, facts[layer_index], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
-                    distributions.append(
-                        Distribution(layer_index, kind, x, _group_size(recipe), groups)
-                    )
+                    distributions.append(Distribution(layer_index, kind, x, group, groups))
 
         record(model, ids[:1], add)
     return distributions
@@ -159,8 +158,3 @@ def _calibrated_groups(recipe: Recipe, layer: LayerFacts, kind: str) -> Tensor |
     sides = {of_keys: "keys", "values": "values"}
     groups = calibrated_groups(layer, sides[kind]) if kind in sides else None
     return None if groups is None else groups.flatten().cpu()
-
-
-def _group_size(recipe: Recipe) -> int:
-    """Return the number of channels in a group."""
-    return max((fmt.group for fmt in recipe.store.quantized.values()), default=0) or 32

@@ -203,7 +203,7 @@ def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, l
     for rows in ids[:, : job.prompt].split(job.part if joins else len(ids)):
         if ready:
             caches.append(_new_cache(model, job))
-        with _press(model) if job.press else nullcontext():
+        with _halved(model) if job.press else nullcontext():
             model(rows, past_key_values=caches[-1], logits_to_keep=1)
         ready += [clock.seconds(ids.device)] * len(rows)
     return _joined(model, caches), ready
@@ -224,11 +224,9 @@ def _joined(model: PreTrainedModel, caches: list[Any]) -> Any:
     return caches[0]
 
 
-@contextmanager
-def _press(model: PreTrainedModel) -> Iterator[None]:
-    """Let kvpress evict half of each prompt that the model reads in this context."""
-    with import_module("kvpress").SnapKVPress(compression_ratio=0.5)(model):
-        yield
+def _halved(model: PreTrainedModel) -> Any:
+    """Return a context in which kvpress evicts half of each prompt that the model reads."""
+    return import_module("kvpress").SnapKVPress(compression_ratio=0.5)(model)
 
 
 def _decode(model: PreTrainedModel, job: Job, cache: Any, ids: Tensor) -> Iterator[Tensor]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.progress import Progress
@@ -113,13 +112,8 @@ class Requests:
             return ThroughputRow(
                 name, self.prompt, self.new, 0, nbytes, problem=f"one needs {show_bytes(nbytes)}"
             )
-        return Job(
-            name, cache, self.memory, self.prompt, self.new, nbytes, self.part, self._ids(batch),
-            **more,
-        )  # fmt: skip
-
-    def _ids(self, batch: int) -> Tensor:
-        return cut_rows(self.text, self.first, batch, self.prompt + self.new, 0)
+        ids = cut_rows(self.text, self.first, batch, self.prompt + self.new, 0)
+        return Job(name, cache, self.memory, self.prompt, self.new, nbytes, self.part, ids, **more)
 
     def recipe_nbytes(self, recipe: Recipe) -> int | str:
         """Return the most bytes of one request, or why the recipe does not fit."""

@@ -64,6 +64,7 @@ class Candidate:
     call: one timed step. prepare: called before each step, not timed. kv_bytes, read_bytes: return
     the bytes of keys and values in the cache, and those that a step reads; called after all timing.
     limit_s: the most seconds of a call; None: no limit. problem: the reason why there are no times.
+    ms: milliseconds of its calls. fallbacks: kvloom's operations that fell back, with reasons.
     """
 
     name: str
@@ -73,6 +74,8 @@ class Candidate:
     read_bytes: Callable[[], int | None] = field(default=lambda: None)
     limit_s: float | None = None
     problem: str | None = None
+    ms: list[float] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)
 
 
 def built(name: str, build: Callable[[], list[Candidate]]) -> list[Candidate]:
@@ -88,26 +91,17 @@ def problem(error: BaseException) -> str:
     return logged_line(error, "a candidate") if isinstance(error, Exception) else str(error)
 
 
-@dataclass
-class Times:
-    """Milliseconds of a candidate's calls, and kvloom's operations that fell back, with reasons."""
-
-    ms: list[float] = field(default_factory=list)
-    fallbacks: set[str] = field(default_factory=set)
-
-
 def time_candidates(
     candidates: Sequence[Candidate],
     repeats: int,
     on_step: Callable[[str, int], None] | None = None,
     warm_up: int = WARM_UP,
-) -> dict[str, Times]:
-    """Time every candidate `repeats` times, alternately; slow ones less often. Returns by name.
+) -> dict[str, Candidate]:
+    """Time every candidate `repeats` times, alternately; slow ones less often. Return by name.
 
     on_step: called with the current candidate, and with one unit a round. If a call raises an
     error or exceeds its limit, the candidate has a `problem` and no times; the others continue.
     """
-    times = {candidate.name: Times() for candidate in candidates}
     slow: set[str] = set()
     with torch.inference_mode():
         for i in range(warm_up + repeats):
@@ -121,17 +115,16 @@ def time_candidates(
                         ms, fallbacks = _time(candidate)
                 except (Exception, TooSlow) as error:
                     candidate.call, candidate.problem = None, problem(error)
-                    times[candidate.name] = Times()
+                    candidate.ms, candidate.fallbacks = [], set()
                     continue
                 if i >= warm_up:
-                    counted = times[candidate.name].ms
-                    counted.append(ms)
-                    if len(counted) >= _SLOW_CALLS and sum(counted) > 1e3 * _SLOW_S:
+                    candidate.ms.append(ms)
+                    if len(candidate.ms) >= _SLOW_CALLS and sum(candidate.ms) > 1e3 * _SLOW_S:
                         slow.add(candidate.name)
-                times[candidate.name].fallbacks |= fallbacks
+                candidate.fallbacks |= fallbacks
             if on_step:
                 on_step("", 1)
-    return times
+    return {candidate.name: candidate for candidate in candidates}
 
 
 def _time(candidate: Candidate) -> tuple[float, set[str]]:
@@ -185,7 +178,6 @@ class TimedRow:
 
 def make_rows(
     candidates: Sequence[Candidate],
-    times: dict[str, Times],
     references: Sequence[str],
     *,
     shape: str,
@@ -193,16 +185,16 @@ def make_rows(
     batch: int,
 ) -> list[TimedRow]:
     """Return one row a candidate. references: candidates that ratios are to, if they have times."""
-    median = {name: statistics.median(t.ms) for name, t in times.items() if t.ms}
+    median = {x.name: statistics.median(x.ms) for x in candidates if x.ms}
     rows = []
     for candidate in candidates:
         row = TimedRow(candidate.name, shape, context, batch, problem=candidate.problem)
         if candidate.name in median:
-            row.ms, row.least_ms = median[candidate.name], min(times[candidate.name].ms)
+            row.ms, row.least_ms = median[candidate.name], min(candidate.ms)
             row.kv_bytes, row.read_bytes = candidate.kv_bytes(), candidate.read_bytes()
             if row.read_bytes is not None:
                 row.gb_s = row.read_bytes / row.ms / 1e6
             row.ratios = {name: median[name] / row.ms for name in references if name in median}
-            row.fell = sorted(times[candidate.name].fallbacks)
+            row.fell = sorted(candidate.fallbacks)
         rows.append(row)
     return rows

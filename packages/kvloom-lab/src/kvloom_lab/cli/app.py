@@ -5,16 +5,29 @@ Nothing heavy is imported before a command runs, so that `kvloom --help` answers
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvloom import __version__
 
 from . import analyse, bench, eval, generate, recipes, store
+from .outputs import user_errors
+
+
+class Commands(TyperGroup):
+    """All commands; each ends with a sentence where the user made a mistake."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was called."""
+        with user_errors():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     name="kvloom",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

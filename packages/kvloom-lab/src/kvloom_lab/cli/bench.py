@@ -18,11 +18,12 @@ from .options import (
     Dtype,
     Json,
     Model,
+    option,
     parse_numbers,
     parse_recipes,
     silence_transformers,
 )
-from .outputs import check_outputs, collect_rows, finish, show_results, user_errors
+from .outputs import check_outputs, collect_rows, finish, show_results
 from .progress import show_progress
 
 if TYPE_CHECKING:
@@ -46,18 +47,18 @@ def _bench() -> None:
     """
 
 
-_CONTEXT = Annotated[str, typer.Option(help="Tokens, one number or several: 8192,32768.")]
-_RECIPES = Annotated[str, typer.Option(help=f"{RECIPES_HELP} (see kvloom recipes).")]
-_HEADS = Annotated[str, typer.Option(help="Query heads / key-value heads.")]
-_HEAD_DIM = Annotated[int, typer.Option(help="Channels of a head.")]
-_BATCH = Annotated[int, typer.Option(help="Rows of the batch.")]
-_DTYPE = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+_CONTEXT = Annotated[str, option("Tokens, one number or several: 8192,32768.")]
+_RECIPES = Annotated[str, option(f"{RECIPES_HELP} (see kvloom recipes).")]
+_HEADS = Annotated[str, option("Query heads / key-value heads.")]
+_HEAD_DIM = Annotated[int, option("Channels of a head.")]
+_BATCH = Annotated[int, option("Rows of the batch.")]
+_DTYPE = Annotated[str, option("bfloat16, float16 or float32.")]
 _THREADS = Annotated[
     int | None,
-    typer.Option(min=1, help="Threads of torch and of kernels; default: torch's choice."),
+    option("Threads of torch and of kernels; default: torch's choice.", min=1),
 ]
-_REPEATS = Annotated[int, typer.Option(min=1, help="Timed calls of each candidate.")]
-_PLOT = Annotated[Path | None, typer.Option(metavar="FILE", help="Plot the times.")]
+_REPEATS = Annotated[int, option("Timed calls of each candidate.", min=1)]
+_PLOT = Annotated[Path | None, option("Plot the times.", metavar="FILE")]
 _BASELINES_HELP = "all that take at most a minute, none, or some of {}."
 
 
@@ -66,7 +67,7 @@ def decode(
     context: _CONTEXT = "8192,32768",
     recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,skvq,skvq-k2v1.5,rtn:bits=4,h2o,clusterkv",
     baselines: Annotated[
-        str, typer.Option(help=_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
+        str, option(_BASELINES_HELP.format("sdpa, dynamic, quanto, hqq, fp8"))
     ] = "all",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 128,
@@ -83,19 +84,18 @@ def decode(
     group as query rows over the same keys, which torch does not do by itself) and transformers'
     caches. The context is not computed: caches are filled with random keys and values.
     """
-    with user_errors():
-        from ..bench import LayerShape
-        from ..bench.candidates import DECODE_BASELINES, DECODE_REFERENCES, decode_candidates
+    from ..bench import LayerShape
+    from ..bench.candidates import DECODE_BASELINES, DECODE_REFERENCES, decode_candidates
 
-        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-        compared, limit_s = _parse_baselines(baselines, DECODE_BASELINES)
-        _run(
-            "decode", shape, context, recipes, threads, repeats, json, plot,
-            lambda names, tokens: decode_candidates(shape, names, tokens, compared, limit_s),
-            DECODE_REFERENCES,
-            "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
-            "a step has to read, over its time.",
-        )  # fmt: skip
+    shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+    compared, limit_s = _parse_baselines(baselines, DECODE_BASELINES)
+    _run(
+        "decode", shape, context, recipes, threads, repeats, json, plot,
+        lambda names, tokens: decode_candidates(shape, names, tokens, compared, limit_s),
+        DECODE_REFERENCES,
+        "ms: median of a step; KV: size of the cache with metadata; GB/s: keys and values that "
+        "a step has to read, over its time.",
+    )  # fmt: skip
 
 
 def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, caption: str) -> None:
@@ -114,15 +114,14 @@ def _add_prompt_command(name: str, context: str, recipes: str, *, about: str, ca
         json: Json = None,
         plot: _PLOT = None,
     ) -> None:
-        with user_errors():
-            from ..bench import LayerShape
-            from ..bench.candidates import PROMPT_REFERENCES, prompt_candidates
+        from ..bench import LayerShape
+        from ..bench.candidates import PROMPT_REFERENCES, prompt_candidates
 
-            shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
-            _run(
-                name, shape, context, recipes, threads, repeats, json, plot,
-                partial(prompt_candidates, name, shape), PROMPT_REFERENCES, caption,
-            )  # fmt: skip
+        shape = LayerShape(*_parse_heads(heads), head_dim, batch, _parse_dtype(dtype))
+        _run(
+            name, shape, context, recipes, threads, repeats, json, plot,
+            partial(prompt_candidates, name, shape), PROMPT_REFERENCES, caption,
+        )  # fmt: skip
 
 
 _add_prompt_command(
@@ -148,15 +147,13 @@ _add_prompt_command(
 def generate(
     context: _CONTEXT = "512,8192",
     recipes: _RECIPES = "full,near-lossless,kivi,kivi-4,h2o,clusterkv",
-    baselines: Annotated[
-        str, typer.Option(help=_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))
-    ] = "all",
+    baselines: Annotated[str, option(_BASELINES_HELP.format("dynamic, quanto, hqq, fp8"))] = "all",
     heads: _HEADS = "32/8",
     head_dim: _HEAD_DIM = 64,
-    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 8,
-    hidden: Annotated[int, typer.Option(help="Hidden size of the model.")] = 2048,
-    intermediate: Annotated[int, typer.Option(help="Width of the model's MLP.")] = 8192,
-    vocabulary: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 32000,
+    layers: Annotated[int, option("Layers of the model.")] = 8,
+    hidden: Annotated[int, option("Hidden size of the model.")] = 2048,
+    intermediate: Annotated[int, option("Width of the model's MLP.")] = 8192,
+    vocabulary: Annotated[int, option("Tokens in the vocabulary.")] = 32000,
     batch: _BATCH = 1,
     dtype: _DTYPE = "bfloat16",
     threads: _THREADS = None,
@@ -169,54 +166,47 @@ def generate(
     The prompt is not computed: every cache is filled to the context with random keys and values.
     kvloom's caches are filled as after a prompt, with scores from the last 64 queries.
     """
-    with user_errors():
-        from ..bench import ModelShape
-        from ..bench.candidates import GENERATE_BASELINES, GENERATE_REFERENCES, generate_candidates
-        from ..models import random_llama
+    from ..bench import ModelShape
+    from ..bench.candidates import GENERATE_BASELINES, GENERATE_REFERENCES, generate_candidates
+    from ..models import random_llama
 
-        shape = ModelShape(
-            *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
-            intermediate, vocabulary,
-        )  # fmt: skip
-        compared, limit_s = _parse_baselines(baselines, GENERATE_BASELINES)
-        model: Any = None
+    shape = ModelShape(
+        *_parse_heads(heads), head_dim, batch, _parse_dtype(dtype), layers, hidden,
+        intermediate, vocabulary,
+    )  # fmt: skip
+    compared, limit_s = _parse_baselines(baselines, GENERATE_BASELINES)
+    model: Any = None
 
-        def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
-            nonlocal model
-            model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
-            return generate_candidates(model, shape, names, tokens, compared, limit_s)
+    def candidates(names: Sequence[str], tokens: int) -> list[Candidate]:
+        nonlocal model
+        model = model or random_llama(shape, max(parse_numbers(context, int, "--context")))
+        return generate_candidates(model, shape, names, tokens, compared, limit_s)
 
-        _run(
-            "generate", shape, context, recipes, threads, repeats, json, plot,
-            candidates, GENERATE_REFERENCES,
-            "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
-            "weights, keys and values that a step has to read, over its time.",
-        )  # fmt: skip
+    _run(
+        "generate", shape, context, recipes, threads, repeats, json, plot,
+        candidates, GENERATE_REFERENCES,
+        "ms: median of a step; KV: size of the cache in all layers, with metadata; GB/s: "
+        "weights, keys and values that a step has to read, over its time.",
+    )  # fmt: skip
 
 
 @app.command("throughput")
 def throughput(
-    memory: Annotated[str, typer.Option(help="Bytes of all requests' caches, such as 304MiB.")],
+    memory: Annotated[str, option("Bytes of all requests' caches, such as 304MiB.")],
     prompt: Annotated[
-        str,
-        typer.Option(help="Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens."),
+        str, option("Tokens of a prompt: 1024,2048; 160+338 also gives the new tokens.")
     ] = "1024",
-    max_new_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens that a request generates.")
-    ] = 256,
+    max_new_tokens: Annotated[int, option("Tokens that a request generates.", min=2)] = 256,
     recipes: _RECIPES = "full,near-lossless,balanced,small,tiny",
     baselines: Annotated[
-        str,
-        typer.Option(help="all, none, or some of dynamic, quanto, hqq, fp8, kvpress, continuous."),
+        str, option("all, none, or some of dynamic, quanto, hqq, fp8, kvpress, continuous.")
     ] = "all",
     model: Model = "reference",
     dtype: Dtype = "auto",
     threads: _THREADS = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each row, in turns.")] = 3,
+    rounds: Annotated[int, option("Runs of each row, in turns.", min=1)] = 3,
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot tokens per second.")
-    ] = None,
+    plot: Annotated[Path | None, option("Plot tokens per second.", metavar="FILE")] = None,
 ) -> None:
     """Output tokens per second of as many requests as fit into equal memory.
 
@@ -225,57 +215,56 @@ def throughput(
     and of recipes that pages hold, in blocks of as many bytes. KL is the divergence from exact
     attention on that text; rows up to 0.02 are of equal quality.
     """
-    with user_errors():
-        import torch
+    import torch
 
-        from kvloom.units import parse_bytes
+    from kvloom.units import parse_bytes
 
-        from ..bench.serving import Job
-        from ..bench.tables import throughput_line, throughput_table
-        from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
-        from ..show.plots import throughput_plot
-        from ..workload.machine import machine
+    from ..bench.serving import Job
+    from ..bench.tables import throughput_line, throughput_table
+    from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
+    from ..show.plots import throughput_plot
+    from ..workload.machine import machine
 
-        nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
-        compared, _ = _parse_baselines(baselines, BASELINES)
-        sizes = _parse_requests(prompt, max_new_tokens)
-        check_outputs(json, plot=plot)
-        of_model = ChosenModel(model, dtype)
-        with show_progress() as progress:
-            progress("planning")
-            requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
-            jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
-            to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
-            on_step = progress.counter(rounds * len(to_run))
-            settings = model, dtype, threads or torch.get_num_threads()
+    nbytes, chosen = parse_bytes(memory), parse_recipes(recipes)
+    compared, _ = _parse_baselines(baselines, BASELINES)
+    sizes = _parse_requests(prompt, max_new_tokens)
+    check_outputs(json, plot=plot)
+    of_model = ChosenModel(model, dtype)
+    with show_progress() as progress:
+        progress("planning")
+        requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
+        jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
+        to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
+        on_step = progress.counter(rounds * len(to_run))
+        settings = model, dtype, threads or torch.get_num_threads()
 
-            runs = measure(to_run, settings, rounds, on_step)
-            measured, early_end = collect_rows(runs, throughput_line, progress)
-        rows = make_rows(jobs_and_rows, measured)
-        environment = {
-            **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
-            "threads": settings[-1],
-            "verb": "throughput",
-            "model": of_model.name,
-            "memory": nbytes,
-            "rounds": rounds,
-        }
-        done = Counter(str(job) for job, _ in measured)
-        missing = [
-            f"{job} after round {done[str(job)]}" if done[str(job)] else str(job)
-            for job in to_run
-            if early_end is not None and done[str(job)] < rounds
-        ]
-        if missing:
-            environment["missing"] = missing
-        if plot and measured:
-            throughput_plot(rows, environment, plot)
-        if measured or not to_run:
-            data = {"environment": environment, "rows": [asdict(row) for row in rows]}
-            show_results(data, json, throughput_table(rows, environment))
-        names = {recipe.name for recipe in chosen}
-        failed = [row.name for row in rows if row.problem and row.name in names]
-        finish(early_end, missing, list(dict.fromkeys(failed)))
+        runs = measure(to_run, settings, rounds, on_step)
+        measured, early_end = collect_rows(runs, lambda run: progress.line(throughput_line(run)))
+    rows = make_rows(jobs_and_rows, measured)
+    environment = {
+        **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
+        "threads": settings[-1],
+        "verb": "throughput",
+        "model": of_model.name,
+        "memory": nbytes,
+        "rounds": rounds,
+    }
+    done = Counter(str(job) for job, _ in measured)
+    missing = [
+        f"{job} after round {done[str(job)]}" if done[str(job)] else str(job)
+        for job in to_run
+        if early_end is not None and done[str(job)] < rounds
+    ]
+    if missing:
+        environment["missing"] = missing
+    if plot and measured:
+        throughput_plot(rows, environment).savefig(plot)
+    if measured or not to_run:
+        data = {"environment": environment, "rows": [asdict(row) for row in rows]}
+        show_results(data, json, throughput_table(rows, environment))
+    names = {recipe.name for recipe in chosen}
+    failed = [row.name for row in rows if row.problem and row.name in names]
+    finish(early_end, missing, list(dict.fromkeys(failed)))
 
 
 def _parse_requests(option: str, new: int) -> list[tuple[int, int]]:
@@ -339,12 +328,14 @@ def _run(
             for tokens in contexts:
                 on_step(f"filling caches with {tokens:,} tokens", 0)
                 measured = candidates(names, tokens)
-                times = time_candidates(measured, repeats, on_step)
+                time_candidates(measured, repeats, on_step)
                 yield from make_rows(
-                    measured, times, references, shape=str(shape), context=tokens, batch=shape.batch
+                    measured, references, shape=str(shape), context=tokens, batch=shape.batch
                 )
 
-        measured_rows, early_end = collect_rows(measure(), bench_line, progress)
+        measured_rows, early_end = collect_rows(
+            measure(), lambda row: progress.line(bench_line(row))
+        )
     environment = {
         **machine(torch.empty(0, dtype=shape.dtype)),
         "verb": name,
@@ -358,7 +349,7 @@ def _run(
     if missing:
         environment["missing"] = missing
     if plot and measured_rows:
-        bench_plot(measured_rows, environment, plot)
+        bench_plot(measured_rows, environment).savefig(plot)
     if measured_rows:
         shares = name in ("prefill", "pack")
         table = bench_table(measured_rows, environment, limits, caption, shares)
@@ -400,7 +391,6 @@ def _parse_heads(option: str) -> tuple[int, int]:
 
 
 def _parse_dtype(option: str) -> torch.dtype:
-    """Read "bfloat16", "float16" or "float32"."""
     from ..workload.layers import DTYPES
 
     if option not in DTYPES:

@@ -19,12 +19,13 @@ from .options import (
     Dtype,
     Model,
     check_utf8,
+    option,
     parse_recipes,
     printable_name,
     read_stdin,
     text_name,
 )
-from .outputs import check_outputs, user_errors, write_file
+from .outputs import check_outputs, write_file
 from .progress import show_progress
 
 if TYPE_CHECKING:
@@ -37,14 +38,12 @@ def generate_command(
         str, typer.Argument(metavar="PROMPT", help="The text to continue; -: read it from stdin.")
     ] = "-",
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = DEFAULT_RECIPE,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Stop after this many new tokens.")
-    ] = 128,
+    recipe: Annotated[str, option(RECIPE_HELP)] = DEFAULT_RECIPE,
+    max_new_tokens: Annotated[int, option("Stop after this many new tokens.", min=1)] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Above 0: sample; 0: the likeliest token at each step.")
+        float, option("Above 0: sample; 0: the likeliest token at each step.", min=0)
     ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
+    seed: Annotated[int, option("Seed of sampling.", min=0, max=2**64 - 1)] = 0,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="Apply the tokenizer's chat template to the prompt."),
@@ -52,28 +51,27 @@ def generate_command(
     dtype: Dtype = "auto",
 ) -> None:
     """Generate text on a compressed cache; figures of the cache are printed on stderr."""
-    with user_errors():
-        from kvloom import Cache
-        from kvloom.recipe import resolve
+    from kvloom import Cache
+    from kvloom.recipe import resolve
 
-        from ..models import check_positions
+    from ..models import check_positions
 
-        chosen = resolve(recipe)
-        text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
-        if not text.strip():
-            raise InputError("the prompt is empty; give some text to continue")
-        chosen_model = ChosenModel(model, dtype)
-        tokenizer = chosen_model.tokenizer
-        if chat:
-            ids = _chat_ids(tokenizer, text, chosen_model.name)
-        else:
-            ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # [1, tokens]
-        check_positions(chosen_model.config, ids.shape[1], max_new_tokens)
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-        cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
-        times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
-        typer.echo(_figures(cache, ids.shape[1], times), err=True)
+    chosen = resolve(recipe)
+    text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
+    if not text.strip():
+        raise InputError("the prompt is empty; give some text to continue")
+    chosen_model = ChosenModel(model, dtype)
+    tokenizer = chosen_model.tokenizer
+    if chat:
+        ids = _chat_ids(tokenizer, text, chosen_model.name)
+    else:
+        ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]  # [1, tokens]
+    check_positions(chosen_model.config, ids.shape[1], max_new_tokens)
+    with show_progress() as progress:
+        loaded = chosen_model.load(progress)
+    cache, ids = Cache(loaded, chosen), ids.to(loaded.device)
+    times = _generate(loaded, tokenizer, ids, cache, max_new_tokens, temperature, seed)
+    typer.echo(_figures(cache, ids.shape[1], times), err=True)
 
 
 def _chat_ids(tokenizer: Any, text: str, model: str) -> Any:
@@ -133,7 +131,7 @@ def warm_command(
         str, typer.Argument(metavar="MODEL", help='Hub id or folder of a model, or "smollm2".')
     ] = "reference",
     recipes: Annotated[
-        str, typer.Option(help="The recipes whose kernels are compiled, with their options.")
+        str, option("The recipes whose kernels are compiled, with their options.")
     ] = DEFAULT_RECIPE,
     dtype: Dtype = "auto",
 ) -> None:
@@ -141,23 +139,22 @@ def warm_command(
 
     Reads the model's config, and no weights.
     """
-    with user_errors():
-        from kvloom import Cache
-        from kvloom.cache import rehearse
-        from kvloom.kernels import companion, compile_seconds, use_backend
+    from kvloom import Cache
+    from kvloom.cache import rehearse
+    from kvloom.kernels import companion, compile_seconds, use_backend
 
-        from ..models import model_without_weights
+    from ..models import model_without_weights
 
-        chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
-        if chosen_model.geometry is None:
-            raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
-        companion.disable()
-        empty = model_without_weights(chosen_model.config, dtype)
-        for recipe in chosen:
-            before = compile_seconds()
-            with use_backend("auto"):
-                rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
-            typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
+    chosen, chosen_model = parse_recipes(recipes), ChosenModel(model, dtype)
+    if chosen_model.geometry is None:
+        raise InputError(f"the config of {chosen_model.name} has no dtype; give --dtype")
+    companion.disable()
+    empty = model_without_weights(chosen_model.config, dtype)
+    for recipe in chosen:
+        before = compile_seconds()
+        with use_backend("auto"):
+            rehearse(Cache(empty, recipe).rehearsals(), prompt=True)
+        typer.echo(f"{recipe.name}: {compile_seconds() - before:.1f} s")
 
 
 def _figures(cache: Cache, prompt_tokens: int, times: list[float]) -> str:
@@ -195,9 +192,7 @@ def first_packed_at(recipe: Recipe) -> int | None:
     """Return the tokens of a layer at which its first token is packed; None if none ever is."""
     begins = [
         next(n for n in count(1) if fmt.to_pack(n, recent, prompt=False))
-        for fmt, recent in zip(
-            (recipe.store.keys, recipe.store.values), recipe.protect.exact_recents, strict=True
-        )
+        for fmt, recent in recipe.formats_and_recents
         if fmt is not None
     ]
     return recipe.protect.sinks + min(begins) if begins else None
@@ -215,18 +210,14 @@ def inspect_command(
         typer.Option("--text", metavar="FILE", help="Text file to read, repeatable."),
     ] = None,
     model: Model = "reference",
-    recipe: Annotated[str, typer.Option(help=RECIPE_HELP)] = "h2o",
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page to write.")] = Path(
-        "inspect.html"
-    ),
-    context: Annotated[
-        int, typer.Option(min=1, help="Read at most this many tokens of the text.")
-    ] = 1024,
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="Tokens to generate after it.")] = 32,
+    recipe: Annotated[str, option(RECIPE_HELP)] = "h2o",
+    out: Annotated[Path, option("The page to write.", metavar="FILE")] = Path("inspect.html"),
+    context: Annotated[int, option("Read at most this many tokens of the text.", min=1)] = 1024,
+    max_new_tokens: Annotated[int, option("Tokens to generate after it.", min=0)] = 32,
     dtype: Dtype = "auto",
     json: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Write the page's data as JSON too; -: to stdout."),
+        option("Write the page's data as JSON too; -: to stdout.", metavar="FILE"),
     ] = None,
 ) -> None:
     """Show which tokens a recipe keeps: one HTML page that needs no network and no other file.
@@ -236,31 +227,30 @@ def inspect_command(
     every token's score. For recipes with recall: the tokens that each step read, and their clusters
     or pages.
     """
-    with user_errors():
-        from kvloom.recipe import resolve
+    from kvloom.recipe import resolve
 
-        from ..inspect import prompt_ids, trace_recipe
-        from ..show.pages import inspect_page
+    from ..inspect import prompt_ids, trace_recipe
+    from ..show.pages import inspect_page
 
-        chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
-        check_outputs(out, json)
-        content, source = _read(argument, text)
-        # So are a wrong model, and a text that is too long.
-        chosen_model = ChosenModel(model, dtype)
-        prompt_ids(chosen_model.config, chosen_model.tokenizer, content, context, max_new_tokens)
-        with show_progress() as progress:
-            loaded = chosen_model.load(progress)
-            trace = trace_recipe(
-                loaded, chosen_model.tokenizer, chosen, content, context=context,
-                new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
-            )  # fmt: skip
-        data = {"model": chosen_model.name, "source": source, **trace}
-        write_file(out, inspect_page(data))
-        if json == "-":
-            typer.echo(js.dumps(data, ensure_ascii=False))
-        elif json:
-            write_file(json, js.dumps(data, ensure_ascii=False))
-        typer.echo(_summary(data, out), err=json == "-")
+    chosen = resolve(recipe)  # a wrong name is refused before anything is loaded
+    check_outputs(out, json)
+    content, source = _read(argument, text)
+    # So are a wrong model, and a text that is too long.
+    chosen_model = ChosenModel(model, dtype)
+    prompt_ids(chosen_model.config, chosen_model.tokenizer, content, context, max_new_tokens)
+    with show_progress() as progress:
+        loaded = chosen_model.load(progress)
+        trace = trace_recipe(
+            loaded, chosen_model.tokenizer, chosen, content, context=context,
+            new_tokens=max_new_tokens, progress=progress.counter(max_new_tokens + 1),
+        )  # fmt: skip
+    data = {"model": chosen_model.name, "source": source, **trace}
+    write_file(out, inspect_page(data))
+    if json == "-":
+        typer.echo(js.dumps(data, ensure_ascii=False))
+    elif json:
+        write_file(json, js.dumps(data, ensure_ascii=False))
+    typer.echo(_summary(data, out), err=json == "-")
 
 
 def _read(argument: str | None, files: list[Path] | None) -> tuple[str, str]:
@@ -284,7 +274,6 @@ def _read(argument: str | None, files: list[Path] | None) -> tuple[str, str]:
 
 
 def _summary(data: dict, out: Path) -> str:
-    """Return the result in one line."""
     read, text = data["prompt_tokens"], data["text_tokens"]
     cut = f" (the first of {text:,}; --context takes more)" if text > read else ""
     mass = [head["mass"][0] for layer in data["layers"] for head in layer["heads"]]

@@ -48,6 +48,11 @@ RECIPE_HELP = (
 RECIPES_HELP = 'Recipe names with options, or recipe files: "kivi:bits=4,rtn,mine.toml"'
 
 
+def option(what: str, **settings: Any) -> Any:
+    """Return an option of a command. what: its help. settings: others of `typer.Option`."""
+    return typer.Option(help=what, **settings)
+
+
 def parse_recipes(option: str) -> list[Recipe]:
     """Return the recipes of an option `--recipes`; raises `RecipeError` or `InputError`."""
     from kvloom.recipe import RECIPES, resolve

@@ -14,8 +14,6 @@ import typer
 
 from kvloom.errors import InputError
 
-from .progress import ProgressDisplay
-
 
 def check_outputs(*paths: str | Path | None, plot: Path | None = None) -> None:
     """Raise `InputError` for an output that cannot be written, before minutes of work.
@@ -92,10 +90,8 @@ EarlyEnd = BaseException | None
 """The Ctrl-C or the error that ended a measurement early; None if it was completed."""
 
 
-def collect_rows(
-    rows: Iterable[Row], line: Callable[[Row], str], progress: ProgressDisplay
-) -> tuple[list[Row], EarlyEnd]:
-    """Print a line for each row as it is measured; return the rows, and what ended them early.
+def collect_rows(rows: Iterable[Row], show: Callable[[Row], None]) -> tuple[list[Row], EarlyEnd]:
+    """Show each row as it is measured; return the rows, and what ended them early.
 
     Raises an error that comes before the first row.
     """
@@ -103,7 +99,7 @@ def collect_rows(
     try:
         for row in rows:
             rows_so_far.append(row)
-            progress.line(line(row))
+            show(row)
     except KeyboardInterrupt as error:
         return rows_so_far, error
     except Exception as error:

@@ -20,6 +20,7 @@ from .options import (
     Dtype,
     Json,
     Text,
+    option,
     parse_recipes,
     silence_transformers,
     text_name,
@@ -30,7 +31,6 @@ from .outputs import (
     output_width,
     print_rich,
     show_results,
-    user_errors,
     write_file,
 )
 from .progress import show_progress
@@ -55,17 +55,16 @@ def recipes_command(
     can have another recipe: "kivi@first 2=full@20-23=kivi:bits=4". You can save its TOML to a file,
     change it, and give the file's name wherever a recipe is expected.
     """
-    with user_errors():
-        from kvloom.recipe import RECIPES
+    from kvloom.recipe import RECIPES
 
-        if name is not None:
-            recipe = describe(name)
-            typer.echo(js.dumps(recipe, indent=2, ensure_ascii=False) if json else _page(recipe))
-        elif json:
-            summaries = [_summary(n) for n in RECIPES]
-            typer.echo(js.dumps(summaries, indent=2, ensure_ascii=False))
-        else:
-            _print_list([_summary(n) for n in RECIPES])
+    if name is not None:
+        recipe = describe(name)
+        typer.echo(js.dumps(recipe, indent=2, ensure_ascii=False) if json else _page(recipe))
+    elif json:
+        summaries = [_summary(n) for n in RECIPES]
+        typer.echo(js.dumps(summaries, indent=2, ensure_ascii=False))
+    else:
+        _print_list([_summary(n) for n in RECIPES])
 
 
 def describe(spec: str) -> dict[str, Any]:
@@ -149,32 +148,29 @@ def plan_command(
         ),
     ],
     recipes: Annotated[
-        str | None,
-        typer.Option(help=f"{RECIPES_HELP}; default: full, the recommended ones and nine others."),
+        str | None, option(f"{RECIPES_HELP}; default: full, the recommended ones and nine others.")
     ] = None,
     context: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."
-        ),
+        option("Tokens, such as 8192 or 128k; default: 32k, or the model's positions if fewer."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of the batch.")] = 1,
+    batch: Annotated[int, option("Rows of the batch.", min=1)] = 1,
     memory: Annotated[
-        str | None, typer.Option(help="Memory, such as 24GiB or 80GB; default: the hardware's.")
+        str | None, option("Memory, such as 24GiB or 80GB; default: the hardware's.")
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
-            help="h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
+        option(
+            "h100, h200, b200, a100, mi300x, rtx4090, rtx5090, m4-max, this (measure this "
             "machine once), or a TOML file. Without it, the plan has no times."
         ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="Decode speed to reach, such as 20tok/s; needs --hardware.")
+        str | None, option("Decode speed to reach, such as 20tok/s; needs --hardware.")
     ] = None,
     json: Json = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot memory and speed by context.")
+        Path | None, option("Plot memory and speed by context.", metavar="FILE")
     ] = None,
 ) -> None:
     """Plan: bytes, the longest context, the largest batch and the decode speed of recipes.
@@ -185,41 +181,40 @@ def plan_command(
     The exit status is 1 if a recipe that you named does not fit the model, or if nothing reaches
     the target.
     """
-    with user_errors():
-        from kvloom.units import parse_bytes
+    from kvloom.units import parse_bytes
 
-        from ..planner.units import parse_rate, parse_tokens
+    from ..planner.units import parse_rate, parse_tokens
 
-        # A wrong option is refused before anything is loaded.
-        chosen = None if recipes is None else parse_recipes(recipes)
-        tokens = None if context is None else parse_tokens(context)
-        nbytes = None if memory is None else parse_bytes(memory)
-        rate = None if target is None else parse_rate(target)
-        check_outputs(json, plot=plot)
-        from ..planner import plan
-        from ..planner.plan_recipes import PLAN_RECIPES
-        from ..planner.table import plan_table
-        from ..show.plots import plan_plot
+    # A wrong option is refused before anything is loaded.
+    chosen = None if recipes is None else parse_recipes(recipes)
+    tokens = None if context is None else parse_tokens(context)
+    nbytes = None if memory is None else parse_bytes(memory)
+    rate = None if target is None else parse_rate(target)
+    check_outputs(json, plot=plot)
+    from ..planner import plan
+    from ..planner.plan_recipes import PLAN_RECIPES
+    from ..planner.table import plan_table
+    from ..show.plots import plan_plot
 
-        silence_transformers()
-        with show_progress() as progress:
-            progress(f"reading the config of {model}")
+    silence_transformers()
+    with show_progress() as progress:
+        progress(f"reading the config of {model}")
 
-            def on_step(units: int) -> Callable[[str, int], None]:
-                progress.line("kvloom: measuring this machine once; keep it idle until the end")
-                return progress.counter(units)
+        def on_step(units: int) -> Callable[[str, int], None]:
+            progress.line("kvloom: measuring this machine once; keep it idle until the end")
+            return progress.counter(units)
 
-            planned = plan(
-                model, chosen or PLAN_RECIPES, context=tokens, batch=batch, memory=nbytes,
-                hardware=hardware, target=rate, on_step=on_step,
-            )  # fmt: skip
-        if plot:
-            plan_plot(planned, plot)
-        show_results(planned.to_dict(), json, plan_table(planned))
-        failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
-        if rate is not None and not failed and not any(row.reaches for row in planned.rows):
-            raise typer.Exit(1)
-        finish(None, [], failed)
+        planned = plan(
+            model, chosen or PLAN_RECIPES, context=tokens, batch=batch, memory=nbytes,
+            hardware=hardware, target=rate, on_step=on_step,
+        )  # fmt: skip
+    if plot:
+        plan_plot(planned).savefig(plot)
+    show_results(planned.to_dict(), json, plan_table(planned))
+    failed = [row.recipe for row in planned.rows if row.problem] if recipes else []
+    if rate is not None and not failed and not any(row.reaches for row in planned.rows):
+        raise typer.Exit(1)
+    finish(None, [], failed)
 
 
 def tune_command(
@@ -231,54 +226,46 @@ def tune_command(
         typer.Option("--text", metavar="FILE", help="Text file to tune on, repeatable."),
     ],
     share: Annotated[
-        float | None, typer.Option(help="The largest share of the exact cache's bytes: 0.2.")
+        float | None, option("The largest share of the exact cache's bytes: 0.2.")
     ] = None,
     quality: Annotated[
-        str | None,
-        typer.Option(help='The largest mean divergence from the exact cache, in nats: "kl=0.01".'),
+        str | None, option('The largest mean divergence from the exact cache, in nats: "kl=0.01".')
     ] = None,
-    context: Annotated[
-        int, typer.Option(min=256, help="Tokens of a context, which are compressed.")
-    ] = 2048,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the recipe (.toml).")
-    ] = None,
+    context: Annotated[int, option("Tokens of a context, which are compressed.", min=256)] = 2048,
+    out: Annotated[Path | None, option("Write the recipe (.toml).", metavar="FILE")] = None,
     dtype: Dtype = "auto",
     json: Json = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plot divergence against bytes.")
-    ] = None,
+    plot: Annotated[Path | None, option("Plot divergence against bytes.", metavar="FILE")] = None,
 ) -> None:
     """Tune a recipe: formats and kept tokens of each layer, within a size or a divergence.
 
     The layers are scored once; another bound uses the same scores. An interrupted run is continued
     by the same command. Scores are in kvloom's cache folder.
     """
-    with user_errors():
-        from ..show.plots import tuning_plot
-        from ..tuner import tune
-        from ..tuner.problem import Bound
-        from ..tuner.table import tuning_data, tuning_table
-        from ..workload.machine import conditions
-        from ..workload.text import read_files
+    from ..show.plots import tuning_plot
+    from ..tuner import tune
+    from ..tuner.problem import Bound
+    from ..tuner.table import tuning_data, tuning_table
+    from ..workload.machine import conditions
+    from ..workload.text import read_files
 
-        kl = None if quality is None else _quality(quality)
-        Bound(share, kl, 0)  # an invalid one is refused before the model is loaded
-        check_outputs(json, out, plot=plot)
-        content = read_files(text)
-        chosen = ChosenModel(model, dtype)
-        with show_progress() as progress:
-            loaded = chosen.load(progress)
-            tuning = tune(
-                loaded, chosen.tokenizer, content, share=share, kl=kl, context=context,
-                progress=progress,
-            )  # fmt: skip
-        if out is not None:
-            write_file(out, tuning.recipe.to_toml())
-        if plot is not None:
-            tuning_plot(tuning, chosen.name, plot)
-        environment = conditions(loaded, chosen.name, text_name(text))
-        show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
+    kl = None if quality is None else _quality(quality)
+    Bound(share, kl, 0)  # an invalid one is refused before the model is loaded
+    check_outputs(json, out, plot=plot)
+    content = read_files(text)
+    chosen = ChosenModel(model, dtype)
+    with show_progress() as progress:
+        loaded = chosen.load(progress)
+        tuning = tune(
+            loaded, chosen.tokenizer, content, share=share, kl=kl, context=context,
+            progress=progress,
+        )  # fmt: skip
+    if out is not None:
+        write_file(out, tuning.recipe.to_toml())
+    if plot is not None:
+        tuning_plot(tuning, chosen.name).savefig(plot)
+    environment = conditions(loaded, chosen.name, text_name(text))
+    show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
 
 
 def _quality(option: str) -> float:
@@ -297,13 +284,13 @@ DEFAULT_RECIPES = "skvq,skvq-k2v1.5,rptq,smoothquant"
 
 def calibrate_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id or folder of a model.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The file to write (.kvcal).")],
+    out: Annotated[Path, option("The file to write (.kvcal).", metavar="FILE")],
     text: Text = None,
     recipes: Annotated[
-        str, typer.Option(help="Recipes to calibrate for, with their options.")
+        str, option("Recipes to calibrate for, with their options.")
     ] = DEFAULT_RECIPES,
-    samples: Annotated[int, typer.Option(min=4, help="Contexts to read at most.")] = 64,
-    context: Annotated[int, typer.Option(min=64, help="Tokens of a context.")] = 1024,
+    samples: Annotated[int, option("Contexts to read at most.", min=4)] = 64,
+    context: Annotated[int, option("Tokens of a context.", min=64)] = 1024,
     dtype: Dtype = "auto",
 ) -> None:
     """Calibrate a model: ranges of its channels, groups of channels, clip factors.
@@ -311,34 +298,31 @@ def calibrate_command(
     Reading stops early when 8 more contexts hardly widen the ranges. An interrupted run leaves
     FILE.partial; the same command continues it.
     """
-    with user_errors():
-        from kvloom.calibrate import Settings, calibrate, cut_contexts
+    from kvloom.calibrate import Settings, calibrate, cut_contexts
 
-        from ..models import load
-        from ..workload.text import calibration_text, leading_ids, read_files, tokenize
+    from ..models import load
+    from ..workload.text import calibration_text, leading_ids, read_files, tokenize
 
-        chosen = parse_recipes(recipes)
-        plain = [r.name for r in chosen if not any(store.calibrated for store in r.stores)]
-        if plain:
-            raise InputError(f"recipe {plain[0]!r} needs no calibration; name other recipes")
-        check_outputs(out)
-        if out.suffix == ".safetensors" and (out.absolute().parent / "config.json").exists():
-            raise InputError(
-                f"model loaders would read {str(out)!r} as weights, since it ends in .safetensors "
-                f"next to a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
-            )
-        content = read_files(text) if text else calibration_text()
-        silence_transformers()
-        loaded, tokenizer = load(model, dtype)
-        settings = Settings(contexts=samples, context=context)
-        ids = cut_contexts(tokenize(tokenizer, content), leading_ids(tokenizer), settings)
-        with show_progress() as progress:
-
-            def on_step(what: str, done: int, total: int) -> None:
-                progress(f"{what}, {done} of {total}", done, total)
-
-            calibration = calibrate(loaded, ids, chosen, out, settings, on_step)
-        size, read = out.stat().st_size, calibration.settings["read"]
-        typer.echo(
-            f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read"
+    chosen = parse_recipes(recipes)
+    plain = [r.name for r in chosen if not any(store.calibrated for store in r.stores)]
+    if plain:
+        raise InputError(f"recipe {plain[0]!r} needs no calibration; name other recipes")
+    check_outputs(out)
+    if out.suffix == ".safetensors" and (out.absolute().parent / "config.json").exists():
+        raise InputError(
+            f"model loaders would read {str(out)!r} as weights, since it ends in .safetensors "
+            f"next to a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
         )
+    content = read_files(text) if text else calibration_text()
+    silence_transformers()
+    loaded, tokenizer = load(model, dtype)
+    settings = Settings(contexts=samples, context=context)
+    ids = cut_contexts(tokenize(tokenizer, content), leading_ids(tokenizer), settings)
+    with show_progress() as progress:
+
+        def on_step(what: str, done: int, total: int) -> None:
+            progress(f"{what}, {done} of {total}", done, total)
+
+        calibration = calibrate(loaded, ids, chosen, out, settings, on_step)
+    size, read = out.stat().st_size, calibration.settings["read"]
+    typer.echo(f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read")

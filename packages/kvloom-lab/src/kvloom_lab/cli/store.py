@@ -11,8 +11,8 @@ import typer
 
 from kvloom.errors import InputError
 
-from .options import Json
-from .outputs import show_results, user_errors
+from .options import Json, option
+from .outputs import show_results
 
 if TYPE_CHECKING:
     from kvloom import PromptStore
@@ -26,27 +26,25 @@ Key = Annotated[str, typer.Argument(metavar="KEY", help="Key of an entry, or how
 @app.command("ls")
 def list_command(folder: Folder, json: Json = None) -> None:
     """List the entries, the last used ones first."""
-    with user_errors():
-        store = _opened(folder)
-        _show({"folder": str(folder), "nbytes": store.report().nbytes}, store.entries(), json)
+    store = _opened(folder)
+    _show({"folder": str(folder), "nbytes": store.report().nbytes}, store.entries(), json)
 
 
 @app.command("show")
 def show_command(folder: Folder, key: Key, json: Json = None) -> None:
     """Show an entry: its model, recipe, calibration and token ids."""
-    with user_errors():
-        from ..show.tables import FigureTable
+    from ..show.tables import FigureTable
 
-        data = _dated(_opened(folder).describe(key))
-        table = FigureTable(data["key"], "", [""])
-        for name in ("tokens", "nbytes", "created", "used", "calibration"):
-            table.add(name, str(data[name]))
-        for name, x in data["model"].items():
-            table.add(name if name == "model" else f"model: {name}", str(x))
-        table.add("recipe", data["recipe"]["name"])
-        first, more = data["ids"][:8], ", …" * (len(data["ids"]) > 8)
-        table.add("token ids", ", ".join(map(str, first)) + more)
-        show_results(data, json, table)
+    data = _dated(_opened(folder).describe(key))
+    table = FigureTable(data["key"], "", [""])
+    for name in ("tokens", "nbytes", "created", "used", "calibration"):
+        table.add(name, str(data[name]))
+    for name, x in data["model"].items():
+        table.add(name if name == "model" else f"model: {name}", str(x))
+    table.add("recipe", data["recipe"]["name"])
+    first, more = data["ids"][:8], ", …" * (len(data["ids"]) > 8)
+    table.add("token ids", ", ".join(map(str, first)) + more)
+    show_results(data, json, table)
 
 
 @app.command("verify")
@@ -55,27 +53,25 @@ def verify_command(folder: Folder, json: Json = None) -> None:
 
     The exit status is 1 if a file was damaged.
     """
-    with user_errors():
-        store = _opened(folder)
-        checked, problems = len(store.entries()), store.verify()
-        lines = [f"{checked} entries checked, {len(problems)} damaged", *problems.values()]
-        show_results({"checked": checked, "damaged": problems}, json, "\n".join(lines))
-        if problems:
-            raise typer.Exit(1)
+    store = _opened(folder)
+    checked, problems = len(store.entries()), store.verify()
+    lines = [f"{checked} entries checked, {len(problems)} damaged", *problems.values()]
+    show_results({"checked": checked, "damaged": problems}, json, "\n".join(lines))
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command("prune")
 def prune_command(
     folder: Folder,
-    max_bytes: Annotated[str, typer.Option(help="The largest size, such as 20GiB.")] = "20GiB",
-    max_age: Annotated[str, typer.Option(help="The longest disuse, such as 30d.")] = "30d",
+    max_bytes: Annotated[str, option("The largest size, such as 20GiB.")] = "20GiB",
+    max_age: Annotated[str, option("The longest disuse, such as 30d.")] = "30d",
     json: Json = None,
 ) -> None:
     """Remove entries that are too old, then those of the longest disuse, down to a size."""
-    with user_errors():
-        store = _opened(folder, max_bytes=max_bytes, max_age=max_age)
-        removed = store.prune()
-        _show({"folder": str(folder), "nbytes": store.report().nbytes}, removed, json)
+    store = _opened(folder, max_bytes=max_bytes, max_age=max_age)
+    removed = store.prune()
+    _show({"folder": str(folder), "nbytes": store.report().nbytes}, removed, json)
 
 
 @app.command("export")
@@ -85,9 +81,8 @@ def export_command(
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
 ) -> None:
     """Copy an entry to a file that `kvloom.Cache.load` reads; it has the prompt's token ids."""
-    with user_errors():
-        entry = _opened(folder).export(key, out)
-        typer.echo(f"{out}: {entry.tokens:,} tokens of {entry.model} under {entry.recipe}")
+    entry = _opened(folder).export(key, out)
+    typer.echo(f"{out}: {entry.tokens:,} tokens of {entry.model} under {entry.recipe}")
 
 
 def _opened(folder: Path, **limits: str) -> PromptStore:

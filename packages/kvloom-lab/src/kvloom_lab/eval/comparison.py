@@ -247,11 +247,6 @@ class ComparisonTask(Task[Tensor]):
         return self.source.new_tokens
 
     @property
-    def ask(self) -> str:
-        """Whether questions follow the context or are inside it, a key of `ASK`."""
-        return self.source.ask
-
-    @property
     def questions(self) -> int:
         """Questions in all haystacks."""
         return sum(len(h.questions) for h in self.haystacks)
@@ -268,7 +263,7 @@ class ComparisonTask(Task[Tensor]):
         are the haystacks or, if questions are part of prompts, one row of text.
         """
         text = self.text[:, : self.context]
-        if self.ask == "after" and self.haystacks:
+        if self.source.ask == "after" and self.haystacks:
             before = [
                 Batch(torch.tensor([haystack.context_ids]), [Sample(str(i), "", payload=haystack)])
                 for i, haystack in enumerate(self.haystacks)
@@ -313,7 +308,7 @@ class ComparisonTask(Task[Tensor]):
             .item(),
             "correct": 0,
         }
-        if self.ask == "inside":
+        if self.source.ask == "inside":
             for haystack in self.haystacks:
                 scores["correct"] += yield from correct_inside(
                     run.model, run.source.tokenizer, run.cache.recipe, haystack, len(text)
@@ -367,7 +362,7 @@ def environment(
     """Return versions, hardware and sizes as plain data. name: of the model; text: its name."""
     return conditions(
         model, name, text, context=task.context, new_tokens=task.new_tokens, batch=len(task.text),
-        questions=task.questions, ask=task.ask, seed=seed,
+        questions=task.questions, ask=task.source.ask, seed=seed,
     )  # fmt: skip
 
 
@@ -416,10 +411,13 @@ def iter_rows(
         on_step(f"{recipe.name}: {what}", units)
 
     def row(recipe: Recipe) -> Row:
-        if recipe in failed:
-            count(recipe, "no figures", left[recipe])
-            return _problem_row(recipe, failed[recipe])
-        return _row(recipe, results[recipe], results[resolved[0]][-1], task)
+        if recipe not in failed:
+            return _row(recipe, results[recipe], results[resolved[0]][-1], task)
+        count(recipe, "no figures", left[recipe])
+        error = failed[recipe]
+        if isinstance(error, IncompatibleRecipe):
+            return Row(recipe.name, problem="; ".join(error.problems))
+        return Row(recipe.name, problem=logged_line(error, f"recipe {recipe.name!r}"), failed=True)
 
     pending = list(resolved)
     with attachment_restored(model):
@@ -434,12 +432,6 @@ def iter_rows(
                     pending[0] in failed or len(results[pending[0]]) == len(batches)
                 ):
                     yield row(pending.pop(0))
-
-
-def _problem_row(recipe: Recipe, error: Exception) -> Row:
-    if isinstance(error, IncompatibleRecipe):
-        return Row(recipe.name, problem="; ".join(error.problems))
-    return Row(recipe.name, problem=logged_line(error, f"recipe {recipe.name!r}"), failed=True)
 
 
 def _row(

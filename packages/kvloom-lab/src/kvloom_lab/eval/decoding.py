@@ -83,7 +83,9 @@ def answers(
     """
     stop, answer_ids = stop_ids(model), [[0]] * len(questions)
     for numbers in equal_lengths(list(map(len, questions)), batch):
-        copied = repeated(cache, len(numbers))
+        copied = copy.deepcopy(cache)
+        if len(numbers) > 1:
+            copied.batch_repeat_interleave(len(numbers))
         ids = torch.tensor([questions[i] for i in numbers], device=model.device)
         logits = yield from read_question(copied, ids)
         rows = yield from greedy(copied, logits, max(tokens[i] for i in numbers), stop)
@@ -100,14 +102,6 @@ def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
         group = list(same)
         for begin in range(0, len(group), batch):
             yield group[begin : begin + batch]
-
-
-def repeated(cache: Cache, rows: int) -> Cache:
-    """Return a copy of a cache, which holds one row, with this row `rows` times."""
-    copied = copy.deepcopy(cache)
-    if rows > 1:
-        copied.batch_repeat_interleave(rows)
-    return copied
 
 
 def stop_ids(model: PreTrainedModel) -> list[int]:

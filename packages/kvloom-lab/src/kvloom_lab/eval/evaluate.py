@@ -160,97 +160,45 @@ def evaluate(
     """
     supported_model(model)
     on_step = progress or (lambda what, units: None)
-    pending = Pending(tasks, recipes, folder)
-    on_step("", units_to_measure(tasks, recipes) - pending.units)
+    written = _written(tasks, folder)
+    finished = {
+        (task.name, *names)
+        for task, _ in tasks
+        for names, line in folder.outcomes(task.name).items()
+        if not line.get("failed")
+    }
+
+    def lacks(task: Task[Any], sample: str, recipe: Recipe) -> bool:
+        return (task.name, sample, recipe.name) not in finished
+
+    pending = [
+        (task, i, batch, [r for r in recipes if any(lacks(task, s.name, r) for s in batch.samples)])
+        for task, batches in tasks
+        for i, batch in enumerate(batches)
+    ]
+    units = sum(len(batch.samples) * len(lacking) for *_, batch, lacking in pending)
+    on_step("", units_to_measure(tasks, recipes) - units)
     with attachment_restored(model):
-        for task, batches in tasks:
-            for i, batch in enumerate(batches):
-                folder.append("prompts", pending.prompts(task, batch))
-                if i == 0:  # a decode step of each recipe is timed
-                    timed = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long)
-                    batch = replace(batch, timed=timed)
-                _evaluate_batch(model, source, task, batch, pending, folder, on_step)
+        for task, i, batch, lacking in pending:
+            new = [sample for sample in batch.samples if (task.name, sample.name) not in written]
+            folder.append("prompts", [_prompt(task, sample) for sample in new])
+            if not lacking:
+                continue
+            if i == 0:  # a decode step of each recipe is timed
+                timed = torch.zeros(len(batch.ids), TIMED_STEPS, dtype=torch.long)
+                batch = replace(batch, timed=timed)
+            count = _without_units(on_step, f"{task.name} {batch.samples[0].name}")
+            measurements = measure_batch(model, source, task, batch, with_full(lacking), count)
+            for recipe, measured in measurements:
+                if recipe in lacking:  # not if `full` is measured for the others only
+                    lines = _lines(task, batch, recipe, measured)
+                    folder.append(task.name, [x for x in lines if lacks(task, x["sample"], recipe)])
+                    on_step("", len(batch.samples))
 
 
-def _evaluate_batch(
-    model: PreTrainedModel,
-    source: Source,
-    task: Task[Any],
-    batch: Batch,
-    pending: Pending,
-    folder: ResultFolder,
-    on_step: Progress,
-) -> None:
-    """Measure the recipes that lack a sample of the batch, and write their lines."""
-    recipes = pending.recipes(task, batch)
-    if not recipes:
-        return
-    batch_name = f"{task.name} {batch.samples[0].name}"
-
-    def count(recipe: Recipe, what: str, _: int) -> None:
-        on_step(f"{batch_name}: {recipe.name}, {what}", 0)  # samples count once they are written
-
-    for recipe, measured in measure_batch(model, source, task, batch, with_full(recipes), count):
-        if recipe in recipes:  # not if `full` is measured for the others only
-            folder.append(task.name, pending.lines(task, batch, recipe, measured))
-            on_step("", len(batch.samples))
-
-
-class Pending:
-    """What a folder lacks of a run.
-
-    finished: task, sample and recipe of the lines that the folder had at first and that have not
-    failed. Raises `InputError` if the folder has another text for a sample.
-    """
-
-    def __init__(self, tasks: TaskBatches, recipes: Sequence[Recipe], folder: ResultFolder) -> None:
-        self._tasks, self._recipes = tasks, recipes
-        self._written = _written(tasks, folder)
-        self.finished = {
-            (task.name, sample, recipe)
-            for task, _ in tasks
-            for (sample, recipe), line in folder.outcomes(task.name).items()
-            if not line.get("failed")
-        }
-
-    @property
-    def units(self) -> int:
-        """The (sample, recipe) pairs of all batches with those recipes that they lack."""
-        return sum(
-            len(batch.samples) * len(self.recipes(task, batch))
-            for task, batches in self._tasks
-            for batch in batches
-        )
-
-    def recipes(self, task: Task[Any], batch: Batch) -> list[Recipe]:
-        """Return the recipes that lack a sample of the batch."""
-        return [
-            recipe
-            for recipe in self._recipes
-            if any(self._lacks(task, sample.name, recipe) for sample in batch.samples)
-        ]
-
-    def lines(
-        self,
-        task: Task[Any],
-        batch: Batch,
-        recipe: Recipe,
-        measured: Measured[Any] | Exception,
-    ) -> list[dict[str, Any]]:
-        """Return the lines of the samples that the recipe lacks."""
-        lines = _lines(task, batch, recipe, measured)
-        return [line for line in lines if self._lacks(task, line["sample"], recipe)]
-
-    def prompts(self, task: Task[Any], batch: Batch) -> list[dict[str, Any]]:
-        """Return the prompts of the samples whose texts are not in the folder."""
-        return [
-            _prompt(task, sample)
-            for sample in batch.samples
-            if (task.name, sample.name) not in self._written
-        ]
-
-    def _lacks(self, task: Task[Any], sample: str, recipe: Recipe) -> bool:
-        return (task.name, sample, recipe.name) not in self.finished
+def _without_units(on_step: Progress, batch: str) -> Count:
+    """Return a function that reports the work on a batch; its samples count once written."""
+    return lambda recipe, what, _: on_step(f"{batch}: {recipe.name}, {what}", 0)
 
 
 def units_to_measure(tasks: TaskBatches, recipes: Sequence[Recipe]) -> int:

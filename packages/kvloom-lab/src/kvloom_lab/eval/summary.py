@@ -78,21 +78,16 @@ class Figures:
 
 def higher_is_better(task: str, score: str) -> bool:
     """Return whether a larger value of this score of the task is better."""
-    return PER_SAMPLE.get(score, score) not in _task(task).lower_is_better
+    return PER_SAMPLE.get(score, score) not in task_class(task).lower_is_better
 
 
 def main_score(task: str, scores: Sequence[str]) -> str:
     """Return the main score of the task: its usual one, else the first of `scores`."""
-    usual = _task(task).main_score
+    usual = task_class(task).main_score
     return usual if usual in scores else scores[0]
 
 
-def about(task: str) -> str:
-    """Return what the task measures, in a sentence; empty if it does not say."""
-    return _task(task).about
-
-
-def _task(name: str) -> type[Task[Any]]:
+def task_class(name: str) -> type[Task[Any]]:
     """Return the task; the base class for a data set that only kvpress has."""
     return TASKS.get(name, Task)
 

@@ -28,14 +28,14 @@ from transformers import (
 
 from kvloom.errors import InputError
 
-from ..workload.layers import ModelShape
+from ..workload import layers
 from . import smollm2
 
 REFERENCE = "reference"
 WEIGHTS = Path(__file__).parent / "weights"
 """The reference model: a Llama with 4.6 million parameters; its README is the model card."""
 _EXTRA_POSITIONS = 4096  # of `random_llama`, after the longest context
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES: dict[str, torch.dtype | None] = {"auto": None, **layers.DTYPES}
 
 
 def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, Any]:
@@ -52,8 +52,6 @@ def load(name: str = REFERENCE, dtype: str = "auto") -> tuple[PreTrainedModel, A
 def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tuple[Any, Any]:
     """Return (config, tokenizer) of a model without its weights; arguments as for `load`."""
     _torch_dtype(dtype)
-    if name == REFERENCE:
-        return AutoConfig.from_pretrained(WEIGHTS), reference_tokenizer()
     folder = located(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(folder)
@@ -61,19 +59,18 @@ def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tup
             raise ValueError(
                 "it is an encoder-decoder model; give a decoder model, such as a Llama"
             )
+        if name == REFERENCE:
+            return config, reference_tokenizer()
         return config, AutoTokenizer.from_pretrained(folder)
 
 
 def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     """Return a model ready for inference, on the GPU if there is one; arguments as for `load`."""
     torch_dtype = _torch_dtype(dtype)
-    if name == REFERENCE:
-        model = reference_model(torch_dtype)
-    else:
-        folder = located(name)
-        with _loading(name):
-            loader = model_class(AutoConfig.from_pretrained(folder))
-            model = loader.from_pretrained(folder, dtype=torch_dtype or "auto")
+    folder = located(name)
+    with _loading(name):
+        loader = model_class(AutoConfig.from_pretrained(folder))
+        model = loader.from_pretrained(folder, dtype=torch_dtype or "auto")
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
@@ -115,7 +112,7 @@ def check_positions(
 def _torch_dtype(dtype: str) -> torch.dtype | None:
     if dtype not in DTYPES:
         raise InputError(f"dtype={dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    return None if dtype == "auto" else getattr(torch, dtype)
+    return DTYPES[dtype]
 
 
 @contextmanager
@@ -135,6 +132,8 @@ def located(name: str) -> str:
 
     Asks the hub once: loading would repeat its requests for a minute.
     """
+    if name == REFERENCE:
+        return str(WEIGHTS)
     if name == smollm2.NAME:
         return str(smollm2.folder())
     folder = Path(name)
@@ -169,7 +168,7 @@ def reference_tokenizer() -> Any:
     return PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
 
 
-def random_llama(shape: ModelShape, longest: int) -> LlamaForCausalLM:
+def random_llama(shape: layers.ModelShape, longest: int) -> LlamaForCausalLM:
     """Return a model on torch's default device, for contexts of up to `longest` tokens."""
     config = LlamaConfig(
         vocab_size=shape.vocabulary,

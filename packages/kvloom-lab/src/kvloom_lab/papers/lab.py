@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +27,12 @@ from ..bench import ModelShape
 from ..bench.candidates import generate_candidates
 from ..bench.timing import time_candidates
 from ..eval.comparison import positions_after
-from ..eval.evaluate import evaluate, with_full
-from ..eval.results import ResultFolder
+from ..eval.evaluate import Measured, measure_batch, with_full
 from ..eval.sample import Source, Task
 from ..eval.tasks.needles import Niah
 from ..eval.tasks.text import Perplexity
 from ..models import max_positions, random_llama
+from ..workload.errors import logged_line
 from ..workload.text import cut_rows
 from .recalling import Importance, hit_rate, importance, recall_rates
 
@@ -119,20 +116,14 @@ class Lab:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.size, self.name, self.seed = size, name, seed
         self.progress = progress
-        self._temporary = tempfile.TemporaryDirectory()
         self._source = Source.of(
             tokenizer, text, lengths=[size.context], samples=1, new_tokens=1, batch=8, seed=seed
         )
-        self._folders: dict[str, ResultFolder] = {}
-        self._measured: dict[str, Recipe] = {}
-        self._recall: dict[int, dict[str, dict[int, float]]] = {}
+        self._measured: dict[tuple[object, ...], dict[Recipe, list[Measured[Any]]]] = {}
+        self._recall: dict[str, dict[int, float]] = {}
         self._attention: list[list[attention.LayerAttention]] = []
         self._importance: dict[int, Importance] = {}
         self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
-
-    def close(self) -> None:
-        """Remove the measurements."""
-        self._temporary.cleanup()
 
     @property
     def geometry(self) -> Geometry:
@@ -151,35 +142,28 @@ class Lab:
         figures.
         """
         context, samples = context or self.context, samples or self.size.samples
-        lines_by_recipe = self._measure(
+        measured_by_recipe = self._measure(
             Perplexity(), recipes, context, samples, min(samples, 8), self.size.new_tokens
         )
-
-        def scores(recipe: str, score: str) -> np.ndarray:
-            return np.array([line["scores"][score] for line in lines_by_recipe[recipe]])
-
         return {
             name: Quality(
-                nll=scores(name, "nll"),
-                kl=scores(name, "kl_mean"),
-                agreement=float(scores(name, "agreement").mean()),
-                bytes_share=lines[0]["kv_bytes"] / lines[0]["exact_bytes"],
-                full_nll=scores("full", "nll"),
+                nll=_scores(measured, "nll"),
+                kl=_scores(measured, "kl_mean"),
+                agreement=float(_scores(measured, "agreement").mean()),
+                bytes_share=measured[0].kv_bytes / measured[0].exact_bytes,
+                full_nll=_scores(measured_by_recipe["full"], "nll"),
             )
-            for name, lines in lines_by_recipe.items()
+            for name, measured in measured_by_recipe.items()
         }
 
     def needles(
         self, recipes: Sequence[Recipe | str], variant: str, context: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return which questions were answered correctly, 0 or 1 [questions], by recipe name."""
-        lines_by_recipe = self._measure(
+        measured_by_recipe = self._measure(
             Niah([variant]), recipes, context or self.context, self.size.needles, 10, 1
         )
-        return {
-            name: np.array([line["scores"]["correct"] for line in lines])
-            for name, lines in lines_by_recipe.items()
-        }
+        return {name: _scores(x, "correct") for name, x in measured_by_recipe.items()}
 
     def errors(
         self, recipes: Sequence[Recipe], elementwise: bool = False
@@ -205,12 +189,11 @@ class Lab:
 
     def recall(self) -> dict[str, dict[int, float]]:
         """Return the recall rates after the long context, by index and budget in tokens."""
-        context = self.long_context
-        if context not in self._recall:
-            ids = self.texts(1, context + self.size.steps)
-            recalled = recall_rates(self.model, ids, context, self.progress)
-            self._recall[context] = {name: x.rates["each"] for name, x in recalled.items()}
-        return self._recall[context]
+        if not self._recall:
+            ids = self.texts(1, self.long_context + self.size.steps)
+            recalled = recall_rates(self.model, ids, self.long_context, self.progress)
+            self._recall = {name: x.rates["each"] for name, x in recalled.items()}
+        return self._recall
 
     def entropies(self, draws: int) -> dict[int, tuple[float, float]]:
         """Return the mean entropy of attention weights by layer: as they are, and with noise.
@@ -260,16 +243,13 @@ class Lab:
             random_llama(shape, context), shape, recipes, context, baselines=("dynamic",)
         )
         what = f"timing steps of {shape} after {context:,} tokens"
-        times = time_candidates(
+        time_candidates(
             candidates, self.size.steps, lambda name, _: self.progress(f"{what}: {name}", 0)
         )
         for candidate in candidates:
             if candidate.problem is not None:
                 raise InputError(f"{candidate.name}: {candidate.problem}")
-        return {
-            x.name: TimedStep(statistics.median(times[x.name].ms), x.read_bytes() or 0)
-            for x in candidates
-        }
+        return {x.name: TimedStep(statistics.median(x.ms), x.read_bytes() or 0) for x in candidates}
 
     @property
     def context(self) -> int:
@@ -290,15 +270,6 @@ class Lab:
         after = positions_after(self.size.new_tokens)
         return context if available is None else min(context, available - after)
 
-    def _distinct(self, recipe: Recipe) -> Recipe:
-        """Return the recipe under a name that no other recipe was measured with."""
-        for number in count(1):
-            name = recipe.name if number == 1 else f"{recipe.name} ({number})"
-            renamed = replace(recipe, name=name)
-            if self._measured.setdefault(name, renamed) == renamed:
-                return renamed
-        raise AssertionError
-
     def _measure(
         self,
         task: Task,
@@ -307,35 +278,41 @@ class Lab:
         samples: int,
         batch: int,
         new_tokens: int,
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Return the finished lines of a task by recipe name, in the order of samples."""
-        shown = with_full(recipes)
-        chosen = [self._distinct(recipe) for recipe in shown]
+    ) -> dict[str, list[Measured[Any]]]:
+        """Return what recipes did on each batch of a task, by recipe name."""
+        chosen = with_full(recipes)
         source = replace(
             self._source, lengths=[context], samples=samples, new_tokens=new_tokens, batch=batch
         )
-        plan = [(task, task.batches(source))]
-        variants = "+".join(task.chosen)
-        folder = self._folder(f"{task.name} {variants} {context} {samples} {new_tokens}")
-        evaluate(self.model, source, chosen, plan, folder, self.progress)
-        order = [sample.name for _, batches in plan for b in batches for sample in b.samples]
-        lines = folder.outcomes(task.name)
-        for recipe in chosen:
-            for name in order:
-                if problem := lines[name, recipe.name].get("problem"):
-                    raise InputError(f"{recipe.name}: {problem}")
-        return {
-            asked.name: [lines[name, recipe.name] for name in order]
-            for asked, recipe in zip(shown, chosen, strict=True)
-        }
+        key = task.name, *task.chosen, context, samples, new_tokens
+        finished = self._measured.setdefault(key, {})
+        missing = [recipe for recipe in chosen if recipe not in finished]
+        if missing:
+            finished |= self._measure_missing(task, source, missing)
+        return {recipe.name: finished[recipe] for recipe in chosen}
 
-    def _folder(self, name: str) -> ResultFolder:
-        if name not in self._folders:
-            path = Path(self._temporary.name) / str(len(self._folders))
-            self._folders[name] = ResultFolder.open(
-                path, {"environment": {}, "model": {}, "settings": {}}
-            )
-        return self._folders[name]
+    def _measure_missing(
+        self, task: Task, source: Source, recipes: Sequence[Recipe]
+    ) -> dict[Recipe, list[Measured[Any]]]:
+        """Measure recipes on all batches; raises `InputError` for one that has no figures."""
+        found: dict[Recipe, list[Measured[Any]]] = {recipe: [] for recipe in recipes}
+        with attachment_restored(self.model):
+            for batch in task.batches(source):
+                for recipe, measured in measure_batch(
+                    self.model, source, task, batch, with_full(recipes),
+                    lambda recipe, what, _: self.progress(f"{task.name}: {recipe.name}, {what}", 0),
+                ):  # fmt: skip
+                    if isinstance(measured, Exception):
+                        problem = logged_line(measured, f"recipe {recipe.name!r}")
+                        raise InputError(f"{recipe.name}: {problem}")
+                    if recipe in found:  # not if `full` is measured for the others only
+                        found[recipe].append(replace(measured, baseline=None))
+        return found
+
+
+def _scores(measured: Sequence[Measured[Any]], score: str) -> np.ndarray:
+    """Return a score of each sample."""
+    return np.array([outcome.scores[score] for one in measured for outcome in one.outcomes])
 
 
 def named(spec: str, name: str) -> Recipe:

@@ -163,9 +163,10 @@ def _k2v15(lab: Lab) -> Finding:
 
 
 def _needles(lab: Lab) -> Finding:
+    group = min(128, lab.geometry.head_dim)  # KIVI's values take at most a head
     recipes = [
         named("skvq-k2v1.5:group=128", "SKVQ K2V1.5"),
-        named(f"kivi:group={_head(lab)}", "KIVI K2V2"),
+        named(f"kivi:group={group}", "KIVI K2V2"),
     ]
     answers = lab.needles(recipes, "multikey")
     require_retrieval(answers)
@@ -173,11 +174,6 @@ def _needles(lab: Lab) -> Finding:
     if min(float(x.mean()) for x in answers.values()) >= 0.95:
         raise NotTestable("all methods find at least 95% of the needles, so they cannot be ordered")
     return Finding(shares(answers), gap.high < 0, f"KIVI minus SKVQ: {gap}")
-
-
-def _head(lab: Lab) -> int:
-    """Return the group nearest to 128 that KIVI takes for values: at most a head."""
-    return min(128, lab.geometry.head_dim)
 
 
 def _smooth(lab: Lab) -> Finding:

@@ -12,11 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvloom.errors import InputError
 from kvloom.hf import identity, supported_model
-from kvloom.keep import Keep
 from kvloom.recipe import Recipe, resolve
 
 from ..workload.files import stored_recipes
@@ -114,7 +113,9 @@ def auto(
     model = supported_model(model, all_heads_for="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]
-    planned = plan(_config(model), recipes, context=context, batch=batch, memory=memory)
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype  # which its weights really have
+    planned = plan(config, recipes, context=context, batch=batch, memory=memory)
     published = [*EVIDENCE, *(None for _ in tuned)]
     candidates = [
         _Candidate(*candidate) for candidate in zip(recipes, planned.rows, published, strict=True)
@@ -129,7 +130,7 @@ def auto(
         fitting = [
             candidate
             for candidate in candidates
-            if candidate.row.fits_in_chunks and not candidate.keeps
+            if candidate.row.fits_in_chunks and not candidate.recipe.keeps_by_score
         ]
     if not fitting:
         bound = f"share={share:g}" if memory is None else f"{show_bytes(memory)} of memory"
@@ -157,12 +158,6 @@ class _Candidate:
         return self.row.kv_bytes or math.inf
 
     @property
-    def keeps(self) -> list[Keep]:
-        """The eviction policies of the recipe; empty if it keeps all tokens."""
-        keeps = [self.recipe.keep, *(layer.keep for layer in self.recipe.layers)]
-        return [keep for keep in keeps if isinstance(keep, Keep)]
-
-    @property
     def kl(self) -> float:
         """The divergence that was measured: on this model, or of published figures."""
         if self.published is not None:
@@ -183,15 +178,14 @@ class _Candidate:
             return "The exact cache fits."
         else:
             reason = f"No recommended recipe with a smaller divergence fits: {self.published}."
-        if self.keeps:
+        if self.recipe.keeps_by_score:
             reason += " It evicts tokens: facts in them are lost."
-        if any(keep.scorer.repeats for keep in self.keeps):
+        if self.recipe.repeats_prompt:
             reason += " A prompt takes several times as long, because the model repeats it."
         return reason
 
 
 def _best(fitting: Sequence[_Candidate]) -> _Candidate:
-    """Return the best of the candidates that fit."""
     known = [candidate for candidate in fitting if candidate.published is not None]
     tuned = [candidate for candidate in fitting if candidate.published is None]
     if known:  # in the order of preference
@@ -213,10 +207,3 @@ def _nothing(
         f"{reason}; the nearest is {nearest.recipe.name}, with which "
         f"{nearest.row.longest_in_chunks or 0:,} tokens fit"
     )
-
-
-def _config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the model's config with the dtype that its weights really have."""
-    config = copy.deepcopy(model.config)
-    config.dtype = model.dtype
-    return config

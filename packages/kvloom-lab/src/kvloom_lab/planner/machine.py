@@ -74,10 +74,10 @@ class Machine:
             kv += layer.layers * layer.nbytes / rate.bytes_s
             fixed += layer.layers * (rate.fixed_s + rate.row_s * work.batch)
         return StepTime(
-            _widened(reading.low, reading.best, reading.high),
-            _widened(kv, kv, kv),
-            _widened(*vars(products.above(reading)).values()),
-            _widened(fixed, fixed, fixed),
+            _widened(reading),
+            _widened(Range.exactly(kv)),
+            _widened(products.above(reading)),
+            _widened(Range.exactly(fixed)),
         )
 
     def describe(self) -> str:
@@ -161,9 +161,9 @@ def unmeasured(machine: Machine, works: Iterable[StepWork], g: Geometry) -> dict
     return {key: layer for key, layer in layers.items() if key not in machine.layers}
 
 
-def _widened(low: float, best: float, high: float) -> Range:
+def _widened(x: Range) -> Range:
     """Return a range widened by the tolerance."""
-    return Range(low * (1 - TOLERANCE), best, high * (1 + TOLERANCE))
+    return Range(x.low * (1 - TOLERANCE), x.best, x.high * (1 + TOLERANCE))
 
 
 _FILE_FORMAT = 1

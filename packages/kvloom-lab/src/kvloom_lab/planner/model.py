@@ -31,7 +31,7 @@ from kvloom.errors import InputError, UnsupportedModel
 from kvloom.hf import geometry, has_adapter, state_nbytes, stock_kinds, supported_model
 from kvloom.recipe import Geometry
 
-from ..models import REFERENCE, WEIGHTS, located, max_positions, model_without_weights
+from ..models import located, max_positions, model_without_weights
 from .weights import Weights, count_weights
 
 _NAME = "kvloom_planner"
@@ -162,8 +162,6 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
 
 def _read_config(model: str) -> PreTrainedConfig:
     """Return the config of a folder, a file, a hub id, or a model that comes with kvloom."""
-    if model == REFERENCE:
-        return AutoConfig.from_pretrained(WEIGHTS)
     path = Path(model)
     if path.is_file() and path.suffix != ".json":
         raise InputError(

@@ -11,14 +11,14 @@ from transformers import PreTrainedConfig
 
 from kvloom.errors import IncompatibleRecipe, InputError, RecipeError
 from kvloom.progress import Progress
-from kvloom.recipe import Geometry, Recipe, resolve
+from kvloom.recipe import Recipe, resolve
 
 from ..recommended import RECOMMENDED
 from . import measure
 from .hardware import PRESETS, Hardware, read_hardware
 from .machine import UNMEASURED, Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
-from .step import CacheBytes, StepWork, step_work
+from .step import CacheBytes, step_work
 from .units import Range, largest_fitting, show_bytes, show_rate
 
 
@@ -130,7 +130,6 @@ class Plan:
 
 
 def _line(row: PlanRow) -> str:
-    """Return a row in one line."""
     if row.problem:
         return f"{row.recipe}: {row.problem}"
     text = f"{row.recipe}: KV cache {show_bytes(row.kv_bytes or 0)}"
@@ -386,7 +385,10 @@ def plan(
     if hardware == THIS:
         _check_memory(facts, memory or measure.total_memory())
         works = [step_work(facts, x, context, batch) for x in caches if isinstance(x, CacheBytes)]
-        device = _this_machine(facts.geometry, works, on_step)
+        before = load_machine() or UNMEASURED
+        device = machine = measure.complete(before, works, facts.geometry, on_step)
+        if machine is not before:
+            save_machine(machine)
     memory = memory or (None if device is None else device.memory)
     if memory is not None:
         _check_memory(facts, memory)
@@ -408,17 +410,6 @@ def _check_settings(
         raise InputError(
             f"a target speed needs hardware: give {', '.join(PRESETS)}, {THIS}, or a hardware file"
         )
-
-
-def _this_machine(
-    geometry: Geometry, works: Sequence[StepWork], on_step: Callable[[int], Progress] | None
-) -> Machine:
-    """Return this machine with the rates that these steps need; measure and store new ones."""
-    before = load_machine() or UNMEASURED
-    machine = measure.complete(before, works, geometry, on_step)
-    if machine is not before:
-        save_machine(machine)
-    return machine
 
 
 def _hardware(hardware: str | Path | Hardware) -> Hardware:

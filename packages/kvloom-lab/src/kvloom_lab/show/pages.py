@@ -26,10 +26,10 @@ from ..eval.summary import (
     PER_SAMPLE,
     Figures,
     Interval,
-    about,
     higher_is_better,
     main_score,
     pareto,
+    task_class,
 )
 from ..workload.files import finite
 
@@ -139,7 +139,7 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
         fronts[score] = pareto(points, higher[score]) if run.counts == "bytes" else []
     return {
         "name": task,
-        "about": about(task),
+        "about": task_class(task).about,
         "main": main,
         "per_sample": per_sample,
         "scores": {score: "higher" if higher[score] else "lower" for score in scores},

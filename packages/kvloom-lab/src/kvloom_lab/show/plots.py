@@ -1,7 +1,4 @@
-"""The pictures of all commands, by matplotlib. The suffix of a file is its format.
-
-Each function raises `InputError` for another suffix.
-"""
+"""The pictures of all commands, as figures of matplotlib."""
 
 from __future__ import annotations
 
@@ -28,15 +25,14 @@ FORMATS = ("png", "pdf", "svg", "jpg", "jpeg", "webp")
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise `InputError` if the suffix is not a plot format."""
+    """Raise `InputError` if the suffix of a file is not a plot format."""
     suffix = Path(path).suffix.lstrip(".").lower()
     if suffix not in FORMATS:
         raise InputError(f"plot file {str(path)!r} must end in one of .{', .'.join(FORMATS)}")
 
 
-def new_figure(path: str | Path, width: float, height: float, dpi: int = 150) -> Any:
-    """Return an empty figure, its sizes in inches; raises `InputError` as `check_plot` does."""
-    check_plot(path)
+def new_figure(width: float, height: float, dpi: int = 150) -> Any:
+    """Return an empty figure, its sizes in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
@@ -61,18 +57,15 @@ def _add_legend(figure: Any, **options: Any) -> None:
     figure.legend(fontsize=8, handlelength=4, loc="outside right upper", **options)
 
 
-def comparison_plot(rows: Sequence[Row], environment: dict[str, Any], path: str | Path) -> None:
-    """Write the picture to `path`; its suffix is the format. Raises `InputError`.
-
-    Recipes without figures are omitted.
-    """
+def comparison_plot(rows: Sequence[Row], environment: dict[str, Any]) -> Any:
+    """Return quality against bits per value; recipes without figures are omitted."""
     measured = [row for row in rows if row.problem is None and row.bits_per_value is not None]
     panels: dict[str, Callable[[Row], float | None]] = {
         "perplexity of the continuation (lower is better)": lambda row: row.perplexity
     }
     if any(row.needle is not None for row in measured):
         panels["needle answers correct, % (higher is better)"] = _needle_percent
-    figure = new_figure(path, 6 * len(panels) + 2, 4.8)
+    figure = new_figure(6 * len(panels) + 2, 4.8)
     e = environment
     figure.suptitle(f"{e['model']} ({e['dtype']}), context {e['context']:,}", fontsize=11)
     marks: dict[str, Any] = {}  # in the legend once, although both panels have them
@@ -99,19 +92,19 @@ def comparison_plot(rows: Sequence[Row], environment: dict[str, Any], path: str 
         axes.margins(x=0.12, y=0.12)
         axes.grid(alpha=0.3)
     _add_legend(figure, handles=list(marks.values()))
-    figure.savefig(path)
+    return figure
 
 
 def _needle_percent(row: Row) -> float | None:
     return None if row.needle is None else 100 * row.needle
 
 
-def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any], path: str | Path) -> None:
-    """Write the times to `path`; its suffix is the format. Raises `InputError`."""
+def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any]) -> Any:
+    """Return the times, by context if there are several."""
     times = [(row.name, row.context, row.ms) for row in rows if row.ms is not None]
     contexts = sorted({context for _, context, _ in times})
     names = list(dict.fromkeys(name for name, *_ in times))
-    figure = new_figure(path, 8, 4.8)
+    figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     e = environment
     axes.set_title(
@@ -134,13 +127,11 @@ def bench_plot(rows: Sequence[TimedRow], environment: dict[str, Any], path: str 
             axes.set_xscale("log")
         axes.margins(x=0.1)
     axes.grid(alpha=0.3)
-    figure.savefig(path)
+    return figure
 
 
-def throughput_plot(
-    rows: Sequence[ThroughputRow], environment: dict[str, Any], path: str | Path
-) -> None:
-    """Write the tokens per second to `path`; its suffix is the format. Raises `InputError`.
+def throughput_plot(rows: Sequence[ThroughputRow], environment: dict[str, Any]) -> Any:
+    """Return the tokens per second, a panel for each size of requests.
 
     Rows whose quality is not equal are paler; lines are from the least to the most of all rounds.
     """
@@ -149,7 +140,7 @@ def throughput_plot(
 
     timed = [row for row in rows if row.processor_tokens_s]
     sizes = list(dict.fromkeys((row.prompt, row.new) for row in timed))
-    figure = new_figure(path, 6 * max(1, len(sizes)) + 2, 4.8)
+    figure = new_figure(6 * max(1, len(sizes)) + 2, 4.8)
     e = environment
     figure.suptitle(
         f"{e['model']} ({e['dtype']}), {show_bytes(e['memory'])} of caches", fontsize=11
@@ -169,16 +160,16 @@ def throughput_plot(
         axes.set_xlabel(f"tokens per processor second; dark: KL up to {EQUAL_KL}")
         axes.margins(x=0.12)
         axes.grid(alpha=0.3)
-    figure.savefig(path)
+    return figure
 
 
-def plan_plot(plan: Plan, path: str | Path) -> None:
-    """Write the picture to `path`; its suffix is the format. Raises `InputError`.
+def plan_plot(plan: Plan) -> Any:
+    """Return memory and speed by context.
 
     The band around a speed reaches from the low to the high estimate.
     """
     timed = any(point.tokens_s for row in plan.rows for point in row.curve)
-    figure = new_figure(path, 12 if timed else 8, 4.8)
+    figure = new_figure(12 if timed else 8, 4.8)
     panels = figure.subplots(1, 2 if timed else 1, squeeze=False)[0]
     figure.suptitle(f"{plan.model.name}, batch {plan.batch}", fontsize=10)
     weights = plan.model.weights.nbytes
@@ -205,15 +196,15 @@ def plan_plot(plan: Plan, path: str | Path) -> None:
         panel.set(yscale="log", xlabel="tokens of context")
         panel.grid(alpha=0.3)
     _add_legend(figure)
-    figure.savefig(path)
+    return figure
 
 
 SMALLEST = 1e-6  # nats; below it, divergences are drawn here
 
 
-def tuning_plot(tuning: Tuning, name: str, path: str | Path) -> None:
-    """Write the picture to `path`; its suffix is the format. Raises `InputError`."""
-    figure = new_figure(path, 7, 4.8)
+def tuning_plot(tuning: Tuning, name: str) -> Any:
+    """Return divergence against bytes. name: the model's."""
+    figure = new_figure(7, 4.8)
     axes, t = figure.add_subplot(), tuning.tuned
     uniform = [(share, kl) for _, share, kl in tuning.uniform]
     for label, points, style in (
@@ -232,14 +223,12 @@ def tuning_plot(tuning: Tuning, name: str, path: str | Path) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    return figure
 
 
-def attention_plot(
-    layers: Sequence[LayerAttention], environment: dict[str, Any], path: str | Path
-) -> None:
-    """Draw the papers' four plots of attention."""
-    figure = new_figure(path, 11, 7.6, dpi=110)
+def attention_plot(layers: Sequence[LayerAttention], environment: dict[str, Any]) -> Any:
+    """Return the papers' four plots of attention."""
+    figure = new_figure(11, 7.6, dpi=110)
     from matplotlib import colormaps
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -294,13 +283,11 @@ def attention_plot(
         panel.title.set_fontsize(10.5)
         panel.grid(alpha=0.3)
         panel.set_axisbelow(True)
-    figure.savefig(path)
+    return figure
 
 
-def distribution_plot(
-    distributions: Sequence[Distribution], environment: dict[str, Any], path: str | Path
-) -> None:
-    """Draw magnitudes of keys and values as images, before and after reordering.
+def distribution_plot(distributions: Sequence[Distribution], environment: dict[str, Any]) -> Any:
+    """Return magnitudes of keys and values as images, before and after reordering.
 
     Of the layers, the first, the middle and the last are drawn.
     """
@@ -311,7 +298,7 @@ def distribution_plot(
     layers = sorted({numbers[0], numbers[len(numbers) // 2], numbers[-1]})
     kinds = [kind for kind in KINDS if any(d.kind == kind for d in distributions)]
     by_layer = {(d.layer, d.kind): d for d in distributions}
-    figure = new_figure(path, 13, 1 + 2.3 * len(kinds), dpi=110)
+    figure = new_figure(13, 1 + 2.3 * len(kinds), dpi=110)
     figure.suptitle(f"|x| of {e['model']} ({e['dtype']}), {e['context']:,} tokens of {e['text']}; "
                     f"groups of {e['recipe']}")  # fmt: skip
     axes = figure.subplots(len(kinds), 2 * len(layers), squeeze=False)
@@ -338,4 +325,4 @@ def distribution_plot(
                 if row == len(kinds) - 1:
                     panel.set_xlabel("token", fontsize=8)
         figure.colorbar(image, ax=list(axes[row]), shrink=0.9, pad=0.01)
-    figure.savefig(path)
+    return figure

@@ -180,7 +180,9 @@ def tune(
         prompts = _Prompts(model, rows.to(model.device), settings)
         with in_float32(model):
             best, first = _search(prompts, scores, sizes, bound, progress or (lambda *_: None))
-        nbytes = _measured_nbytes(model, best.recipe, prompts.rows[:1, :context])
+        cache = Cache(model, best.recipe)
+        read_tokens(model, prompts.rows[:1, :context], cache)
+        nbytes = sum(layer.cache.nbytes for layer in cache.full_layers)
         tuned = Tuned(
             model=weights,
             text_sha256=read,
@@ -226,13 +228,6 @@ def _search(
 
     problems = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
     return repair(problems, bound, measure)[0], problems[0]
-
-
-def _measured_nbytes(model: PreTrainedModel, recipe: Recipe, ids: Tensor) -> int:
-    """Return the bytes of a recipe's cache that holds a prompt, ids [1, T]."""
-    cache = Cache(model, recipe)
-    read_tokens(model, ids, cache)
-    return sum(layer.cache.nbytes for layer in cache.full_layers)
 
 
 def score(

@@ -54,7 +54,16 @@ class Scores:
                 f"{str(self.folder)!r} has the scores of another model, text or settings; give "
                 "another folder"
             )
-        self._read()
+        self._file = self.folder / "scores.jsonl"
+        for record in finished_lines(self._file):
+            line = record.value
+            try:
+                self.lines[line["text"], line["layer"]] = {
+                    group: [line[group][name] for name in names]
+                    for group, names in self.names.items()
+                }
+            except (KeyError, TypeError):
+                raise record.problem("is not a line of scores") from None
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         return place in self.lines
@@ -84,19 +93,3 @@ class Scores:
             means = torch.cat([torch.tensor(x[group]) for x in lines], dim=1).mean(dim=1)
             costs |= dict(zip(choices, (means - means[0]).tolist(), strict=True))
         return costs
-
-    @property
-    def _file(self) -> Path:
-        return self.folder / "scores.jsonl"
-
-    def _read(self) -> None:
-        """Read the finished lines."""
-        for record in finished_lines(self._file):
-            line = record.value
-            try:
-                self.lines[line["text"], line["layer"]] = {
-                    group: [line[group][name] for name in names]
-                    for group, names in self.names.items()
-                }
-            except (KeyError, TypeError):
-                raise record.problem("is not a line of scores") from None

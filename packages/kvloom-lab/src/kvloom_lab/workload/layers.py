@@ -35,6 +35,8 @@ class LayerShape:
     batch: int = 1
     dtype: torch.dtype = torch.bfloat16
 
+    layers = 1
+
     def __post_init__(self) -> None:
         names = ("q_heads", "kv_heads", "head_dim", "batch")
         check_least(1, **{name: getattr(self, name) for name in names})
@@ -54,8 +56,8 @@ class LayerShape:
 
     @property
     def geometry(self) -> Geometry:
-        """The geometry of a model with one such layer."""
-        return Geometry(1, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
+        """The geometry of a model with such layers."""
+        return Geometry(self.layers, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,6 @@ class ModelShape(LayerShape):
 
     def __str__(self) -> str:
         return f"{self.layers} layers, hidden {self.hidden}, {super().__str__()}"
-
-    @property
-    def geometry(self) -> Geometry:
-        """The geometry of the model."""
-        return Geometry(self.layers, self.q_heads, self.kv_heads, self.head_dim, self.dtype)
 
 
 def short_name(dtype: torch.dtype) -> str:

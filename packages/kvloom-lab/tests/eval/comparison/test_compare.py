@@ -127,7 +127,7 @@ def alone(model, tokenizer, recipe, task):
     losses = [F.cross_entropy(x, task.text[:, i + 1]) for x, i in zip(logits, span, strict=True)]
     correct, rows = [], len(task.text)
     for hay in task.haystacks:
-        if task.ask == "inside":
+        if task.source.ask == "inside":
             work = correct_inside(model, tokenizer, recipe, hay, rows)
         else:
             read = kvloom.Cache(model, recipe)

@@ -10,7 +10,7 @@ from kvloom.errors import InputError
 from kvloom_lab import eval as work
 from kvloom_lab.eval import Row
 from kvloom_lab.eval.tables import comparison_table
-from kvloom_lab.show.plots import comparison_plot, line_style
+from kvloom_lab.show.plots import check_plot, comparison_plot, line_style
 
 
 def test_json_has_the_promised_fields(model, task, rows):
@@ -101,13 +101,13 @@ def test_a_table_of_any_width_shows_every_figure(model, task, width):
 def test_plot_writes_a_picture(model, task, rows, tmp_path):
     environment = work.environment(model, "tiny", task, seed=0)
     for name in ("a.png", "b.svg"):
-        comparison_plot(rows, environment, tmp_path / name)
+        comparison_plot(rows, environment).savefig(tmp_path / name)
         assert (tmp_path / name).stat().st_size > 5000
     svg = (tmp_path / "b.svg").read_text()
     assert "window:tokens=24" in svg
     assert "kivi:group=64 " not in svg
     with pytest.raises(InputError, match=r"must end in one of \.png"):
-        comparison_plot(rows, environment, tmp_path / "c.txt")
+        check_plot(tmp_path / "c.txt")
 
 
 def test_no_two_of_sixty_recipes_look_the_same():

@@ -194,6 +194,7 @@ SHOWN = {"perplexity": table, "niah": needles, "free": free}
 QUICK_RUN = "smollm2-2k-mixed"
 QUICK = {"perplexity": 2, "niah:multikey": 2, "multiturn": 2}  # batches of each task
 RAW = "task", "sample", "recipe", "kv_bytes", "exact_bytes", "scores", "answer", "problem"
+KEY = itemgetter("task", "sample", "recipe")
 
 
 def calibrate(model: object, name: str) -> None:
@@ -332,17 +333,22 @@ def publish(
     samples: Mapping[tuple[str, str], Sample],
     lines: list[dict[str, Any]],
 ) -> None:
-    """Print tables of all finished samples; write their figures, and their scores and answers."""
+    """Print tables of all finished samples; write their figures, and their scores and answers.
+
+    What was published of the same samples, with the same versions, stays.
+    """
+    before = published_before(run, frozen)
+    lines = [*earlier_lines(run, before, frozen, lines), *lines]
     figures = [asdict(row) for row in summarize(lines)]
     measured = {row["task"] for row in figures}
     by_kind: dict[str, list[dict[str, Any]]] = {}
-    published_lines = []
+    published_lines = {}
     for line in lines:
         sample = samples[line["task"], line["sample"]]
         if kind := sample.fields.get("kind"):
             by_kind.setdefault(kind, []).append(line)
         raw = {name: line[name] for name in RAW if name in line}
-        published_lines.append({**raw, "text": protocol.text_sha256(sample)})
+        published_lines[KEY(line)] = {**raw, "text": protocol.text_sha256(sample)}
     rows = [
         {"kind": kind, **asdict(row)} for kind, some in by_kind.items() for row in summarize(some)
     ]
@@ -350,15 +356,19 @@ def publish(
     if rows:
         tables.append(table_by_kind(rows))
     print("\n\n".join(tables))
+    of_recipe = {(row["task"], row["recipe"]) for row in figures}
     result = {
         "environment": record.environment(dtype=DTYPE),
         "protocol": frozen,
-        "earlier_protocols": [],
-        "figures": figures,
+        "earlier_protocols": earlier_protocols(before, frozen),
+        "figures": [
+            *(x for x in before.get("figures", []) if (x["task"], x["recipe"]) not in of_recipe),
+            *figures,
+        ],
         "by_kind": rows,
     }
-    record.write_samples(f"evidence_{run}", with_earlier(run, result, published_lines))
     record.write(f"evidence_{run}", result)
+    record.write_samples(f"evidence_{run}", published_lines.values())
 
 
 def printer(run: str) -> Callable[[str, int], None]:
@@ -393,8 +403,7 @@ def repeat(folder: Path) -> list[str]:
     """Measure the first samples of `QUICK` again; print what is equal, return what is not found."""
     lab = Lab(QUICK_RUN)
     evaluation = lab.evaluation(folder / QUICK_RUN)
-    key = itemgetter("task", "sample", "recipe")
-    before = {key(line): line for line in published_samples(QUICK_RUN)}
+    before = {KEY(line): line for line in published_samples(QUICK_RUN)}
     samples: dict[tuple[str, str], Sample] = {}
     for task in lab.plan.tasks:
         if task.spec not in QUICK:
@@ -408,17 +417,17 @@ def repeat(folder: Path) -> list[str]:
     lines = [line for line in evaluation.lines(QUICK) if (line["task"], line["sample"]) in samples]
     for line in lines:
         text = protocol.text_sha256(samples[line["task"], line["sample"]])
-        if key(line) not in before or before[key(line)]["text"] != text:
+        if KEY(line) not in before or before[KEY(line)]["text"] != text:
             return [f"{line['recipe']} on {line['task']} {line['sample']}: not published"]
     equal = sum(
-        all(before[key(line)].get(name) == line.get(name) for name in RAW) for line in lines
+        all(before[KEY(line)].get(name) == line.get(name) for name in RAW) for line in lines
     )
     print(
         f"{equal} of {len(lines)} samples of {QUICK_RUN} are equal to the published ones; all are, "
         "if processor, versions and threads are those of the protocol "
         f"(threads here: {record.environment()['threads']})"
     )
-    return outside(summarize(lines), summarize(before[key(line)] for line in lines))
+    return outside(summarize(lines), summarize(before[KEY(line)] for line in lines))
 
 
 def main() -> None:
@@ -442,47 +451,53 @@ def main() -> None:
         measure(run, tasks, names, options.folder)
 
 
-def with_earlier(run: str, result: dict[str, Any], lines: list[dict]) -> list[dict]:
-    """Add this machine's published figures of other recipes and tasks; return all sample lines.
-
-    What other texts, seeds or versions gave is left out. Raises `SystemExit` where a sample that
-    was measured again, as of `full`, has another answer: the earlier figures then count no more.
-    """
+def published_before(run: str, frozen: dict[str, Any]) -> dict[str, Any]:
+    """Return this machine's published result of a run; {} where its samples or versions differ."""
     path = record.results() / f"evidence_{run}.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    frozen = result["protocol"]
-    former = before.get("protocol", {**frozen, "recipes": {}})
-    if not before or _conditions(former) != _conditions(frozen):
-        return lines
-    measured = {(row["task"], row["recipe"]) for row in result["figures"]}
-    for name in ("figures", "by_kind"):
-        others = before.get(name, [])
-        others = [row for row in others if (row["task"], row["recipe"]) not in measured]
-        result[name] = [*others, *result[name]]
-    names = {row["recipe"] for row in result["figures"]} - set(frozen["recipes"])
-    for each in (*before.get("earlier_protocols", []), former):
-        if some := {name: text for name, text in each["recipes"].items() if name in names}:
-            result["earlier_protocols"].append({**each, "recipes": some})
-            names -= set(some)
-    samples = record.results() / f"evidence_{run}.samples.jsonl.gz"
-    earlier = published_samples(run) if samples.exists() else []
-    key = itemgetter("task", "sample", "recipe")
-    now = {key(line): line for line in lines}
-    for line in earlier:
-        name = line["recipe"]
-        same = former["recipes"].get(name) == frozen["recipes"].get(name)
-        if same and now.get(key(line), line) != line:
+    conditions, former = (
+        {name: x for name, x in each.items() if name not in ("commit", "clean", "recipes")}
+        for each in (frozen, before.get("protocol", frozen))
+    )
+    return before if former == conditions else {}
+
+
+def earlier_protocols(before: dict[str, Any], frozen: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the protocols of a published result, with the recipes that `frozen` has not."""
+    protocols = []
+    known = set(frozen["recipes"])
+    for each in (before.get("protocol", frozen), *before.get("earlier_protocols", [])):
+        others = {name: text for name, text in each["recipes"].items() if name not in known}
+        if others:
+            protocols.append({**each, "recipes": others})
+        known |= set(others)
+    return protocols
+
+
+def earlier_lines(
+    run: str, before: dict[str, Any], frozen: dict[str, Any], lines: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the published lines of recipes that have not changed since.
+
+    Raises `SystemExit` where a sample that was measured again, as of `full`, has another answer:
+    the earlier figures then count no more.
+    """
+    if "protocol" not in before:
+        return []
+    former = {name: x for each in earlier_protocols(before, {"recipes": {}})
+              for name, x in each["recipes"].items()}  # fmt: skip
+    recipes = {**former, **frozen["recipes"]}
+    published = record.read_samples(f"evidence_{run}")
+    unchanged = [x for x in published if former[x["recipe"]] == recipes[x["recipe"]]]
+    now = {KEY(line): line for line in lines}
+    for line in unchanged:
+        again = now.get(KEY(line), line)
+        if any(again.get(name) != line.get(name) for name in RAW):
             sys.exit(
-                f"{name} gave {line['sample']} of {line['task']} another answer than is published: "
-                f"measure all recipes of {run} again (move {path} away)"
+                f"{line['recipe']} gave {line['sample']} of {line['task']} another answer than is "
+                f"published: measure all recipes of {run} again, without its published result"
             )
-    others = [line for line in earlier if (line["task"], line["recipe"]) not in measured]
-    return [*others, *lines]
-
-
-def _conditions(frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return what the answers of a recipe depend on."""
-    return {name: x for name, x in frozen.items() if name not in ("commit", "clean", "recipes")}
+    return unchanged
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The protocol of published figures: what is frozen, and which texts are refused."""
+"""The protocol of published figures: what is frozen, which texts are refused, and what stays."""
 
 from __future__ import annotations
 
 import importlib
+import json
 
 import pytest
 import torch
@@ -14,10 +15,16 @@ WORDS = [f"word{i}" for i in range(300)]
 
 
 @pytest.fixture(scope="module")
-def protocol(request):
+def benchmark(request):
+    """A function that imports a script of benchmarks/."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(request.config.rootpath / "benchmarks")
-        return importlib.import_module("protocol")
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def protocol(benchmark):
+    return benchmark("protocol")
 
 
 def batch(*contexts):
@@ -41,3 +48,40 @@ def test_a_folder_takes_one_protocol(protocol, tmp_path, capsys):
     changed = protocol.protocol_of({"niah": [batch("a Text")]}, [resolve("kivi")], seed=2)
     with pytest.raises(SystemExit, match=r"another protocol \(seed, texts differ\)"):
         protocol.freeze(changed, tmp_path)
+
+
+def line(recipe, answer):
+    return {"task": "niah", "sample": "a", "recipe": recipe, "answer": answer}
+
+
+@pytest.fixture
+def published(benchmark, tmp_path, monkeypatch):
+    """The script of the evidence, with results of `full`, `kivi` and `tiny`; and their protocol."""
+    evidence = benchmark("evidence")
+    monkeypatch.setattr(evidence.record, "results", lambda: tmp_path)
+    recipes = {name: f"{name} as it was" for name in ("full", "kivi", "tiny")}
+    frozen = {"commit": "1", "clean": True, "seed": 0, "recipes": recipes}
+    (tmp_path / "evidence_run.json").write_text(json.dumps({"protocol": frozen, "figures": []}))
+    evidence.record.write_samples("evidence_run", [line(name, name) for name in recipes])
+    return evidence, frozen
+
+
+def test_what_was_published_of_other_recipes_stays(published):
+    evidence, former = published
+    recipes = {"full": "full as it was", "tiny": "another", "small": "new"}
+    frozen = {**former, "commit": "2", "recipes": recipes}
+    before = evidence.published_before("run", frozen)
+    lines = [line("full", "full"), line("tiny", "other"), line("small", "small")]
+    stay = evidence.earlier_lines("run", before, frozen, lines)
+    assert [x["recipe"] for x in stay] == ["full", "kivi"]
+    (earlier,) = evidence.earlier_protocols(before, frozen)
+    assert earlier == {**former, "recipes": {"kivi": "kivi as it was"}}
+    with pytest.raises(SystemExit, match="full gave a of niah another answer than is published"):
+        evidence.earlier_lines("run", before, frozen, [line("full", "wrong")])
+
+
+def test_what_was_published_of_other_samples_counts_no_more(published):
+    evidence, former = published
+    frozen = {**former, "seed": 1}
+    assert evidence.published_before("run", frozen) == {}
+    assert evidence.earlier_lines("run", {}, frozen, []) == []

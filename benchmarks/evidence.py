@@ -95,7 +95,7 @@ MIXED: dict[str, Shares] = {
     "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
 PAPERS: dict[str, Shares] = {  # other papers' own recipes
-    "clusterkv": OWN,
+    **dict.fromkeys(("clusterkv", "skvq:group=32"), OWN),
     **dict.fromkeys(("h2o", "keyformer", "minikv"), (1 / 5,)),
 }
 

@@ -41,7 +41,7 @@ PEERS = {
         (str(HERE / "kvpress_steps.py"),),
     ),
     "llama.cpp": Peer(
-        (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),),
+        (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy", "safetensors"),),
         (str(HERE / "llama_cpp_steps.py"),),
         {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
     ),

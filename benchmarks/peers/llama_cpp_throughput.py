@@ -153,7 +153,7 @@ def main() -> None:
         write_model(model, path, shape, config)
     cell = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES_OF_32[kind] // 32
     sequence = -(-tokens // CELLS) * CELLS
-    requests = min(job["memory"] // (sequence * cell), len(job["ids"]))
+    requests = job["memory"] // (sequence * cell)
     cells = sequence * requests
     pool = Sequences(path, kind, cells, requests, shape.vocabulary)
     run(pool, job["ids"][:1], job["prompt"], 3)

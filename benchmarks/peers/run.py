@@ -43,7 +43,7 @@ PEERS = {
     "llama.cpp": Peer(
         (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy", "safetensors"),),
         (str(HERE / "llama_cpp_steps.py"),),
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
     "quantized": Peer(
         (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),

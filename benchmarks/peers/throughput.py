@@ -26,13 +26,12 @@ import torch
 
 import record
 from kvloom.recipe import resolve
-from kvloom.units import parse_bytes
 from kvloom_lab.bench import serving, throughput
 from kvloom_lab.models import load_config_and_tokenizer, load_model, located
 
 MODEL, DTYPE, PROMPT, NEW = "smollm2", "bfloat16", 1024, 64
-MOST = 32
-"""Texts that an engine gets; it takes as many as fit."""
+MEMORY = 96 << 20
+SMALLEST = 8  # no peer's cache is so many times smaller than an exact one
 UNPREDICTED = 1  # bytes of a request: the planner knows no peer's cache
 ROWS = {
     "vllm": ("vLLM", "vLLM fp8", "vLLM near-lossless"),
@@ -62,17 +61,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("peer", choices=ROWS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory", default="96MiB")
     parser.add_argument("--venvs", type=Path, default=run.HERE, help="Folder for environments.")
     options = parser.parse_args()
     torch.set_num_threads(1)
     name = options.peer.replace(".", "_")
     config, tokenizer = load_config_and_tokenizer(MODEL, DTYPE)
-    memory = parse_bytes(options.memory)
-    (requests,) = throughput.requests_of(config, tokenizer, DTYPE, memory, [(PROMPT, NEW)])
+    (requests,) = throughput.requests_of(config, tokenizer, DTYPE, MEMORY, [(PROMPT, NEW)])
     jobs = throughput.jobs(requests, [resolve("near-lossless")], ["dynamic"])
     own = throughput.measure(jobs, (MODEL, DTYPE, 1), options.rounds, lambda job, units: None)
-    peers = [requests.job(row, serving.DYNAMIC, UNPREDICTED, MOST) for row in ROWS[options.peer]]
+    texts = SMALLEST * (MEMORY // requests.exact_nbytes(PROMPT + NEW))  # as many as fit are read
+    peers = [requests.job(row, serving.DYNAMIC, UNPREDICTED, texts) for row in ROWS[options.peer]]
     measured: list[throughput.Measured] = []
     versions: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +81,7 @@ def main() -> None:
             measured += islice(own, len(jobs))
             for job in peers:
                 settings: dict[str, Any] = {
-                    "row": job.name, "model": located(MODEL), "memory": memory, "prompt": PROMPT,
+                    "row": job.name, "model": located(MODEL), "memory": MEMORY, "prompt": PROMPT,
                     "new": NEW, "first": i == 0, "ids": job.ids.tolist(),
                 }  # fmt: skip
                 (work / "job.json").write_text(json.dumps(settings))
@@ -92,7 +90,7 @@ def main() -> None:
                 versions |= figures.pop("versions")
                 measured.append((job, serving.RunFigures(**figures)))
             write(name, throughput.make_rows([*jobs, *peers], measured),
-                  {**versions, "memory": memory, "rounds": i + 1})  # fmt: skip
+                  {**versions, "memory": MEMORY, "rounds": i + 1})  # fmt: skip
 
 
 def write(name: str, rows: list[throughput.ThroughputRow], conditions: dict[str, Any]) -> None:

@@ -119,6 +119,16 @@ def write(given: argparse.Namespace, rows: list[dict], versions: dict[str, str])
     print(f"written: {given.json}", file=sys.stderr)
 
 
+def throughput_job() -> dict[str, Any]:
+    """Return what `throughput.py` asks for: a row, bytes, tokens of a request and their ids."""
+    return json.loads((Path(sys.argv[1]) / "job.json").read_text())
+
+
+def write_throughput(**figures: Any) -> None:
+    """Give `throughput.py` the versions and figures of a run: the fields of `RunFigures`."""
+    (Path(sys.argv[1]) / "figures.json").write_text(json.dumps(figures))
+
+
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

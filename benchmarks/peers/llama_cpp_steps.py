@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -24,9 +25,27 @@ SEQUENCE = 256  # tokens
 MAX_SEQUENCES = 255  # separate sequences in llama.cpp, besides the joined one
 
 
-def write_model(given, path: Path) -> int:
-    """Write the model; return the bytes of weights that a step reads."""
+def random_weights() -> Callable[..., np.ndarray]:
+    """Return a function of a tensor's name and shape that makes it at random, in f16."""
     rng = np.random.default_rng(0)
+
+    def weight(name: str, *shape: int) -> np.ndarray:
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return (rng.standard_normal(shape, np.float32) * 0.02).astype(np.float16)
+
+    return weight
+
+
+def write_model(
+    given, path: Path, weight: Callable[..., np.ndarray], rope_base: float = 1e4,
+    epsilon: float = 1e-6,
+) -> int:  # fmt: skip
+    """Write the model; return the bytes of weights that a step reads.
+
+    weight: of a tensor's name and shape; bytes are bf16. rope_base, epsilon: of the rotary
+    embedding and the norms.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(max(given.contexts) + 4096)
     writer.add_embedding_length(given.hidden)
@@ -37,7 +56,8 @@ def write_model(given, path: Path) -> int:
     writer.add_key_length(given.head_dim)
     writer.add_value_length(given.head_dim)
     writer.add_rope_dimension_count(given.head_dim)
-    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(rope_base)
+    writer.add_layer_norm_rms_eps(epsilon)
     writer.add_vocab_size(given.vocabulary)
     writer.add_file_type(1)
     writer.add_tokenizer_model("no_vocab")
@@ -45,12 +65,10 @@ def write_model(given, path: Path) -> int:
 
     def add(name: str, *shape: int) -> None:
         nonlocal nbytes
-        if len(shape) == 1:
-            weight = np.ones(shape, np.float32)
-        else:
-            weight = (rng.standard_normal(shape, np.float32) * 0.02).astype(np.float16)
-        writer.add_tensor(name, weight)
-        nbytes += weight.nbytes
+        values = weight(name, *shape)
+        kind = gguf.GGMLQuantizationType.BF16 if values.dtype == np.uint8 else None
+        writer.add_tensor(name, values, raw_dtype=kind)
+        nbytes += values.nbytes
 
     add("token_embd.weight", given.vocabulary, given.hidden)
     nbytes = 0  # a step reads one row
@@ -131,7 +149,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        weights = write_model(given, path)
+        weights = write_model(given, path, random_weights())
         ll.llama_backend_init()
         params = ll.llama_model_default_params()
         params.n_gpu_layers = 0

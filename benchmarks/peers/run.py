@@ -41,9 +41,9 @@ PEERS = {
         (str(HERE / "kvpress_steps.py"),),
     ),
     "llama.cpp": Peer(
-        (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy"),),
+        (("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy", "safetensors"),),
         (str(HERE / "llama_cpp_steps.py"),),
-        {"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
+        {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
     "quantized": Peer(
         (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),

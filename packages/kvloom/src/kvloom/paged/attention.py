@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
+from ..kernels.attend.cpu.prompt import attend_tokens
 from ..store import PackedView
 from .page import PackedPages
 from .step import PagedRow, PagedStep, SingleTokenRows
@@ -173,7 +174,7 @@ class PagedAttention:
         for i in range(0, len(pages), at_once):
             these = pages[i : i + at_once]
             k, v = (self._unpacked(side, these, i) for side in (0, 1))
-            states.append(_past(queries, k, v, self.scale))
+            states.append(attend_tokens(queries, k, v, self.scale, causal=False))
         return merge(states).out[0].transpose(0, 1).to(q.dtype)
 
     def _unpacked(self, side: int, pages: Tensor, first: int) -> Tensor:
@@ -183,32 +184,13 @@ class PagedAttention:
         return x.transpose(0, 1).flatten(1, 2)[None, :, 0 if first else self.sinks :]
 
 
-def _past(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
-    """Attend q [1, Hq, T, D] to all of k, v [1, H, N, D]."""
-    _, heads, tokens, d = q.shape
-    groups = heads // k.shape[1]
-    rows = q.reshape(1, k.shape[1], groups * tokens, d)  # a group's heads read the same keys
-    out, lse = _flash(rows, k, v, scale, False)
-    return AttentionState(out.float().reshape(1, heads, tokens, d), lse.reshape(1, heads, tokens))
-
-
 def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
     """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
-    tokens, before = q.shape[2], k.shape[2] - q.shape[2]
-    groups = q.shape[1] // k.shape[1]
-    new_k, new_v = (x[:, :, before:].repeat_interleave(groups, dim=1) for x in (k, v))
-    out, lse = _flash(q, new_k, new_v, scale, True)
-    state = AttentionState(out.float(), lse.reshape(1, q.shape[1], tokens))
+    before = k.shape[2] - q.shape[2]
+    own = attend_tokens(q, k[:, :, before:], v[:, :, before:], scale, causal=True)
     if not before:
-        return state
-    return merge([_past(q, k[:, :, :before], v[:, :, :before], scale), state])
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return attention and the log-sum-exp of its logits, by torch's fused kernel."""
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = fused(q, k, v, is_causal=causal, scale=scale)
-    return out, lse.float()
+        return own
+    return merge([attend_tokens(q, k[:, :, :before], v[:, :, :before], scale, causal=False), own])
 
 
 def _merged(states: list[tuple[AttentionState, Tensor]], rows: int) -> Tensor:

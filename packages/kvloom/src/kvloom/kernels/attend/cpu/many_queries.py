@@ -17,7 +17,7 @@ from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
 from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Region, Spans
-from .prompt import attend_prompt, fused
+from .prompt import attend_tokens
 
 TILE = 1024
 """Tokens that are unpacked at once."""
@@ -124,7 +124,4 @@ def _part(
     """Attend to exact tokens, which are those of the mask from `begin` on."""
     if visible is not None:
         visible = visible[..., begin : begin + k.shape[2]]
-    bound = attend_prompt.choose(q, k, v, scale)
-    run = fused if bound.kernel is None else bound.run
-    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
-    return AttentionState(out.float(), lse)
+    return attend_tokens(q, k, v, scale, causal=causal, visible=visible)

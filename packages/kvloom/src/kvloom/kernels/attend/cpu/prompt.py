@@ -178,4 +178,24 @@ attend_prompt = Op(
     _case,
     cpu=Backend(bind, COVERAGE),
 )
-"""`ops` lists it with the others; it is here because `many_queries` runs it, too."""
+"""`ops` lists it with the others; it is here because `attend_tokens` runs it, too."""
+
+
+def attend_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    visible: Tensor | None = None,
+) -> AttentionState:
+    """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D] in a dtype of torch's fused attention.
+
+    A kernel of `attend_prompt` runs where one covers the case, else torch's. causal: N = T. Returns
+    out in fp32.
+    """
+    bound = attend_prompt.choose(q, k, v, scale)
+    run = fused if bound.kernel is None else bound.run
+    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
+    return AttentionState(out.float(), lse)

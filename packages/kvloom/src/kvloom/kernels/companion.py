@@ -22,8 +22,9 @@ from typing import Any
 
 from ..errors import KvloomError
 
+_NICE = 5  # it gives way to the threads of this process, but not for long to a busy machine
 _CODE = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    f"import os, pickle, sys; os.nice({_NICE}); sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from kvloom.cache.rehearsal import main; main()"
 )
 

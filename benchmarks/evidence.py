@@ -34,7 +34,14 @@ from typing import Any
 import protocol
 import record
 from evaluation import HERE, Evaluation, mixed_batches, recipe_of, source_of
-from evidence_tables import free, needles, published_samples, table, table_by_kind
+from evidence_tables import (
+    free,
+    needles,
+    published_samples,
+    read_samples,
+    table,
+    table_by_kind,
+)
 from evidence_texts import KINDS, prose
 from kvloom.errors import RecipeError
 from kvloom.hf import CALIBRATION_FILE, geometry
@@ -384,6 +391,11 @@ def printer(run: str) -> Callable[[str, int], None]:
     return progress
 
 
+def equal_answers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two lines of a sample have the same bytes, scores and answer."""
+    return all(one.get(name) == other.get(name) for name in RAW)
+
+
 def outside(measured: Iterable[Figures], before: Iterable[Figures]) -> list[str]:
     """Return a sentence for each score that is outside its published 95% interval."""
     intervals = {(f.task, f.recipe): f.scores for f in before}
@@ -419,9 +431,7 @@ def repeat(folder: Path) -> list[str]:
         text = protocol.text_sha256(samples[line["task"], line["sample"]])
         if KEY(line) not in before or before[KEY(line)]["text"] != text:
             return [f"{line['recipe']} on {line['task']} {line['sample']}: not published"]
-    equal = sum(
-        all(before[KEY(line)].get(name) == line.get(name) for name in RAW) for line in lines
-    )
+    equal = sum(equal_answers(before[KEY(line)], line) for line in lines)
     print(
         f"{equal} of {len(lines)} samples of {QUICK_RUN} are equal to the published ones; all are, "
         "if processor, versions and threads are those of the protocol "
@@ -487,12 +497,11 @@ def earlier_lines(
     former = {name: x for each in earlier_protocols(before, {"recipes": {}})
               for name, x in each["recipes"].items()}  # fmt: skip
     recipes = {**former, **frozen["recipes"]}
-    published = record.read_samples(f"evidence_{run}")
+    published = read_samples(record.results() / f"evidence_{run}.samples.jsonl.gz")
     unchanged = [x for x in published if former[x["recipe"]] == recipes[x["recipe"]]]
     now = {KEY(line): line for line in lines}
     for line in unchanged:
-        again = now.get(KEY(line), line)
-        if any(again.get(name) != line.get(name) for name in RAW):
+        if not equal_answers(now.get(KEY(line), line), line):
             sys.exit(
                 f"{line['recipe']} gave {line['sample']} of {line['task']} another answer than is "
                 f"published: measure all recipes of {run} again, without its published result"

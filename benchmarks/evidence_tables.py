@@ -223,7 +223,12 @@ def published_samples(run: str) -> list[dict]:
     files = sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.samples.jsonl.gz"))
     if not files:
         sys.exit(f"no machine has published samples of {run}")
-    return [json.loads(line) for line in gzip.decompress(files[0].read_bytes()).splitlines()]
+    return read_samples(files[0])
+
+
+def read_samples(file: Path) -> list[dict]:
+    """Return the samples of a file that `record.write_samples` wrote."""
+    return [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
 
 
 def filled(text: str) -> str:

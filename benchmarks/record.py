@@ -78,12 +78,6 @@ def write(name: str, figures: dict[str, Any]) -> None:
     print(f"written: {path}")
 
 
-def read_samples(name: str) -> list[dict[str, Any]]:
-    """Read the samples that `write_samples` wrote."""
-    content = gzip.decompress((results() / f"{name}.samples.jsonl.gz").read_bytes())
-    return [json.loads(line) for line in content.splitlines()]
-
-
 def write_samples(name: str, lines: Iterable[dict[str, Any]]) -> None:
     """Write samples to results/<machine>/<name>.samples.jsonl.gz; equal ones give equal bytes."""
     content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

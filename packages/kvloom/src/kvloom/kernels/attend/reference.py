@@ -339,7 +339,8 @@ def sdpa(
         if bias is not None:
             added = bias.view(-1, hk, hq // hk, n).to(q.dtype)
             mask = added if mask is None else added.masked_fill(~mask, -torch.inf)
-        return F.scaled_dot_product_attention(rows, k, v, mask, scale=scale).view(b, hq, 1, -1)
+        out = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+        return out.reshape(b, hq, 1, -1)  # some kernels return another memory layout
     if mask is not None and mask.shape[1] not in (1, hq):
         mask = mask.repeat_interleave(hq // hk, dim=1)
     masked = mask is not None or (causal and n > t)

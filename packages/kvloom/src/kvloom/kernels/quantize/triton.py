@@ -6,6 +6,7 @@ call does.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -15,9 +16,13 @@ from torch import Tensor
 from ...encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
 from .. import triton_runtime as cuda
 from ..limits import Coverage, dtype_problem
+from .hadamard import ends, levels, parts
 from .reference import PackedTensors, RopeAngles, apply_rope
 
-_KNOWN = "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope"
+_KNOWN = (
+    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope",
+    "rotation",
+)  # fmt: skip
 _TILE = 2048  # numbers a program owns, about
 
 
@@ -25,8 +30,14 @@ def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | N
     return "; ".join(unknown_fields(layer_encoding.encoding, _KNOWN)) or None
 
 
+def _other_rotations(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
+    size = getattr(layer_encoding, "rotation_size", 0)
+    return f"{size} rotated channels are not a power of 2" if size & (size - 1) else None
+
+
 COVERAGE = Coverage(
-    ("every encoding that is not rotated", _unread_fields),
+    ("every encoding", _unread_fields),
+    ("rotations of 2<sup>k</sup> channels", _other_rotations),
     ("tokens in fp32, fp16, bf16", lambda layer_encoding, dtype: dtype_problem(dtype)),
 )
 
@@ -46,6 +57,11 @@ def pack(
     if not x.numel():
         return
     x = x if rope is None else apply_rope(x.float(), rope)
+    if layer_encoding.encoding.rotation == "group":
+        _pack_levels(x, layer_encoding, out, begin)
+        return
+    if layer_encoding.encoding.rotation == "head":
+        x = _rotated(x, x.shape[3], torch.float32)
     (_, h, n, d), encoding, module = x.shape, layer_encoding.encoding, kernels()
     bits, group, divided = encoding.bits, layer_encoding.group, layer_encoding.divisor is not None
     codes, scale, zero, steps, m_steps = _storage(out, layer_encoding)
@@ -100,6 +116,19 @@ def unpack(
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; torch rotates by `rope`."""
     if rope is not None:
         return apply_rope(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
+    size = layer_encoding.rotation_size
+    if size:
+        rotated = _unpack(packed, layer_encoding, lo, hi, torch.float32)
+        return _rotated(rotated, size, dtype, back=True)
+    return _unpack(packed, layer_encoding, lo, hi, dtype)
+
+
+def _unpack(
+    packed: PackedTensors, layer_encoding: LayerEncoding, lo: int, hi: int, dtype: torch.dtype
+) -> Tensor:
+    """Unpack as `unpack` does, without rotating channels back."""
+    if layer_encoding.encoding.rotation == "group":  # no zeros
+        packed = packed._replace(zero=packed.scale)
     b, h, _, d = packed.codes.shape
     out = packed.codes.new_empty(b, h, hi - lo, d, dtype=dtype)
     if not out.numel():
@@ -112,14 +141,61 @@ def unpack(
     )
     table = _table(layer_encoding, h, d, out.device)
     scale, zero, m_steps = _given(scale, zero, m_steps, table)
-    tile, grid = _tile(out, layer_encoding.encoding.bits, lo)
+    encoding, by_levels = layer_encoding.encoding, layer_encoding.encoding.rotation == "group"
+    tile, grid = _tile(out, encoding.bits, lo)
+    codebook = _rounding(encoding.bits, out.device)[0] if by_levels else scale
     cuda.launch(
         kernels().unpack, grid, out,
-        codes, scale, zero, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps, d,
-        BITS_X2=int(2 * layer_encoding.encoding.bits), PER=layer_encoding.encoding.tokens_per_scale,
-        DIVISOR=layer_encoding.divisor is not None, contract=False, **tile,
+        codes, scale, zero, codebook, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps,
+        d, BITS_X2=int(2 * encoding.bits), PER=encoding.tokens_per_scale,
+        DIVISOR=layer_encoding.divisor is not None, LEVELS=by_levels, contract=False, **tile,
     )  # fmt: skip
     return out
+
+
+def _pack_levels(x: Tensor, layer_encoding: LayerEncoding, out: PackedTensors, begin: int) -> None:
+    """Pack x as `pack` does, in rotated groups."""
+    (_, h, n, d), encoding, group = x.shape, layer_encoding.encoding, layer_encoding.group
+    codes, scale, _, steps, m_steps = _storage(out._replace(zero=out.scale), layer_encoding)
+    tile, grid = _tile(x, encoding.bits, begin, whole=True)
+    cuda.launch(
+        rotation_kernels().pack_levels, grid, x,
+        x, _signs(group, x.device), *_rounding(encoding.bits, x.device), codes, scale, begin, n, h,
+        *x.stride(), *steps, *m_steps, d, d // group, BITS_X2=int(2 * encoding.bits),
+        TOP=top(encoding.bits), META=list(META).index(encoding.meta),
+        MOST=torch.finfo(layer_encoding.meta).max, BEGUN=begin % PACK_BLOCK[encoding.bits][0] > 0,
+        G=group, ROOT=math.sqrt(group), HALVINGS=min(4, group.bit_length() - 1),
+        **_butterflies(group), **tile, contract=False,
+    )  # fmt: skip
+
+
+def _rotated(x: Tensor, size: int, dtype: torch.dtype, back: bool = False) -> Tensor:
+    """Rotate each `size` channels of x [B, H, T, D], or rotate them back."""
+    out = x.new_empty(x.shape, dtype=dtype)
+    if not out.numel():
+        return out
+    rows, each = x.numel() // size, cuda.padded_size(max(1, _TILE // size), 1)
+    cuda.launch(
+        rotation_kernels().rotate, (-(-rows // each), 1, 1), x,
+        x, _signs(size, x.device), out, rows, x.shape[1], x.shape[2], *x.stride(),
+        D=x.shape[3], G=size, M=each, BACK=back, **_butterflies(size), contract=False,
+    )  # fmt: skip
+    return out
+
+
+def _butterflies(size: int) -> dict[str, Any]:
+    return {"STAGES": size.bit_length() - 1, "NORM": 1 / math.sqrt(size)}
+
+
+@cache
+def _signs(size: int, device: torch.device) -> Tensor:
+    return parts(size)[0].to(device)
+
+
+@cache
+def _rounding(bits: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the levels of rotated groups, and up to where each but the last is the nearest."""
+    return levels(bits).to(device), ends(levels(bits)).to(device)
 
 
 class _Tables(NamedTuple):
@@ -201,3 +277,11 @@ def kernels() -> Any:
     from . import triton_kernel as gpu_pack
 
     return gpu_pack
+
+
+@cache
+def rotation_kernels() -> Any:
+    """Import the kernels of rotated encodings, and with them Triton."""
+    from . import triton_rotation_kernel
+
+    return triton_rotation_kernel

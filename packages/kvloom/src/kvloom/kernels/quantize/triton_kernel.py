@@ -280,12 +280,15 @@ def ranges(
 
 @triton.jit(do_not_specialize=_VARY)
 def unpack(
-    codes, scale, zero, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
+    codes, scale, zero, levels, columns, divisor, out, lo, hi, heads, c_row, c_head, c_byte,
     m_row, m_head, m_line, D,
     BITS_X2: tl.constexpr, PER: tl.constexpr, PACK_BLOCK: tl.constexpr,
-    A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr,
+    A: tl.constexpr, P: tl.constexpr, DB: tl.constexpr, DIVISOR: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Write tokens lo to hi as numbers: out [B, Hk, hi - lo, D]. Grid: `pack`'s from lo's block."""
+    """Write tokens lo to hi as numbers: out [B, Hk, hi - lo, D]. Grid: `pack`'s from lo's block.
+
+    LEVELS: whether codes are those of `levels`.
+    """
     row, head, block, channel, inside, token, token_mask = tile_of(
         lo, hi - lo, heads, D, PACK_BLOCK, A, P, DB
     )
@@ -312,8 +315,11 @@ def unpack(
     where = row * m_row + head * m_head
     where += ((lo + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0))
-    least = as_float(tl.load(zero + where, mask=mask, other=0))
-    values = tl.fma(code.to(tl.float32), step, least)
+    if LEVELS:
+        values = tl.load(levels + code) * step
+    else:
+        least = as_float(tl.load(zero + where, mask=mask, other=0))
+        values = tl.fma(code.to(tl.float32), step, least)
     if DIVISOR:
         values *= tl.load(divisor + head * D + channel, mask=inside, other=1.0)[None, None, :]
     first = tl.program_id(1).to(tl.int64) * (hi - lo)

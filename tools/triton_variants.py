@@ -72,6 +72,9 @@ def _strand(fmt: Any, d: int, dtype: torch.dtype, packed_end: int, heads: int = 
     return KVView(packed, tail, fmt)
 
 
+_PLACES = dict.fromkeys(("all_splits", "rotated_splits", "first_rotated", "first_plain"), 1)
+
+
 def _attend(
     name: str,
     keys: Any,
@@ -103,8 +106,9 @@ def _attend(
             torch.empty(_B, heads, _N, device="meta"),
         )
     causal = t > 1 and not isinstance(where, Spans)
-    call = decode.call(q, k, v, 1.0, causal, 5.0 if options else None, masks, where, 0, n)
-    parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float()}
+    softcap = 5.0 if options else None
+    call = decode.call(q, lambda _: q, k, v, 1.0, causal, softcap, masks, where, 0, n)
+    parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float(), **_PLACES}
     short = str(dtype).removeprefix("torch.")
     rows = f"{heads // _HK * t} rows"
     more = " all options" * options
@@ -138,8 +142,9 @@ def _paged(
     where = [_meta(*shape, dtype=torch.int64) for shape in ((rows, 32), (rows,), (rows,), (rows,))]
     table = PageTable(*where, page, 4096)
     q, first = _meta(rows, heads, 1, d, dtype=dtype), _meta(blocks, _HK, 8, d, dtype=dtype)
-    call = paged.arguments(q, *sides, table, 1.0, (first, first))
-    parts = {"acc_ptr": q.float(), "ml_ptr": q.float()}
+    with patch.object(triton_runtime, "launch"):
+        call = paged.arguments(q, *sides, table, 1.0, (first, first))
+    parts = {"acc_ptr": q.float(), "ml_ptr": q.float(), **_PLACES}
     short = str(dtype).removeprefix("torch.")
     return Variant(
         f"attend pages {name} d{d} {short} {heads // _HK} rows", paged_kernel._split_pages,
@@ -214,13 +219,20 @@ def attend() -> Iterator[Variant]:
         one = _packed(2, "token", 128, "fp8", kind)
         yield _paged(f"2 bit {kind}", one, one)
     out, row = (torch.empty(*shape, device="meta") for shape in ((1, 1, 1, 128), (1, 1, 1)))
-    given = {"acc_ptr": out, "ml_ptr": row, "out_ptr": out, "rotated_ptr": out, "lse_ptr": row}
+    given = {
+        "acc_ptr": out, "ml_ptr": row, "out_ptr": out, "rotated_ptr": out, "lse_ptr": row,
+        "signs": row,
+    }  # fmt: skip
     for d in (128, 256):
-        for rotated in (False, True):
+        for group in (0, 32, d, 80):
+            steps = {"STAGES": 0, "NORM": 1.0}
+            if group not in (0, 80):
+                steps = quantize_pack.butterflies(group)
             yield Variant(
-                f"merge d{d}{' rotated' * rotated}", decode_kernel._merge,
+                f"merge d{d} rotated {group}", decode_kernel._merge,
                 signature({**given, "splits": 5, "rotated": 3}),
-                {"D": d, "DP": d, "BS": 16, "ROTATED": rotated}, brief=rotated and d == 128,
+                {"D": d, "DP": d, "BS": 16, "ROTATED": group > 0, "G": group, **steps},
+                brief=group == d == 128,
             )  # fmt: skip
 
 
@@ -244,6 +256,14 @@ def quantize() -> Iterator[Variant]:
         unpack = partial(quantize_pack.unpack, tensors, spec, begin, n, BF16)
         yield from _launched(name, unpack, brief)
 
+    for bits in PACK_BLOCK:
+        for group, d in ((0, 128), (32, 96), (0, 256)):
+            encoding = Encoding(bits, "token", group, rotation="group")
+            name = f"{bits} bit rotated {group or d} of {d}"
+            yield from of(encoding.bind(2, d), 1 if bits < 8 else 0, name, bits == 4 and d == 128)
+    yield from of(
+        Encoding(4, "channel", 32, rotation="head").bind(2, 128), 0, "4 bit rotated head", True
+    )
     for bits, (per_block, _) in PACK_BLOCK.items():
         for axis, group, d, meta in (
             ("channel", 32, 128, "fp16"),

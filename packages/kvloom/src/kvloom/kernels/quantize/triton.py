@@ -61,7 +61,7 @@ def pack(
         _pack_levels(x, layer_encoding, out, begin)
         return
     if layer_encoding.encoding.rotation == "head":
-        x = _rotated(x, x.shape[3], torch.float32)
+        x = rotated(x, x.shape[3], torch.float32)
     (_, h, n, d), encoding, module = x.shape, layer_encoding.encoding, kernels()
     bits, group, divided = encoding.bits, layer_encoding.group, layer_encoding.divisor is not None
     codes, scale, zero, steps, m_steps = _storage(out, layer_encoding)
@@ -118,8 +118,8 @@ def unpack(
         return apply_rope(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
     size = layer_encoding.rotation_size
     if size:
-        rotated = _unpack(packed, layer_encoding, lo, hi, torch.float32)
-        return _rotated(rotated, size, dtype, back=True)
+        x = _unpack(packed, layer_encoding, lo, hi, torch.float32)
+        return rotated(x, size, dtype, back=True)
     return _unpack(packed, layer_encoding, lo, hi, dtype)
 
 
@@ -146,8 +146,8 @@ def _unpack(
     codebook = _rounding(encoding.bits, out.device)[0] if by_levels else scale
     cuda.launch(
         kernels().unpack, grid, out,
-        codes, scale, zero, codebook, table.columns, table.divisor, out, lo, hi, h, *steps, *m_steps,
-        d, BITS_X2=int(2 * encoding.bits), PER=encoding.tokens_per_scale,
+        codes, scale, zero, codebook, table.columns, table.divisor, out, lo, hi, h, *steps,
+        *m_steps, d, BITS_X2=int(2 * encoding.bits), PER=encoding.tokens_per_scale,
         DIVISOR=layer_encoding.divisor is not None, LEVELS=by_levels, contract=False, **tile,
     )  # fmt: skip
     return out
@@ -160,35 +160,37 @@ def _pack_levels(x: Tensor, layer_encoding: LayerEncoding, out: PackedTensors, b
     tile, grid = _tile(x, encoding.bits, begin, whole=True)
     cuda.launch(
         rotation_kernels().pack_levels, grid, x,
-        x, _signs(group, x.device), *_rounding(encoding.bits, x.device), codes, scale, begin, n, h,
+        x, signs(group, x.device), *_rounding(encoding.bits, x.device), codes, scale, begin, n, h,
         *x.stride(), *steps, *m_steps, d, d // group, BITS_X2=int(2 * encoding.bits),
         TOP=top(encoding.bits), META=list(META).index(encoding.meta),
         MOST=torch.finfo(layer_encoding.meta).max, BEGUN=begin % PACK_BLOCK[encoding.bits][0] > 0,
         G=group, ROOT=math.sqrt(group), HALVINGS=min(4, group.bit_length() - 1),
-        **_butterflies(group), **tile, contract=False,
+        **butterflies(group), **tile, contract=False,
     )  # fmt: skip
 
 
-def _rotated(x: Tensor, size: int, dtype: torch.dtype, back: bool = False) -> Tensor:
-    """Rotate each `size` channels of x [B, H, T, D], or rotate them back."""
+def rotated(x: Tensor, size: int, dtype: torch.dtype, back: bool = False) -> Tensor:
+    """Rotate each `size` channels of x [B, H, T, D], or rotate them back; size: a power of 2."""
     out = x.new_empty(x.shape, dtype=dtype)
     if not out.numel():
         return out
     rows, each = x.numel() // size, cuda.padded_size(max(1, _TILE // size), 1)
     cuda.launch(
         rotation_kernels().rotate, (-(-rows // each), 1, 1), x,
-        x, _signs(size, x.device), out, rows, x.shape[1], x.shape[2], *x.stride(),
-        D=x.shape[3], G=size, M=each, BACK=back, **_butterflies(size), contract=False,
+        x, signs(size, x.device), out, rows, x.shape[1], x.shape[2], *x.stride(),
+        D=x.shape[3], G=size, M=each, BACK=back, **butterflies(size), contract=False,
     )  # fmt: skip
     return out
 
 
-def _butterflies(size: int) -> dict[str, Any]:
+def butterflies(size: int) -> dict[str, Any]:
+    """Return the constants of `hadamard` for so many channels."""
     return {"STAGES": size.bit_length() - 1, "NORM": 1 / math.sqrt(size)}
 
 
 @cache
-def _signs(size: int, device: torch.device) -> Tensor:
+def signs(size: int, device: torch.device) -> Tensor:
+    """Return the signs of rotated channels, fp32 [size]."""
     return parts(size)[0].to(device)
 
 

@@ -13,7 +13,7 @@ from .triton_kernel import _VARY, as_stored, join, round_to, tile_of
 
 
 @triton.jit
-def _hadamard(x, G: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr):
+def hadamard(x, G: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr):
     """Multiply the rows of x [M, G] by the Hadamard matrix; NORM: 1 / sqrt(G)."""
     second = tl.arange(0, 2)[None, None, :, None] == 1
     for i in tl.static_range(STAGES):
@@ -60,9 +60,9 @@ def rotate(
     values = tl.load(x + place[:, None] + channels * x_channel, mask=mask, other=0.0)
     values = values.to(tl.float32)
     if BACK:
-        values = _hadamard(values, G, STAGES, NORM) * sign
+        values = hadamard(values, G, STAGES, NORM) * sign
     else:
-        values = _hadamard(values * sign, G, STAGES, NORM)
+        values = hadamard(values * sign, G, STAGES, NORM)
     tl.store(
         out + (row * G)[:, None] + channel[None, :], values.to(out.dtype.element_ty), mask=mask
     )
@@ -89,7 +89,7 @@ def pack_levels(
     values = tl.load(x + row * x_row + head * x_head + offset, mask=mask, other=0.0).to(tl.float32)
     ROWS: tl.constexpr = A * P * (DB // G)
     sign = tl.load(signs + tl.arange(0, G))[None, :]
-    rotated = _hadamard(tl.reshape(values, [ROWS, G]) * sign, G, STAGES, NORM)
+    rotated = hadamard(tl.reshape(values, [ROWS, G]) * sign, G, STAGES, NORM)
     norm = tl.sqrt_rn(_summed(rotated * rotated, G, HALVINGS))
     inverse = tl.where(norm > 0, tl.div_rn(1.0, tl.where(norm > 0, norm, 1.0)), 0.0)
     unit = rotated * (inverse * ROOT)[:, None]

@@ -1,18 +1,20 @@
 """Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
-Each region takes a call, chosen tokens and the tokens after them one each; the states are merged.
+Each region takes a call, chosen tokens and the tokens after them one each; one kernel merges the
+splits of all calls.
 Importing this does not import Triton; the first call does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
 
 from ...limits import OF_ONE_HEAD, Coverage
-from ..reference import AttentionState, merge, with_sinks
+from ..reference import AttentionState, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
 from .decode import kernels, nothing, run
@@ -50,25 +52,34 @@ def attend(
     sink_logits: Tensor | None = None,
 ) -> AttentionState:
     """Attend as `reference.attend_regions` does; returns no products."""
-    states: list[AttentionState] = []
-    for region in regions if q.shape[0] else ():
-        if isinstance(region.where, Paged):
-            states.append(_pages(q, region.keys, region.values, region.where, scale))
-        else:
-            states += _region(q, region, scale, softcap)
-    state = merge(states) if states else nothing(q)
+    if not q.shape[0]:
+        state = nothing(q)
+    elif isinstance(regions[0].where, Paged):
+        (region,) = regions
+        state = _pages(q, region.keys, region.values, region.where, scale)
+    else:
+        q = q.to(regions[0].keys.tail.dtype).contiguous()
+        rotated = cache(partial(decode.rotate_groups, q))
+        calls = [x for region in regions for x in _calls(q, rotated, region, scale, softcap)]
+        state = run([(call, kernels()._split) for call in calls]) if calls else nothing(q)
     return state if sink_logits is None else with_sinks(state, sink_logits)
 
 
-def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> list[AttentionState]:
-    """Attend to chosen tokens, or those of spans, all packed or all exact; and to the rest."""
+def _calls(
+    q: Tensor,
+    rotated: Callable[[int], Tensor],
+    region: Region,
+    scale: float,
+    softcap: float | None,
+) -> Iterator[decode.Launch]:
+    """Yield the calls for chosen tokens, or those of spans, packed or not, and for the rest."""
     keys, values, where = region[:3]
     stretches: list[tuple[Slots | Spans | None, int, int]] = [(None, 0, keys.tokens)]
     if isinstance(where, Slots):
         stretches = [(where, 0, where.slots.shape[2]), (None, where.begin, keys.tokens)]
     elif isinstance(where, Spans):
         stretches = [(where, 0, where.longest)]
-    states, column = [], 0
+    column = 0
     for there, lo, hi in stretches:
         if hi > lo:
             columns = slice(column, column + hi - lo)
@@ -76,13 +87,11 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> l
                 None if x is None else x[..., columns] for x in (region.visible, region.bias)
             )
             causal = region.step_tokens > 1  # a single query is the last token and sees all
-            call = decode.call(
-                q, keys, values, scale, causal, softcap, decode.masks_of(visible, bias), there,
-                lo, hi,
+            yield decode.call(
+                q, rotated, keys, values, scale, causal, softcap, decode.masks_of(visible, bias),
+                there, lo, hi,
             )  # fmt: skip
-            states.append(run(call, kernels()._split))
             column += hi - lo
-    return states
 
 
 def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:
@@ -92,4 +101,4 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
         for view, x in zip((keys, values), where.new, strict=True):
             view.tail[table.tails, :, tail_row] = x[:, :, 0].to(view.tail.dtype)
     call: Any = paged.arguments(q, keys, values, table, scale, where.sinks)
-    return run(call, paged.kernel())
+    return run([(call, paged.kernel())])

@@ -9,6 +9,7 @@ the first call does.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from ....encoding import Encoding, unknown_fields
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, Coverage, dtype_problem
+from ...quantize import triton as quantize
 from ...quantize.hadamard import levels, rotate
 from ..reference import AttentionState
 from ..regions import KVView, Slots, Spans
@@ -98,6 +100,7 @@ def masks_of(visible: Tensor | None, bias: Tensor | None) -> Masks:
 
 def call(
     q: Tensor,
+    rotated: Callable[[int], Tensor],
     keys: KVView,
     values: KVView,
     scale: float,
@@ -111,6 +114,7 @@ def call(
     """Prepare the call for a case; tensors may be on torch's meta device.
 
     It reads the tokens `begin` to n of the views, or of the slots, or up to n of each span.
+    rotated: returns q with so many channels rotated together.
     """
     b, hq, t, d = q.shape
     ks, vs = side_arguments(keys), side_arguments(values)
@@ -123,8 +127,7 @@ def call(
     elif masks.visible is not None:
         heads = max(heads, masks.visible.shape[1])
     r = hq // heads
-    q = q.to(keys.tail.dtype).contiguous()
-    rotated_q = q if not ks.rotation_size else (rotate_groups(q, ks.rotation_size).to(q.dtype))
+    rotated_q = q if not ks.rotation_size else rotated(ks.rotation_size)
     regions = _regions(ks, vs, begin, n, where is not None)
     most = min(ks.most, vs.most, 16 if isinstance(where, Slots) else 64)
     form = tile_shapes(d, r * t, q.dtype, most)
@@ -163,10 +166,10 @@ def call(
         ),
     }  # fmt: skip
     splits_all = sum(splits)
-    values_packed = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
+    rotated_splits = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
         splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotation_size,
-        splits_all, values_packed,
+        splits_all, rotated_splits if vs.rotation_size else 0,
     )  # fmt: skip
 
 
@@ -269,25 +272,41 @@ class Launch(NamedTuple):
     rotated_splits: int  # splits whose values are rotated
 
 
-def run(call: Launch, split: Any) -> AttentionState:
-    """Launch a kernel that makes splits, and the merge of these."""
-    b, hq, t, d = call.q.shape
-    rows, s = b * hq * t, call.splits
-    new = torch.float32
-    acc, ml = call.q.new_empty(rows, s, d, dtype=new), call.q.new_empty(rows, s, 2, dtype=new)
-    out, lse = call.q.new_empty(b, hq, t, d, dtype=new), call.q.new_empty(b, hq, t, dtype=new)
-    back = torch.empty_like(out) if call.rotation_size else out
-    with cuda.on(call.q):
-        split[(call.grid,)](
-            **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
-            num_warps=call.warps, num_stages=call.stages,
-        )  # fmt: skip
+def run(launches: Sequence[tuple[Launch, Any]]) -> AttentionState:
+    """Run calls for the same queries, each with the kernel that makes its splits; merge these."""
+    q, sizes = launches[0][0].q, {call.rotation_size for call, _ in launches if call.rotated_splits}
+    assert len(sizes) <= 1, "all values are rotated alike"
+    b, hq, t, d = q.shape
+    rows, new = b * hq * t, torch.float32
+    splits = sum(call.splits for call, _ in launches)
+    rotated_splits = sum(call.rotated_splits for call, _ in launches)
+    acc, ml = q.new_empty(rows, splits, d, dtype=new), q.new_empty(rows, splits, 2, dtype=new)
+    out, lse = q.new_empty(b, hq, t, d, dtype=new), q.new_empty(b, hq, t, dtype=new)
+    size = sizes.pop() if sizes else 0
+    in_kernel, back, signs = size & (size - 1) == 0, out, out
+    if size and in_kernel:
+        signs = quantize.signs(size, q.device)
+    elif size:
+        back = torch.empty_like(out)
+    steps = quantize.butterflies(size) if size and in_kernel else {"STAGES": 0, "NORM": 1.0}
+    first_rotated, first_plain = 0, rotated_splits
+    with cuda.on(q):
+        for call, split in launches:
+            first_plain -= call.rotated_splits
+            split[(call.grid,)](
+                **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
+                all_splits=splits, rotated_splits=call.rotated_splits,
+                first_rotated=first_rotated, first_plain=first_plain,
+                num_warps=call.warps, num_stages=call.stages,
+            )  # fmt: skip
+            first_rotated += call.rotated_splits
+            first_plain += call.splits
         kernels()._merge[(rows,)](
-            acc, ml, out, back, lse, s, call.rotated_splits, D=d, DP=call.constants["DP"], BS=16,
-            ROTATED=call.rotation_size > 0, num_warps=4,
+            acc, ml, out, back, lse, signs, splits, rotated_splits, D=d, DP=cuda.padded_size(d),
+            BS=16, ROTATED=size > 0, G=size, **steps, num_warps=4,
         )  # fmt: skip
-    if call.rotation_size:
-        out = out + rotate_groups(back, call.rotation_size, back=True)
+    if size and not in_kernel:
+        out = out + rotate_groups(back, size, back=True)
     return AttentionState(out, lse)
 
 
@@ -335,9 +354,12 @@ def _levels(bits: float, device: torch.device) -> Tensor:
 
 
 def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:
-    """Return x [..., D] with groups of channels rotated, or rotated back, fp32."""
+    """Return x [B, H, T, D] with groups of channels rotated, or rotated back, in its dtype."""
+    if group & (group - 1) == 0:
+        return quantize.rotated(x, group, x.dtype, back)
     matrix = _rotation(group, x.device)
-    return (x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)).flatten(-2)
+    groups = x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)
+    return groups.flatten(-2).to(x.dtype)
 
 
 def nothing(q: Tensor) -> AttentionState:

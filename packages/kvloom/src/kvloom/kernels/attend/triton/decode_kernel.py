@@ -22,9 +22,11 @@ import triton
 import triton.language as tl
 
 from ...quantize.triton_kernel import as_float
+from ...quantize.triton_rotation_kernel import hadamard
 from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
+PLACES = "all_splits", "rotated_splits", "first_rotated", "first_plain"  # of `store_split`
 KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as in `decode`
 
 
@@ -246,10 +248,16 @@ def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.conste
 
 @triton.jit
 def store_split(
-    acc_ptr, ml_ptr, top, total, acc, head, rows, splits, i, o_m, o_d, D: tl.constexpr, busy=True
+    acc_ptr, ml_ptr, top, total, acc, head, rows, i, all_splits, rotated, first_rotated,
+    first_plain, o_m, o_d, D: tl.constexpr, busy=True,
 ):  # fmt: skip
-    """Store the state of split i of the query rows o_m [BM]; busy: whether it has tokens."""
-    place = (head * rows + o_m) * splits + i
+    """Store the state of split i of the query rows o_m [BM]; busy: whether it has tokens.
+
+    Among all splits of all calls, the call's first `rotated` are from first_rotated on, and the
+    others from first_plain + rotated on.
+    """
+    place = tl.where(i < rotated, first_rotated, first_plain) + i
+    place += (head * rows + o_m) * all_splits
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     if busy:
         tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
@@ -269,13 +277,13 @@ def _tiles_of(i, splits, tiles):
 @triton.jit(do_not_specialize=[
     "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "where_b",
     "where_h", "n", "begin", "both_packed_end", "split0", "split1", "split2", "tiles0", "tiles1",
-    "tiles2", "t", "r",
+    "tiles2", "t", "r", *PLACES,
 ])  # fmt: skip
 def _split(
     q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, where_ptr, acc_ptr,
     ml_ptr, visible_b, visible_h, bias_b, bias_h, where_b, where_h,
     scale, softcap, h, share, r, t, n, begin, both_packed_end, split0, split1, split2, tiles0,
-    tiles1, tiles2,
+    tiles1, tiles2, all_splits, rotated_splits, first_rotated, first_plain,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, PACKED_SIDE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -343,15 +351,23 @@ def _split(
             k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
-    store_split(acc_ptr, ml_ptr, top, total, acc, head, r * t, splits, i, o_m, o_d, D, busy)
+    store_split(
+        acc_ptr, ml_ptr, top, total, acc, head, r * t, i, all_splits, rotated_splits,
+        first_rotated, first_plain, o_m, o_d, D, busy,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits", "rotated"])
 def _merge(
-    acc_ptr, ml_ptr, out_ptr, rotated_ptr, lse_ptr, splits, rotated,
+    acc_ptr, ml_ptr, out_ptr, rotated_ptr, lse_ptr, signs, splits, rotated,
     D: tl.constexpr, DP: tl.constexpr, BS: tl.constexpr, ROTATED: tl.constexpr,
+    G: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a query row; the first `rotated` have sums of rotated values."""
+    """Merge the splits of a query row; the first `rotated` have sums of rotated values.
+
+    ROTATED: whether some have; their sum is rotated back in groups of G channels, or, where G is no
+    power of 2 and STAGES is 0, stored apart.
+    """
     row = tl.program_id(0).to(tl.int64)
     o_d, o_s = tl.arange(0, DP), tl.arange(0, BS)
     ml_ptr += 2 * row * splits
@@ -380,7 +396,10 @@ def _merge(
         out += tl.sum(acc, 0)
     total = tl.sum(totals, 0)
     divisor = tl.where(total > 0, total, 1.0)
+    if ROTATED and STAGES > 0:
+        groups = hadamard(tl.reshape(back, [DP // G, G]), G, STAGES, NORM)
+        out += tl.reshape(groups * tl.load(signs + tl.arange(0, G))[None, :], [DP])
     tl.store(out_ptr + row * D + o_d, out / divisor, mask=o_d < D)
-    if ROTATED:
+    if ROTATED and STAGES == 0:
         tl.store(rotated_ptr + row * D + o_d, back / divisor, mask=o_d < D)
     tl.store(lse_ptr + row, tl.where(total > 0, top + tl.log(divisor), -float("inf")))

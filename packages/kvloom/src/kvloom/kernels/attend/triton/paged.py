@@ -61,7 +61,7 @@ def arguments(
     heads, like = keys.tail.shape[1], keys.tail.dtype
     ks, vs = side_arguments(keys), side_arguments(values)
     q = q.to(like).contiguous()
-    rotated_q = rotate_groups(q, ks.rotation_size).to(like) if ks.rotation_size else q
+    rotated_q = rotate_groups(q, ks.rotation_size) if ks.rotation_size else q
     r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
     first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
     shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
@@ -83,5 +83,5 @@ def arguments(
     }  # fmt: skip
     return Launch(
         programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotation_size,
-        splits + 1, splits,
+        splits + 1, splits if vs.rotation_size else 0,
     )  # fmt: skip

@@ -13,14 +13,22 @@ import triton
 import triton.language as tl
 
 from .arguments import Side
-from .decode_kernel import _tiles_of, _walk, load_queries, side_of_head, side_of_row, store_split
+from .decode_kernel import (
+    PLACES,
+    _tiles_of,
+    _walk,
+    load_queries,
+    side_of_head,
+    side_of_row,
+    store_split,
+)
 
 
-@triton.jit(do_not_specialize=["splits", "sinks", "width", "r"])
+@triton.jit(do_not_specialize=["splits", "sinks", "width", "r", *PLACES])
 def _split_pages(
     q_ptr, rotated_ptr, k, v, k_sinks, v_sinks,
     blocks_ptr, packed_ptr, tokens_ptr, tails_ptr, acc_ptr, ml_ptr,
-    scale, h, r, width, sinks, splits,
+    scale, h, r, width, sinks, splits, all_splits, rotated_splits, first_rotated, first_plain,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, PAGE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +78,10 @@ def _split_pages(
                 v_sinks.first + place * v_sinks.b + hk * v_sinks.h, v_sinks.n,
                 o_m, o_d, K, V, D, DP, BN1, OPTIONS,
             )  # fmt: skip
-    store_split(acc_ptr, ml_ptr, top, total, acc, head, r, parts, i, o_m, o_d, D)
+    store_split(
+        acc_ptr, ml_ptr, top, total, acc, head, r, i, all_splits, rotated_splits, first_rotated,
+        first_plain, o_m, o_d, D,
+    )  # fmt: skip
 
 
 @triton.jit

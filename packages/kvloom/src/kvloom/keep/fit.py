@@ -5,6 +5,7 @@ Decides the values alone: which tokens stay, and how their keys are stored, is g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..kernels import ops
 from ..kernels.attend import reference
+from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
 from .scorer import Step
 
@@ -93,10 +95,7 @@ class Fit:
         """
         fitted = step.v.clone()
         free = kept if free is None else free & kept
-        for row in range(len(step.k)):
-            real = torch.arange(step.k.shape[2], device=step.k.device)
-            if step.visible is not None:
-                real = real[step.visible[row, 0]]
+        for rows, real in _rows_alike(step):
             before = int((real < without_query).sum())
             every = self._every(len(real) - before)
             for lo in range(0, len(real), self.chunk):
@@ -105,16 +104,16 @@ class Fit:
                 begin, end = (-(-max(0, i - before) // every) for i in (lo, hi))
                 if begin == end:  # a last chunk may be shorter than the distance of two rows
                     continue
-                q = step.q[row, :, begin:end]
+                q = step.q[rows, :, begin:end]
                 if step.rope is not None:
-                    q = step.rope.rotate(q[None], torch.tensor(hi - lo).view(1, 1, 1))[0]
-                y = _attend(step, q, step.k[row, :, slots], step.v[row, :, slots]).out
-                may_change = free[row, :, slots]
-                may_change[:, :sinks] = False
-                fitted[row, :, slots] = self._of_chunk(
-                    step, q, y, keys[row, :, slots], fitted[row, :, slots], kept[row, :, slots],
-                    may_change,
-                )  # fmt: skip
+                    q = step.rope.rotate(q, torch.tensor(hi - lo).view(1, 1, 1))
+                own = (x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free))
+                k, v, stored, values, stay, may_change = own
+                may_change[..., :sinks] = False
+                y = _attend(step, q, k, v).out
+                fitted[rows][:, :, slots] = self._of_chunk(
+                    step, q, y, stored, values, stay, may_change
+                )
         return fitted
 
     def _of_chunk(
@@ -127,67 +126,71 @@ class Fit:
         kept: Tensor,
         free: Tensor,
     ) -> Tensor:
-        """Return the values of a chunk of one row, [Hk, N, D].
+        """Return the values of a chunk of alike rows, [B, Hk, N, D].
 
-        q, y: [Hq, M, D], of the queries after the chunk. keys: as they are stored. values: as they
-        are by now. kept: bool [Hk, N]. free: bool [Hk, N], the values that may change.
+        q, y: [B, Hq, M, D], of the queries after the chunk. keys: as they are stored. values: as
+        they are by now. kept: bool [B, Hk, N]. free: bool [B, Hk, N], the values that may change.
         """
-        heads = len(keys)
-        slots = (~kept).byte().argsort(dim=-1, stable=True)[:, : int(kept.sum(dim=-1).max())]
-        of_slots = slots[..., None].expand(-1, -1, keys.shape[2])
-        kept_only = _attend(
-            step, q, keys.gather(1, of_slots), values.gather(1, of_slots), kept.gather(1, slots)
-        )
+        slots = (~kept).byte().argsort(dim=-1, stable=True)[..., : int(kept.sum(dim=-1).max())]
+        kept_keys = gather(keys, slots)
+        kept_only = _attend(step, q, kept_keys, gather(values, slots), kept.gather(-1, slots))
         missing, rows, lse = (
-            x.float().reshape(heads, -1, x.shape[-1])
+            x.float().reshape(*keys.shape[:2], -1, x.shape[-1])
             for x in (y.float() - kept_only.out.float(), q, kept_only.lse[..., None])
         )
-        for head in range(heads):
-            changing = free[head].nonzero()[:, 0]
-            if len(changing) > self.values:
-                part = slice(None, None, _COUNTED)
-                sums = _weights(step, rows[head, part], keys[head, changing], lse[head, part]).sum(
-                    0
-                )
-                changing = changing[sums.topk(self.values).indices]
-            x = _weights(step, rows[head], keys[head, changing], lse[head])
-            change = _solve(x, missing[head])
-            if change is not None:
-                values[head, changing] = (values[head, changing] + change).to(values.dtype)
-        return values
+        counted = slice(None, None, _COUNTED)
+        sums = _weights(step, rows[:, :, counted], kept_keys, lse[:, :, counted]).sum(dim=-2)
+        may_change = free.gather(-1, slots)
+        most = sums.masked_fill_(~may_change, -1.0).topk(min(self.values, slots.shape[-1]))[1]
+        changing, changes = slots.gather(-1, most), may_change.gather(-1, most)
+        x = _weights(step, rows, gather(keys, changing), lse) * changes[..., None, :]
+        old = gather(values, changing)
+        new = (old + _solve(x, missing, changes)).to(old.dtype)
+        return values.scatter(2, changing[..., None].expand(new.shape), new)
+
+
+def _rows_alike(step: Step) -> Iterator[tuple[slice, Tensor]]:
+    """Yield rows whose padding is alike, and the slots of their tokens."""
+    tokens = torch.arange(step.k.shape[2], device=step.k.device)
+    if step.visible is None:
+        yield slice(None), tokens
+        return
+    for row in range(len(step.k)):
+        yield slice(row, row + 1), tokens[step.visible[row, 0]]
 
 
 def _attend(
     step: Step, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
 ) -> reference.AttentionState:
-    """Attend q [Hq, M, D] to all of k, v [Hk, N, D]; visible: bool [Hk, N].
+    """Attend q [B, Hq, M, D] to all of k, v [B, Hk, N, D]; visible: bool [B, Hk, N].
 
-    Returns out [Hq, M, D], in q's dtype or fp32, and lse [Hq, M].
+    Returns out [B, Hq, M, D], in q's dtype or fp32, and lse [B, Hq, M].
     """
-    inputs = q[None], k[None], v[None], step.scale
-    shown = None if visible is None else visible[None]
     if step.softcap is None:
-        state = ops.attend_prompt(*inputs, causal=False, visible=shown)
-    else:
-        state = reference.attend_exact(*inputs, visible=shown, softcap=step.softcap)
-    return reference.AttentionState(state.out[0], state.lse[0])
+        return ops.attend_prompt(q, k, v, step.scale, causal=False, visible=visible)
+    return reference.attend_exact(q, k, v, step.scale, visible=visible, softcap=step.softcap)
 
 
 def _weights(step: Step, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-    """Return the attention weights fp32 [rows, N] of q to some keys; lse: of all, [rows, 1]."""
-    logits = reference.softcapped((q * step.scale) @ k.float().T, step.softcap)
+    """Return the attention weights fp32 [B, Hk, rows, N] of q; lse: of all keys, [B, Hk, rows, 1].
+
+    q: [B, Hk, rows, D]. k: some of the keys, [B, Hk, N, D].
+    """
+    logits = reference.softcapped((q * step.scale) @ k.float().mT, step.softcap)
     return (logits - lse).exp_()
 
 
-def _solve(x: Tensor, missing: Tensor) -> Tensor | None:
-    """Return the change of values fp32 [N, D] by ridge regression; None if it does not help.
+def _solve(x: Tensor, missing: Tensor, changes: Tensor) -> Tensor:
+    """Return the change of values fp32 [B, Hk, N, D] by ridge regression; 0 where it does not help.
 
-    x: the weights of the values, fp32 [rows, N]. missing: what they lack, fp32 [rows, D].
+    x: the weights of the values, fp32 [B, Hk, rows, N]. missing: what they lack, fp32
+    [B, Hk, rows, D]. changes: bool [B, Hk, N]; the weights of the others are 0.
     """
-    if not x.numel():
-        return None
-    gram = x.T @ x
-    diagonal = gram.diagonal()
-    diagonal += torch.maximum(RIDGE * diagonal.median(), _FLOOR * diagonal.max())
-    change = torch.cholesky_solve(x.T @ missing, torch.linalg.cholesky_ex(gram).L)
-    return change if (missing - x @ change).norm() < missing.norm() else None
+    gram = x.mT @ x
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    median = diagonal.masked_fill(~changes, torch.nan).nanmedian(dim=-1, keepdim=True)[0]
+    largest = diagonal.amax(dim=-1, keepdim=True)
+    diagonal += torch.maximum(RIDGE * median, _FLOOR * largest).nan_to_num(1.0)  # none changes
+    change = torch.cholesky_solve(x.mT @ missing, torch.linalg.cholesky_ex(gram).L)
+    error, before = ((y.square()).sum(dim=(-2, -1)) for y in (missing - x @ change, missing))
+    return torch.where((error < before)[..., None, None], change, 0.0)

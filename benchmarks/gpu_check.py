@@ -7,9 +7,13 @@ multiplying with a rounded reciprocal. A case that the dispatch leaves to the re
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+import multiprocessing
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from gpu_clock import Bench
 from kvloom.encoding import META
 from kvloom.kernels import PackedTensors, Region, operations_run, ops, use_backend
 from kvloom.kernels.attend import reference as attend_ref
-from kvloom.kernels.attend.regions import KVView, Spans
+from kvloom.kernels.attend.regions import KVView, Paged, PageTable, Spans
 from kvloom.kernels.quantize import reference as quant_ref
 from kvloom.kernels.quantize import triton as quant_gpu
 from kvloom.kernels.score import reference as score_ref
@@ -28,6 +32,7 @@ from kvloom.kernels.score import triton as score_gpu
 from kvloom.kernels.score.noise import Noise
 from kvloom.recipe import resolve
 from kvloom.store import Encoding, KVSide, LayerEncoding, Packed
+from kvloom.store.packed import PackedTokens
 from kvloom_lab.models import random_llama
 from kvloom_lab.workload.layers import ModelShape
 
@@ -38,36 +43,70 @@ Case = tuple[str, str, float, Callable[[], float]]  # operation, what, tolerance
 
 
 def check(bench: Bench, fast: bool = False) -> None:
-    """Run all cases; a row an operation, and one for each case that fails."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written
+    """Run all cases; a row an operation, and one for each case that fails.
+
+    Most of the time goes into compiling kernels, so processes share the cases.
+    """
+    parts = 1 if bench.dry else max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+    if parts == 1:
+        found = _part(bench, fast, 0, 1)
+    else:
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(parts, spawn) as pool:
+            started = [pool.submit(_in_process, bench.left, fast, i, parts) for i in range(parts)]
+            found = [result for part in started for result in part.result()]
     worst_by_operation: dict[str, list[float]] = defaultdict(list)
     failed = 0
+    for operation, what, most, worst, note in found:
+        if worst is None:
+            bench.skipped.append(f"check: {operation} {what}")
+            continue
+        worst_by_operation[operation].append(worst)
+        if not worst <= most:  # NaN never passes
+            failed += 1
+            error = None if math.isnan(worst) else worst
+            figures = {"ok": False, "error": error, "tolerance": most}
+            bench.row(f"{operation} {what}", figures, note=note)
+    for operation, errors in worst_by_operation.items():
+        worst = max((x for x in errors if not math.isnan(x)), default=None)
+        bench.row(operation, {"cases": len(errors), "largest error": worst})
+    bench.row("check", {"ok": not failed, "failed": failed})
+
+
+Result = tuple[str, str, float, float | None, str]
+"""Operation, case, tolerance, error (None: no time was left), and the message of a failure."""
+
+
+def _in_process(seconds: float, fast: bool, part: int, parts: int) -> list[Result]:
+    bench = Bench(dry=False)
+    bench.begin("check", seconds)
+    torch.manual_seed(part)
+    return _part(bench, fast, part, parts)
+
+
+def _part(bench: Bench, fast: bool, part: int, parts: int) -> list[Result]:
+    """Run every case whose number is `part` modulo `parts`."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written
+    results: list[Result] = []
     try:
-        for operation, what, most, error in cases(bench, fast):
-            if bench.skip(f"{operation} {what}"):
-                continue
-            try:
-                worst = error()
-            except Exception as problem:
-                if bench.dry:
-                    raise
-                bench.row(f"{operation} {what}", {"ok": False}, note=str(problem)[:200])
-                failed += 1
-                continue
-            if not worst <= most:  # NaN never passes
-                failed += 1
-                bench.row(f"{operation} {what}", {"ok": False, "error": worst, "tolerance": most})
-            worst_by_operation[operation].append(worst)
+        for operation, what, most, error in itertools.islice(cases(bench, fast), part, None, parts):
+            worst, note = None, ""
+            if bench.dry or bench.left > 0:
+                try:
+                    worst = error()
+                except Exception as problem:
+                    if bench.dry:
+                        raise
+                    worst, note = float("nan"), f"{type(problem).__name__}: {problem}"[:200]
+            results.append((operation, what, most, worst, note))
     finally:
         torch.use_deterministic_algorithms(False)
-    for operation, worst in worst_by_operation.items():
-        bench.row(operation, {"cases": len(worst), "largest error": max(worst)})
-    bench.row("check", {"ok": not failed, "failed": failed})
+    return results
 
 
 def cases(bench: Bench, fast: bool) -> Iterator[Case]:
     """All cases, the fewest of each operation if `fast`."""
-    for family in (_quant, _score, _attend, _attend_spans, _models):
+    for family in (_quant, _rotated, _score, _attend, _attend_spans, _pages, _models):
         yield from family(bench, fast)
 
 
@@ -97,6 +136,23 @@ def _quant(bench: Bench, fast: bool) -> Iterator[Case]:
             spec = encoding.bind(2, d)
             what = f"{bits} bit per {axis} {group}, D={d}, {meta}, {dtype}"
             yield "pack, unpack", what, 0.0, lambda s=spec, t=dtype: _packed(bench, s, t)
+
+
+def _rotated(bench: Bench, fast: bool) -> Iterator[Case]:
+    for turn, bits in enumerate(quant_ref.PACK_BLOCK):
+        dtype = DTYPES[turn % 3]
+        d, group = ((128, 0), (64, 32), (256, 0))[turn % 3]
+        if fast and bits != 4:
+            continue
+        encoding = Encoding(bits, "token", group, list(META)[turn % 4], rotation="group")
+        spec = encoding.bind(2, d)
+        what = f"{bits} bit, groups of {group or d} rotated, D={d}, {encoding.meta}, {dtype}"
+        yield (
+            "pack, unpack", what, 0.0,
+            lambda s=spec, t=dtype: _packed(bench, s, t),
+        )  # fmt: skip
+    spec = Encoding(4, "channel", 32, rotation="head").bind(2, 128)
+    yield "pack, unpack", "4 bit, heads rotated", 0.0, lambda: _packed(bench, spec, torch.float16)
 
 
 def _packed(bench: Bench, spec: LayerEncoding, dtype: torch.dtype) -> float:
@@ -287,6 +343,42 @@ def _spans(
     exact = [KVView(None, lane.kv_view().tensor().cpu().float()) for lane in lanes]
     cpu = [Region(*exact, where)]
     want = attend_ref.attend_regions(q.cpu().float(), cpu, d**-0.5)
+    return max(_away(state.out, want.out), _away(state.lse, want.lse))
+
+
+def _pages(bench: Bench, fast: bool) -> Iterator[Case]:
+    for turn, name in enumerate(("kivi", "near-lossless", "rtn:bits=8")):
+        if fast and turn:
+            continue
+        dtype, store = torch.float16 if bench.dry else DTYPES[turn], resolve(name).store
+        yield (
+            "attend", f"pages, {name} {dtype}", _CLOSE[dtype],
+            lambda s=store, dt=dtype: _paged(bench, s.keys, s.values, dt),
+        )  # fmt: skip
+
+
+def _paged(bench: Bench, keys: Packed, values: Packed, dtype: torch.dtype) -> float:
+    """A step of rows with different numbers of pages, one of them none."""
+    page, heads, d, counts = 128, 2, 64, [3 * 128 + 1, 7, 2 * 128, 1]
+    views, number = [], sum(n // page for n in counts) + 2
+    for fmt in (keys, values):
+        tokens = PackedTokens(fmt, None)
+        tokens.append(torch.randn(number, heads, page, d, device=bench.device).to(dtype))
+        tail = torch.randn(len(counts), heads, page, d, device=bench.device).to(dtype)
+        views.append(KVView(tokens.view(), tail, fmt.encoding))
+    blocks, order = torch.zeros(len(counts), 3, dtype=torch.long), torch.randperm(number).tolist()
+    packed = [(n - 1) // page * page for n in counts]
+    for row, n in enumerate(packed):
+        for i in range(n // page):
+            blocks[row, i] = order.pop()
+    columns = (blocks, torch.tensor(packed), torch.tensor(counts), torch.arange(len(counts)))
+    table = PageTable(*(x.to(bench.device) for x in columns), page, max(counts))
+    q = torch.randn(len(counts), 4 * heads, 1, d, device=bench.device).to(dtype)
+    state = _by_kernel(q, [Region(*views, Paged(table))])
+    exact = [
+        KVView(x.packed._replace(dtype=torch.float32), x.exact.float(), x.encoding) for x in views
+    ]
+    want = attend_ref.attend_regions(q.float(), [Region(*exact, Paged(table))], d**-0.5)
     return max(_away(state.out, want.out), _away(state.lse, want.lse))
 
 

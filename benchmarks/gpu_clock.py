@@ -115,7 +115,11 @@ class Bench:
         """Memory that is left, in GB."""
         if self.dry:
             return 0.001
-        return self.memory_gb - torch.cuda.memory_allocated() / 1e9
+        return self.memory_gb - self.held_gb()
+
+    def held_gb(self) -> float:
+        """Memory that tensors take, in GB."""
+        return 0.0 if self.dry else torch.cuda.memory_allocated() / 1e9
 
     def peak_gb(self) -> float:
         """The most memory that tensors took since `free`, in GB."""

@@ -59,6 +59,7 @@ class Run:
     new: int
     batch: int
     kept: float  # GB of the cache at the end, by its own count
+    held: float  # GB that the allocator holds for the cache then
 
     @property
     def step(self) -> float:
@@ -85,7 +86,7 @@ class Run:
         return {
             "batch": self.batch, "prefill s": self.prefill, "ms a step": 1e3 * self.step,
             "latency s": self.latency, "tokens/s": self.tokens_s, "peak GB": self.peak_gb,
-            "cache GB": self.kept,
+            "cache GB": self.kept, "held GB": self.held,
         }  # fmt: skip
 
 
@@ -125,6 +126,7 @@ def run(
             feed(tokens, warm, min(batch, 4))
         del warm
         bench.free()
+    before = bench.held_gb()
     cache = fresh()
     times = [bench.now()]
     feed(prompt, cache)
@@ -142,9 +144,10 @@ def run(
         ends.append((bench.now() - begin) / steps)
     peak = bench.peak_gb()
     kept = cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
+    held = bench.held_gb() - before
     del cache
     bench.free()
-    return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9)
+    return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9, held)
 
 
 def fits(bench: Bench, shape: str, recipe: str, tokens: int, room_gb: float) -> int:

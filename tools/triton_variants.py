@@ -107,7 +107,8 @@ def _attend(
         )
     causal = t > 1 and not isinstance(where, Spans)
     softcap = 5.0 if options else None
-    call = decode.call(q, lambda _: q, k, v, 1.0, causal, softcap, masks, where, 0, n)
+    with patch.object(triton_runtime, "launch"):
+        call = decode.call(q, {}, k, v, 1.0, causal, softcap, masks, where, 0, n)
     parts = {"acc_ptr": call.q.float(), "ml_ptr": call.q.float(), **_PLACES}
     short = str(dtype).removeprefix("torch.")
     rows = f"{heads // _HK * t} rows"

@@ -7,8 +7,7 @@ Importing this does not import Triton; the first call does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,7 +58,7 @@ def attend(
         state = _pages(q, region.keys, region.values, region.where, scale)
     else:
         q = q.to(regions[0].keys.tail.dtype).contiguous()
-        rotated = cache(partial(decode.rotate_groups, q))
+        rotated: dict[int, Tensor] = {}
         calls = [x for region in regions for x in _calls(q, rotated, region, scale, softcap)]
         state = run([(call, kernels()._split) for call in calls]) if calls else nothing(q)
     return state if sink_logits is None else with_sinks(state, sink_logits)
@@ -67,7 +66,7 @@ def attend(
 
 def _calls(
     q: Tensor,
-    rotated: Callable[[int], Tensor],
+    rotated: dict[int, Tensor],
     region: Region,
     scale: float,
     softcap: float | None,

@@ -9,7 +9,7 @@ the first call does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -100,7 +100,7 @@ def masks_of(visible: Tensor | None, bias: Tensor | None) -> Masks:
 
 def call(
     q: Tensor,
-    rotated: Callable[[int], Tensor],
+    rotated: dict[int, Tensor],
     keys: KVView,
     values: KVView,
     scale: float,
@@ -114,7 +114,7 @@ def call(
     """Prepare the call for a case; tensors may be on torch's meta device.
 
     It reads the tokens `begin` to n of the views, or of the slots, or up to n of each span.
-    rotated: returns q with so many channels rotated together.
+    rotated: q by the number of channels that are rotated together, as earlier calls left it.
     """
     b, hq, t, d = q.shape
     ks, vs = side_arguments(keys), side_arguments(values)
@@ -127,7 +127,11 @@ def call(
     elif masks.visible is not None:
         heads = max(heads, masks.visible.shape[1])
     r = hq // heads
-    rotated_q = q if not ks.rotation_size else rotated(ks.rotation_size)
+    size, rotated_q = ks.rotation_size, q
+    if size:
+        if size not in rotated:
+            rotated[size] = rotate_groups(q, size)
+        rotated_q = rotated[size]
     regions = _regions(ks, vs, begin, n, where is not None)
     most = min(ks.most, vs.most, 16 if isinstance(where, Slots) else 64)
     form = tile_shapes(d, r * t, q.dtype, most)
@@ -194,14 +198,19 @@ def _regions(
     return _Regions(both, either, KEYS if keys.packed_end == either else VALUES)
 
 
-def _stride(x: Tensor, dim: int) -> int:
-    """Return the stride of a dimension; 0 for one of size 1, whose element all rows share."""
-    return x.stride(dim) if x.shape[dim] > 1 else 0
+def _strides(x: Tensor, dims: int) -> list[int]:
+    """Return the first strides; 0 for a dimension of size 1, whose element all rows share."""
+    sizes = x.shape
+    return [step if sizes[i] > 1 else 0 for i, step in enumerate(x.stride()[:dims])]
 
 
 def _steps(name: str, x: Tensor | None) -> dict[str, int]:
     """Return the strides of the first two dimensions."""
-    b, h = (0, 0) if x is None else (_stride(x, i) for i in (0, 1))
+    b = h = 0
+    if x is not None:
+        b, h = (
+            step if size > 1 else 0 for size, step in zip(x.shape[:2], x.stride(), strict=False)
+        )
     return {f"{name}_b": b, f"{name}_h": h}
 
 
@@ -241,7 +250,7 @@ def side_arguments(view: KVView) -> SideArguments:
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
     tensors = codes, scale, zero, group_of, divisor, table, tail
-    strides = [_stride(x, i) for x in (codes, scale, tail) for i in range(3)]
+    strides = [stride for x in (codes, scale, tail) for stride in _strides(x, 3)]
     side = Side(*tensors, *strides)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
     looked_up = form.bits == 15 or form.rotation == 1 or form.kind == 2

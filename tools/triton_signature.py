@@ -5,7 +5,7 @@ Decides how a call becomes types; `triton_variants` decides which calls. Imports
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,18 +42,21 @@ class Variant(NamedTuple):
     brief: bool = False
 
 
-def signature(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def signature(arguments: Mapping[str, Any], general: Collection[str] = ()) -> dict[str, Any]:
     """Return the types of a call's arguments; tensors may be on torch's meta device.
 
-    Assumes that tensors are aligned to 16 bytes and nothing about numbers. None is a constant.
+    Assumes that tensors are aligned to 16 bytes. As in a launch, integers that 16 divides are
+    marked, but for the arguments `general`. None is a constant.
     """
-    return {name: _type(x) for name, x in arguments.items() if x is not None}
+    return {name: _type(x, name not in general) for name, x in arguments.items() if x is not None}
 
 
-def _type(x: Any) -> Any:
+def _type(x: Any, special: bool) -> Any:
     """Return the type of an argument; of a named tuple, one with the types of its fields."""
     if isinstance(x, tuple):
-        return type(x)(*map(_type, x))
+        return type(x)(*(_type(field, special) for field in x))
     if isinstance(x, Tensor):
         return f"*{_TYPES[x.dtype]}:16"
-    return "fp32" if isinstance(x, float) else "i32"
+    if isinstance(x, float):
+        return "fp32"
+    return "i32:16" if special and x % 16 == 0 else "i32"

@@ -26,7 +26,7 @@ from kvloom.kernels.score.noise import Noise
 from triton_signature import Variant, signature
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-_META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.uint8}
+_META = {"fp32": FP32, "fp16": FP16, "bf16": BF16, "fp8": torch.float8_e4m3fn}
 _B, _HK, _N = 1, 2, 4096
 
 
@@ -116,8 +116,8 @@ def _attend(
     more += "" if where is None else f" {type(where).__name__.lower()}"
     return Variant(
         f"attend {name} d{d} {short} {rows}{more}", decode_kernel._split,
-        signature({**call.arguments, **parts}), call.constants, call.warps, call.stages,
-        brief=brief,
+        _types(decode_kernel._split, {**call.arguments, **parts}), call.constants, call.warps,
+        call.stages, brief=brief,
     )  # fmt: skip
 
 
@@ -149,8 +149,8 @@ def _paged(
     short = str(dtype).removeprefix("torch.")
     return Variant(
         f"attend pages {name} d{d} {short} {heads // _HK} rows", paged_kernel._split_pages,
-        signature({**call.arguments, **parts}), call.constants, call.warps, call.stages,
-        brief=brief,
+        _types(paged_kernel._split_pages, {**call.arguments, **parts}), call.constants, call.warps,
+        call.stages, brief=brief,
     )  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def attend() -> Iterator[Variant]:
                 steps = quantize_pack.butterflies(group)
             yield Variant(
                 f"merge d{d} rotated {group}", decode_kernel._merge,
-                signature({**given, "splits": 5, "rotated": 3}),
+                _types(decode_kernel._merge, {**given, "splits": 5, "rotated": 3}),
                 {"D": d, "DP": d, "BS": 16, "ROTATED": group > 0, "G": group, **steps},
                 brief=group == d == 128,
             )  # fmt: skip
@@ -319,6 +319,11 @@ def _meta(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def _types(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the types of a kernel's arguments, as a launch specializes on them."""
+    return signature(given, {p.name for p in kernel.params if p.do_not_specialize})
+
+
 def _launched(name: str, call: Callable[[], object], brief: bool) -> Iterator[Variant]:
     """Yield the variants that a call with meta tensors would launch."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -332,15 +337,11 @@ def _launched(name: str, call: Callable[[], object], brief: bool) -> Iterator[Va
         warps, stages = options.pop("warps", 4), options.pop("stages", 2)
         options.pop("contract", None)
         given = dict(zip(kernel.arg_names, arguments, strict=False))
-        types = signature(given)
+        types = _types(kernel, given)
         general = {p.name for p in kernel.params if p.do_not_specialize}
-        for argument, x in given.items():  # integers that a launch specializes on
-            if argument in general:
-                continue
-            if isinstance(x, int) and x == 1:
+        for argument, x in given.items():  # a launch takes 1 as a constant
+            if isinstance(x, int) and x == 1 and argument not in general:
                 del types[argument]
                 options[argument] = 1
-            elif isinstance(x, int) and x % 16 == 0:
-                types[argument] += ":16"
         title = f"{kernel.__name__} {name}"
         yield Variant(title, kernel, types, options, warps, stages, brief=brief)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
 from ....encoding import LayerEncoding
+from ...quantize.hadamard import levels
 
 
 class Side(NamedTuple):
@@ -45,21 +49,36 @@ class Form(NamedTuple):
     group: int = 0
     rotation: int = 0  # of rotated channels: 1 codes are levels, 2 code * scale + zero
     divided: bool = False
+    half: bool = False  # tokens are unpacked in fp16
+    table: tuple[int, ...] = ()  # levels in fp16, up to 16: see `decode_kernel._levels`
 
     @classmethod
-    def of(cls, layer_encoding: LayerEncoding) -> Form:
-        """Return the form of a layer's keys or values."""
+    def of(cls, layer_encoding: LayerEncoding, half: bool) -> Form:
+        """Return the form of a layer's keys or values; half: fp16 holds its scales and tokens."""
         encoding = layer_encoding.encoding
         kind = 0 if encoding.axis == "channel" else 1
         if encoding.rotation != "group" and layer_encoding.group_of is not None:
             kind = 2 if layer_encoding.static is None else 3
+        half = half and layer_encoding.divisor is None
+        by_table = half and encoding.rotation == "group" and encoding.bits in (1, 2, 3, 4)
         return cls(
             15 if encoding.bits == 1.5 else int(encoding.bits),
             kind,
             layer_encoding.group,
             {"none": 0, "group": 1, "head": 2}[encoding.rotation],
             layer_encoding.divisor is not None,
+            half,
+            _table(encoding.bits) if by_table else (),
         )
+
+
+@cache
+def _table(bits: float) -> tuple[int, ...]:
+    """Return the last eight levels, or all: their low bytes in two words, and their high bytes."""
+    table = levels(bits)[-8:].half()
+    table = torch.nn.functional.pad(table, (0, 8 - len(table))).view(torch.uint8)
+    words = torch.cat([table[0::2], table[1::2]]).view(torch.int32)
+    return tuple(word & 0xFFFFFFFF for word in words.tolist())
 
 
 class Options(NamedTuple):

@@ -53,9 +53,8 @@ def attend(
     """Attend as `reference.attend_regions` does; returns no products."""
     if not q.shape[0]:
         state = nothing(q)
-    elif isinstance(regions[0].where, Paged):
-        (region,) = regions
-        state = _pages(q, region.keys, region.values, region.where, scale)
+    elif isinstance(where := regions[0].where, Paged):
+        state = _pages(q, regions[0].keys, regions[0].values, where, scale)
     else:
         q = q.to(regions[0].keys.tail.dtype).contiguous()
         rotated: dict[int, Tensor] = {}

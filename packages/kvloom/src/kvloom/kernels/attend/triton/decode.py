@@ -27,7 +27,9 @@ from ..regions import KVView, Slots, Spans
 from .arguments import Form, Options, Side
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
+WAVES = 8  # programs for each multiprocessor
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
+_IN_HALF = torch.float16, torch.float8_e4m3fn  # dtypes of scales that fp16 holds
 _KNOWN = (
     "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
 )  # fmt: skip
@@ -139,7 +141,7 @@ def call(
     sizes = (form.tokens if packed else form.alone, form.tokens, form.alone)
     tiles, splits = [], []
     blocks = b * heads * -(-r * t // form.rows)
-    want = max(1, -(-2 * processors(q.device) // blocks))
+    want = max(1, -(-WAVES * processors(q.device) // blocks))
     starts = begin, regions.both_packed_end, regions.any_packed_end
     for lo, hi, size in zip(starts, (*starts[1:], n), sizes, strict=True):
         count = -(-hi // size) - lo // size if hi > lo else 0
@@ -232,28 +234,33 @@ def side_arguments(view: KVView) -> SideArguments:
     form, rotation_size, packed_end = Form(), 0, 0
     if packed is not None:
         layer_encoding, packed_end = packed.layer_encoding, packed.hi
-        form, rotation_size = Form.of(layer_encoding), layer_encoding.rotation_size
+        rotation_size = layer_encoding.rotation_size
         codes, scale, zero = (
             x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
             for x in (packed.codes, packed.scale, packed.zero)
         )
-        if form.rotation == 1:
-            zero, table = scale, _levels(layer_encoding.encoding.bits, tail.device)
-        elif layer_encoding.static is not None:
+        if layer_encoding.static is not None:
             scale, zero = layer_encoding.static
         elif layer_encoding.group_of is not None:
             group_of = layer_encoding.group_of
         if layer_encoding.divisor is not None:
             divisor = layer_encoding.divisor
+        form = Form.of(layer_encoding, tail.dtype != torch.float32 and scale.dtype in _IN_HALF)
+        if form.rotation == 1:
+            zero = scale
+            if not form.table:
+                table = _levels(layer_encoding.encoding.bits, tail.device)
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
             scale, zero = scale.view(torch.uint8), zero.view(torch.uint8)
+        if codes.shape[3] % 4 or codes.stride(2) % 4:  # the kernel reads words of 4 channels
+            codes = torch.nn.functional.pad(codes, (0, -codes.shape[3] % 4)).contiguous()
     tensors = codes, scale, zero, group_of, divisor, table, tail
     strides = [stride for x in (codes, scale, tail) for stride in _strides(x, 3)]
     side = Side(*tensors, *strides)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
-    looked_up = form.bits == 15 or form.rotation == 1 or form.kind == 2
+    looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
     slow = form.bits in (1, 3, 8)
     most = 16 if looked_up else 32 if slow or scale.dtype == torch.uint8 else 64
     return SideArguments(side, form, packed_end, rotation_size, most)
@@ -337,7 +344,7 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
     rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows))
-    stages = 1 if large and d <= 64 and most < 32 else 2
+    stages = 1 if large and d <= 64 else 2
     return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
 
 

@@ -7,12 +7,14 @@ each head in one long row. A program of `_split` owns a range of tiles of one re
 key/value head, a split, and leaves an unnormalized sum, the largest logit and the sum of weights;
 `_merge` joins the splits of a row. A split of no tile leaves no sum, and none is read.
 
-A tile of BN tokens begins where bytes and groups begin: [BN / per_byte, D] bytes spread to
-[BN, D] codes by shifts along a dimension between the two, scales and zeros likewise, so each is
-loaded once. Only where tokens are chosen, and at 1.5 bits (five to a byte), does every token find
-its own byte. A code of 1, 2, 4 or 8 bits becomes 1 + c / 2^bits by a shift, an and, an or; a number
-is then x * S + Z with S = 2^bits * scale, Z = zero - S, in fp32, and enters the products in the
-model's dtype, as the reference's unpacked copy does. Sums are fp32. Reference:
+A tile of BN tokens begins where bytes and groups begin. Words of four channels, [BN / per_byte,
+D / 4], spread to the tokens of their bytes by shifts along a dimension between the two; scales and
+zeros likewise, so each is loaded once. Only where tokens are chosen, and at 1.5 bits (five to a
+byte), does every token find its own byte. With scales in fp16 or e4m3, and tokens not in fp32,
+a token is unpacked in fp16, two channels at a time: a permutation of bytes makes 1024 + c of a
+code, or its level, and code * scale + zero is rounded once, as in the reference's unpacked copy.
+It enters the products in fp16, beside queries and weights in fp16, which are brought into its
+range. Other tokens are unpacked in fp32 and enter in the model's dtype. Sums are fp32. Reference:
 `reference.attend_exact`; tolerance: see `tests/kernels/test_gpu_attend.py`.
 """
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ... import triton_runtime
 from ...quantize.triton_kernel import as_float
 from ...quantize.triton_rotation_kernel import hadamard
 from .arguments import Side
@@ -28,6 +31,8 @@ from .arguments import Side
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 PLACES = "all_splits", "rotated_splits", "first_rotated", "first_plain"  # of `store_split`
 KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as in `decode`
+LIFT = tl.constexpr(10.0)
+INTERPRETED = tl.constexpr(triton_runtime.interpreted())
 
 
 @triton.jit
@@ -40,118 +45,205 @@ def _rows(ptr, step, row, ok, o_d, D: tl.constexpr, DP: tl.constexpr):
 
 
 @triton.jit
-def _repeat_rows(x, TIMES: tl.constexpr):
-    """Repeat each row: [N, DP] to [N, TIMES, DP]."""
-    return tl.broadcast_to(x[:, None, :], [x.shape[0], TIMES, x.shape[1]])
+def _bytes_of(a, b, places):
+    """Return words of four of the bytes of b and a (0 is a's lowest), one per digit of places."""
+    if INTERPRETED:  # which knows no assembly
+        both = b.to(tl.uint64) << 32 | a
+        word = (both >> (places & 7) * 8) & 255
+        for i in tl.static_range(1, 4):
+            word |= ((both >> (places >> 4 * i & 7) * 8) & 255) << 8 * i
+        word = word.to(tl.uint32)
+    else:
+        word = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, places], tl.uint32, True, 1
+        )
+    return word
+
+
+@triton.jit
+def _register(WORD: tl.constexpr):
+    """Return a word in a register, where a constant would be moved to one at each use."""
+    return tl.full([], WORD, tl.uint32) | tl.program_id(1).to(tl.uint32)  # | 0: grids are rows
+
+
+@triton.jit
+def _fma(a, b, c):
+    """Return a * b + c, rounded once; in fp16, of two numbers at a time."""
+    if INTERPRETED or a.dtype != tl.float16:
+        x = (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
+    else:
+        code: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
+        x = tl.inline_asm_elementwise(code, "=r,r,r,r", [a, b, c], tl.float16, False, 2)
+    return x
+
+
+@triton.jit
+def _copies(x, TIMES: tl.constexpr):
+    """Repeat each row, [N, M] to [N, TIMES, M]; by reshape, so that no element moves."""
+    one = tl.reshape(x, [x.shape[0], 1, x.shape[1]])
+    return tl.broadcast_to(one, [x.shape[0], TIMES, x.shape[1]])
 
 
 @triton.jit
 def _meta(
     ptr, step, group_of, base, first, stop, n, ok, o_d,
     KIND: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Return scales or zeros of the tokens n [BN] in fp32: [BN, DP], or what broadcasts to it."""
+    """Return scales or zeros of the tokens n [BN]: [BN, DP], or what broadcasts to it."""
     if KIND == CHANNEL:
         if APART:
-            x = as_float(_rows(ptr, step, n // GROUP, ok, o_d, D, DP))
+            x = _rows(ptr, step, n // GROUP, ok, o_d, D, DP)
         elif GROUP >= BN:
-            x = as_float(tl.load(ptr + base // GROUP * step + o_d, mask=o_d < D, other=0))[None, :]
+            x = tl.load(ptr + base // GROUP * step + o_d, mask=o_d < D, other=0)[None, :]
         else:
             o_g = base + GROUP * tl.arange(0, BN // GROUP)
             in_region = (o_g + GROUP > first) & (o_g < stop)
-            x = as_float(_rows(ptr, step, o_g // GROUP, in_region, o_d, D, DP))
-            x = tl.reshape(_repeat_rows(x, GROUP), [BN, DP])
+            x = _rows(ptr, step, o_g // GROUP, in_region, o_d, D, DP)
     elif KIND == STATIC:
-        x = as_float(tl.load(ptr + o_d, mask=o_d < D, other=0))[None, :]
+        x = tl.load(ptr + o_d, mask=o_d < D, other=0)[None, :]
     elif KIND == MAPPED:
         mask = ok[:, None] & (o_d[None, :] < D)
-        x = as_float(
-            tl.load(ptr + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
-        )
+        x = tl.load(ptr + n.to(tl.int64)[:, None] * step + group_of[None, :], mask=mask, other=0)
     elif GROUP == D:
-        x = as_float(tl.load(ptr + n.to(tl.int64) * step, mask=ok, other=0))[:, None]
+        x = tl.load(ptr + n.to(tl.int64) * step, mask=ok, other=0)[:, None]
     else:
-        o_g = tl.arange(0, DP // GROUP)
-        x = as_float(_rows(ptr, step, n, ok, o_g, D // GROUP, DP // GROUP))
-        many = tl.broadcast_to(x[:, :, None], [BN, DP // GROUP, GROUP])
+        x = _rows(ptr, step, n, ok, tl.arange(0, DP // GROUP), D // GROUP, DP // GROUP)
+    if x.dtype != dtype:
+        x = as_float(x).to(dtype)
+    if KIND == CHANNEL and not APART and GROUP < BN:
+        x = tl.reshape(_copies(x, GROUP), [BN, DP])
+    if KIND == TOKEN and GROUP != D:
+        many = tl.broadcast_to(tl.reshape(x, [BN, DP // GROUP, 1]), [BN, DP // GROUP, GROUP])
         x = tl.reshape(many, [BN, DP])
     return x
 
 
 @triton.jit
-def _codes(
-    ptr, step, base, first, stop, n, ok, o_d,
+def _words(
+    ptr, step, base, first, stop, n, ok, o_w,
     BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Return the codes of the tokens n [BN]: int32 [BN, DP]."""
-    if BITS == 15:  # a byte is the sum of five codes times 3^a; inverse: of 3^a, times 65536
-        byte = _rows(ptr, step, n // 5, ok, o_d, D, DP).to(tl.int32)
-        a = n[:, None] % 5
-        even = tl.where(a == 0, 65536, tl.where(a == 2, 7282, 810))
-        whole = byte * tl.where(a == 1, 21846, tl.where(a == 3, 2428, even)) >> 16
-        code = whole - 3 * (whole * 21846 >> 16)
-    elif BITS == 8:
-        code = _rows(ptr, step, n, ok, o_d, D, DP).to(tl.int32)
+    """Return words of 4 channels, in each byte of which a token's code is lowest: [BN, DP / 4]."""
+    W: tl.constexpr = DP // 4
+    if BITS == 15 or BITS == 8:
+        per: tl.constexpr = 5 if BITS == 15 else 1
+        words = _rows(ptr, step, n // per, ok, o_w, D // 4, W)
     elif BITS == 3:
         if APART:
             a = n[:, None] % 8
-            low = _rows(ptr, step, n // 8 * 3 + n % 8 // 4, ok, o_d, D, DP).to(tl.int32)
-            high = _rows(ptr, step, n // 8 * 3 + 2, ok, o_d, D, DP).to(tl.int32)
-            code = ((low >> (a % 4 * 2)) & 3) | (((high >> a) & 1) << 2)
+            low = _rows(ptr, step, n // 8 * 3 + n % 8 // 4, ok, o_w, D // 4, W) >> (a % 4 * 2)
+            high = _rows(ptr, step, n // 8 * 3 + 2, ok, o_w, D // 4, W) >> a
         else:
             o_l = base + 4 * tl.arange(0, BN // 4)
             in_region = (o_l + 4 > first) & (o_l < stop)
-            low = _rows(ptr, step, o_l // 8 * 3 + o_l % 8 // 4, in_region, o_d, D, DP).to(tl.int32)
-            low = (_repeat_rows(low, 4) >> (2 * tl.arange(0, 4))[None, :, None]) & 3
+            low = _rows(ptr, step, o_l // 8 * 3 + o_l % 8 // 4, in_region, o_w, D // 4, W)
+            low = tl.reshape(_copies(low, 4) >> (2 * tl.arange(0, 4))[None, :, None], [BN, W])
             o_h = base + 8 * tl.arange(0, BN // 8)
             in_region = (o_h + 8 > first) & (o_h < stop)
-            high = _rows(ptr, step, o_h // 8 * 3 + 2, in_region, o_d, D, DP).to(tl.int32)
-            high = (_repeat_rows(high, 8) >> tl.arange(0, 8)[None, :, None]) & 1
-            code = tl.reshape(low, [BN, DP]) | (tl.reshape(high, [BN, DP]) << 2)
+            high = _rows(ptr, step, o_h // 8 * 3 + 2, in_region, o_w, D // 4, W)
+            high = tl.reshape(_copies(high, 8) >> tl.arange(0, 8)[None, :, None], [BN, W])
+        words = (low & 0x03030303) | ((high & 0x01010101) << 2)
     else:
         PER: tl.constexpr = 8 // BITS
         if APART:
-            byte = _rows(ptr, step, n // PER, ok, o_d, D, DP).to(tl.int32)
-            code = (byte >> (n[:, None] % PER * BITS)) & ((1 << BITS) - 1)
+            words = _rows(ptr, step, n // PER, ok, o_w, D // 4, W) >> (n[:, None] % PER * BITS)
         else:
             o_b = base + PER * tl.arange(0, BN // PER)
             in_region = (o_b + PER > first) & (o_b < stop)
-            byte = _rows(ptr, step, o_b // PER, in_region, o_d, D, DP).to(tl.int32)
-            code = _repeat_rows(byte, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
-            code = tl.reshape(code & ((1 << BITS) - 1), [BN, DP])
+            words = _rows(ptr, step, o_b // PER, in_region, o_w, D // 4, W)
+            words = _copies(words, PER) >> (BITS * tl.arange(0, PER))[None, :, None]
+            words = tl.reshape(words, [BN, W])
+    return words
+
+
+@triton.jit
+def _halves(low, high, DP: tl.constexpr, BN: tl.constexpr):
+    """Join words of the four low and of the four high bytes of numbers in fp16: [BN, DP]."""
+    pairs = tl.join(_bytes_of(low, high, 0x5140), _bytes_of(low, high, 0x7362))
+    halves = tl.join(pairs & 0xFFFF, pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
+    return tl.reshape(halves, [BN, DP])
+
+
+@triton.jit
+def _levels(words, X: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
+    """Return the levels of the codes in words in fp16: [BN, DP].
+
+    X.table: the low bytes of eight levels, lowest first, in two words, and the high bytes; of 16
+    levels, it is the upper half, and the lower half is its mirror.
+    """
+    at = words & 0x07070707
+    if X.bits < 3:
+        at = words & (0x01010101 * ((1 << X.bits) - 1))
+    lower = words & 0
+    if X.bits == 4:
+        lower = (words & 0x08080808) ^ 0x08080808
+        at ^= lower - (lower >> 3)
+    at |= at >> 4
+    at = _bytes_of(at, at, 0x20) & 0x7777
+    low = _bytes_of(_register(X.table[0]), _register(X.table[1]), at)
+    high = _bytes_of(_register(X.table[2]), _register(X.table[3]), at) ^ (lower << 4)
+    return _halves(low, high, DP, BN)
+
+
+@triton.jit
+def _codes(words, n, BITS: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, dtype: tl.constexpr):
+    """Return the codes in words: [BN, DP] of dtype: fp16, fp32, or int32."""
+    W: tl.constexpr = DP // 4
+    TOP: tl.constexpr = (1 << BITS) - 1 if BITS < 8 else 255
+    if dtype == tl.float16 and BITS != 15:  # 1024 + c is 0x6400 | c
+        high = tl.full([BN, W], _register(0x64646464), tl.uint32)
+        code = _halves(words & (TOP * 0x01010101), high, DP, BN)
+        code = _fma(code, tl.full([1, 1], 1, tl.float16), tl.full([1, 1], -1024, tl.float16))
+    else:
+        words = tl.broadcast_to(tl.reshape(words, [BN, W, 1]), [BN, W, 4])
+        code = (words >> (8 * tl.arange(0, 4))[None, None, :]).to(tl.int32) & TOP
+        code = tl.reshape(code, [BN, DP])
+        if BITS == 15:  # a byte is the sum of five codes times 3^a; inverse: of 3^a, times 65536
+            a = n[:, None] % 5
+            even = tl.where(a == 0, 65536, tl.where(a == 2, 7282, 810))
+            whole = code * tl.where(a == 1, 21846, tl.where(a == 3, 2428, even)) >> 16
+            code = whole - 3 * (whole * 21846 >> 16)
+        if dtype != tl.int32:  # 2^23 + c is 0x4B000000 | c
+            code = ((code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0).to(dtype)
     return code
 
 
 @triton.jit
 def _unpacked(
-    x, base, first, stop, n, ok, o_d,
+    x, base, first, stop, n, ok, o_d, dtype: tl.constexpr,
     X: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Return packed tokens n [BN] of a side x in fp32, without rotating any back: [BN, DP]."""
-    code = _codes(
-        x.codes, x.codes_n, base, first, stop, n, ok, o_d, X.bits, D, DP, BN, APART
-    )  # fmt: skip
+    """Return packed tokens n [BN] of a side x, without rotating any back: [BN, DP].
+
+    In fp16 if X.half, which saves half of the instructions, else in dtype.
+    """
+    WORK: tl.constexpr = tl.float16 if X.half else tl.float32
     big = _meta(
         x.scale, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
-        X.kind, X.group, D, DP, BN, APART,
+        X.kind, X.group, D, DP, BN, APART, WORK,
     )  # fmt: skip
-    if X.rotation == 1:  # by levels; other rotated codes are affine
-        values = tl.load(x.levels + code) * big
-    else:
+    if X.rotation != 1:
         off = _meta(
             x.zero, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
-            X.kind, X.group, D, DP, BN, APART,
+            X.kind, X.group, D, DP, BN, APART, WORK,
         )  # fmt: skip
-        if X.bits == 15 or X.bits == 3:
-            values = code.to(tl.float32)
-        else:
-            values = ((code << (23 - X.bits)) | 0x3F800000).to(tl.float32, bitcast=True)
-            big = big * (1 << X.bits)
-            off = off - big
-        values = values * big + off
+    # Loaded last, codes have their elements where scales must go, and not the other way around.
+    words = _words(
+        x.codes.to(tl.pointer_type(tl.uint32)), x.codes_n // 4, base, first, stop, n, ok,
+        tl.arange(0, DP // 4), X.bits, D, DP, BN, APART,
+    )  # fmt: skip
+    if X.rotation == 1 and X.half and X.bits <= 4:  # by levels; other rotated codes are affine
+        values = _levels(words, X, DP, BN)
+        values = _fma(values, big, tl.zeros([1, 1], tl.float16))
+    elif X.rotation == 1:
+        values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * big
+    else:
+        values = _fma(_codes(words, n, X.bits, DP, BN, WORK), big, off)
     if X.divided:
         values = values * x.divisor[None, :]
+    if not X.half:
+        values = values.to(dtype)
     return values
 
 
@@ -164,7 +256,8 @@ def _walk(
 ):  # fmt: skip
     """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax.
 
-    k, v: the sides of a head. K_PACKED, V_PACKED: whether the region's tokens are packed.
+    k, v: the sides of a head. K_PACKED, V_PACKED: whether the region's tokens are packed. scale:
+    of the logits of each query row. Weights are exp(LIFT) times too large, so that fp16 holds them.
     """
     for tile in range(tile0, tile1):
         base = first // BN * BN + tile * BN
@@ -175,11 +268,12 @@ def _walk(
             n = tl.load(slots + j, mask=ok, other=0).to(tl.int32)
         if K_PACKED:
             keys = _unpacked(
-                k, base, first, stop, n, ok, o_d, K, D, DP, BN, OPTIONS.chosen
-            ).to(q.dtype)  # fmt: skip
+                k, base, first, stop, n, ok, o_d, k.tail.dtype.element_ty, K, D, DP, BN,
+                OPTIONS.chosen,
+            )  # fmt: skip
         else:
             keys = _rows(k.tail, k.tail_n, n - k_packed_end, ok, o_d, D, DP)
-        s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale
+        s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale[:, None]
         if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
             s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
         if OPTIONS.biased:
@@ -193,16 +287,17 @@ def _walk(
         s = tl.where(mask, s, -float("inf"))
         new = tl.maximum(top, tl.max(s, 1))
         sub = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp(s - sub[:, None])
+        p = tl.exp(s - (sub - LIFT)[:, None])
         shrink = tl.exp(top - sub)
         total = total * shrink + tl.sum(p, 1)
         if V_PACKED:
             values = _unpacked(
-                v, base, first, stop, n, ok, o_d, V, D, DP, BN, OPTIONS.chosen
-            ).to(q.dtype)  # fmt: skip
+                v, base, first, stop, n, ok, o_d, v.tail.dtype.element_ty, V, D, DP, BN,
+                OPTIONS.chosen,
+            )  # fmt: skip
         else:
             values = _rows(v.tail, v.tail_n, n - v_packed_end, ok, o_d, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(p.to(q.dtype), values, input_precision="tf32x3")
+        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="tf32x3")
         top = new
     return top, total, acc
 
@@ -235,15 +330,25 @@ def side_of_row(x, b):
 
 
 @triton.jit
-def load_queries(q, rotated, head, rows, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
-    """Load queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each."""
+def load_queries(q, rotated, head, rows, scale, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
+    """Load queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each.
+
+    Both with the scales of their logits [BM]: queries in fp16 are divided by their largest number.
+    """
     offsets = (head * rows + o_m)[:, None] * D + o_d[None, :]
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     plain = tl.load(q + offsets, mask=mask, other=0.0)
     packed = plain
     if K.rotation:
         packed = tl.load(rotated + offsets, mask=mask, other=0.0)
-    return plain, packed
+    scale = tl.full([o_m.shape[0]], scale, tl.float32)
+    packed_scale = scale
+    if K.half and q.dtype.element_ty != tl.float16:
+        large = tl.max(tl.abs(packed.to(tl.float32)), 1)
+        large = tl.where(large > 0, large, 1.0)
+        packed = (packed.to(tl.float32) / large[:, None]).to(tl.float16)
+        packed_scale = scale * large
+    return plain, scale, packed, packed_scale
 
 
 @triton.jit
@@ -261,7 +366,7 @@ def store_split(
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     if busy:
         tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
-    tl.store(ml_ptr + 2 * place, top, mask=o_m < rows)
+    tl.store(ml_ptr + 2 * place, top - LIFT, mask=o_m < rows)
     tl.store(ml_ptr + 2 * place + 1, total, mask=o_m < rows)
 
 
@@ -307,7 +412,9 @@ def _split(
     hk = hs // share
     o_m = block.to(tl.int32) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
-    q, rotated = load_queries(q_ptr, rotated_ptr, head, r * t, o_m, o_d, K, D)
+    q, scale, rotated, rotated_scale = load_queries(
+        q_ptr, rotated_ptr, head, r * t, scale, o_m, o_d, K, D
+    )  # fmt: skip
     k = side_of_row(side_of_head(k, hk, o_d, K, D), b)
     v = side_of_row(side_of_head(v, hk, o_d, V, D), b)
     where = where_ptr + b * where_b + hs * where_h
@@ -327,18 +434,18 @@ def _split(
     acc = tl.zeros([BM, DP], tl.float32)
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
-        top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, scale, softcap,
+        top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, rotated_scale, softcap,
         k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
         K, V, K.bits > 0, V.bits > 0, D, DP, BN0, OPTIONS,
     )  # fmt: skip
     if PACKED_SIDE > 0:
         lo, hi = _tiles_of(i - split0, split1, tiles1)
         any_packed_end = tl.maximum(k_packed_end, v_packed_end)
-        region_q = q
+        region_q, region_scale = q, scale
         if PACKED_SIDE == KEYS:
-            region_q = rotated
+            region_q, region_scale = rotated, rotated_scale
         top, total, acc = _walk(
-            top, total, acc, region_q, both_packed_end, any_packed_end, lo, hi, n, t, scale,
+            top, total, acc, region_q, both_packed_end, any_packed_end, lo, hi, n, t, region_scale,
             softcap,
             k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, PACKED_SIDE == KEYS, PACKED_SIDE == VALUES, D, DP, BN0, OPTIONS,

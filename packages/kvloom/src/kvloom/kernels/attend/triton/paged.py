@@ -66,7 +66,7 @@ def arguments(
     first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
     shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
     programs = b * heads * -(-r // shapes.rows)
-    want = max(1, -(-2 * processors(q.device) // programs))
+    want = max(1, -(-decode.WAVES * processors(q.device) // programs))
     splits = min(table.longest // table.page, want)
     blocks, packed, tokens, tails = table.contiguous
     given = {

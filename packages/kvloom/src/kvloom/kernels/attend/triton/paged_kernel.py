@@ -47,7 +47,9 @@ def _split_pages(
     b, hk = head // h, head % h
     o_m = tile.to(tl.int32) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
-    q, rotated = load_queries(q_ptr, rotated_ptr, head, r, o_m, o_d, K, D)
+    q, scale, rotated, rotated_scale = load_queries(
+        q_ptr, rotated_ptr, head, r, scale, o_m, o_d, K, D
+    )  # fmt: skip
     packed = tl.load(packed_ptr + b).to(tl.int32)
     exact = tl.load(tokens_ptr + b).to(tl.int32) - packed
     blocks = blocks_ptr + b * width
@@ -61,7 +63,7 @@ def _split_pages(
         first = tl.where(page == 0, sinks, 0)
         top, total, acc = _walk(
             top, total, acc, rotated, first, PAGE, 0, tl.cdiv(PAGE - first // BN0 * BN0, BN0),
-            PAGE, 1, scale, 1.0, side_of_row(k, place), 0, side_of_row(v, place), 0,
+            PAGE, 1, rotated_scale, 1.0, side_of_row(k, place), 0, side_of_row(v, place), 0,
             q_ptr, q_ptr, q_ptr, o_m, o_d, o_m, K, V, True, True, D, DP, BN0, OPTIONS,
         )  # fmt: skip
     if i == splits:

@@ -29,7 +29,8 @@ from .arguments import Side
 
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as in `decode`
-LIFT = tl.constexpr(10.0)
+LIFT = tl.constexpr(14.0)
+LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton_runtime.interpreted())
 
 
@@ -255,7 +256,8 @@ def _walk(
     """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax.
 
     k, v: the sides of a head. K_PACKED, V_PACKED: whether the region's tokens are packed. scale:
-    of the logits of each query row. Weights are exp(LIFT) times too large, so that fp16 holds them.
+    of the logits of each query row; those in `top` are to base 2. Weights are 2^LIFT times too
+    large, so that fp16 holds small ones.
     """
     for tile in range(tile0, tile1):
         base = first // BN * BN + tile * BN
@@ -271,23 +273,26 @@ def _walk(
             )  # fmt: skip
         else:
             keys = _rows(k.tail, k.tail_n, n - k_packed_end, ok, o_d, D, DP)
-        s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale[:, None]
+        s = tl.dot(keys, tl.trans(q), input_precision="tf32x3")
         if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
-            s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
+            s = tl.exp2(s * (scale * (2 * LOG2E / softcap))[None, :])
+            s = (softcap - 2 * softcap / (s + 1)) * LOG2E
+        else:
+            s = s * (scale * LOG2E)[None, :]
         if OPTIONS.biased:
-            bias_mask = (heads >= 0)[:, None] & ok[None, :]
-            s += tl.load(bias + heads[:, None] + j[None, :], mask=bias_mask, other=0.0)
-        mask = ok[None, :]
+            bias_mask = (heads >= 0)[None, :] & ok[:, None]
+            s += tl.load(bias + heads[None, :] + j[:, None], mask=bias_mask, other=0.0) * LOG2E
+        mask = ok[:, None]
         if OPTIONS.causal:
-            mask = mask & (j[None, :] <= n_all - t + o_m[:, None] % t)
+            mask = mask & (j[:, None] <= n_all - t + o_m[None, :] % t)
         if OPTIONS.padded:
-            mask = mask & (tl.load(visible + j, mask=ok, other=0) != 0)[None, :]
+            mask = mask & (tl.load(visible + j, mask=ok, other=0) != 0)[:, None]
         s = tl.where(mask, s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
+        new = tl.maximum(top, tl.max(s, 0))
         sub = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp(s - (sub - LIFT)[:, None])
-        shrink = tl.exp(top - sub)
-        total = total * shrink + tl.sum(p, 1)
+        p = tl.exp2(s - (sub - LIFT)[None, :])
+        shrink = tl.exp2(top - sub)
+        total = total * shrink + tl.sum(p, 0)
         if V_PACKED:
             values = _unpacked(
                 v, base, first, stop, n, ok, o_d, v.tail.dtype.element_ty, V, D, DP, BN,
@@ -295,7 +300,8 @@ def _walk(
             )  # fmt: skip
         else:
             values = _rows(v.tail, v.tail_n, n - v_packed_end, ok, o_d, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="tf32x3")
+        p = p.to(values.dtype)
+        acc = acc * shrink[None, :] + tl.dot(tl.trans(values), p, input_precision="tf32x3")
         top = new
     return top, total, acc
 
@@ -357,8 +363,8 @@ def store_split(
     place = (head * rows + o_m) * splits + i
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     if busy:
-        tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
-    tl.store(ml_ptr + 2 * place, top - LIFT, mask=o_m < rows)
+        tl.store(acc_ptr + place[:, None] * D + o_d[None, :], tl.trans(acc), mask=mask)
+    tl.store(ml_ptr + 2 * place, (top - LIFT) / LOG2E, mask=o_m < rows)
     tl.store(ml_ptr + 2 * place + 1, total, mask=o_m < rows)
 
 
@@ -423,7 +429,7 @@ def _split(
     heads = tl.where(o_m < r * t, (hs * r + o_m // t) * bias_h, -1)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([DP, BM], tl.float32)
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, rotated_scale, softcap,

@@ -209,21 +209,19 @@ def _codes(words, n, BITS: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, dty
 
 
 @triton.jit
-def _unpacked(
-    x, base, first, stop, n, ok, o_d, dtype: tl.constexpr,
+def _load(
+    x, base, first, stop, n, ok, o_d,
     X: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Return packed tokens n [BN] of a side x, without rotating any back: [BN, DP].
-
-    In fp16 if X.half, which saves half of the instructions, else in dtype.
-    """
+    """Load the scales, zeros and words of packed tokens n [BN] of a side x."""
     WORK: tl.constexpr = tl.float16 if X.half else tl.float32
-    big = _meta(
+    scale = _meta(
         x.scale, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
         X.kind, X.group, D, DP, BN, APART, WORK,
     )  # fmt: skip
+    zero = scale
     if X.rotation != 1:
-        off = _meta(
+        zero = _meta(
             x.zero, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
             X.kind, X.group, D, DP, BN, APART, WORK,
         )  # fmt: skip
@@ -232,13 +230,25 @@ def _unpacked(
         x.codes.to(tl.pointer_type(tl.uint32)), x.codes_n // 4, base, first, stop, n, ok,
         tl.arange(0, DP // 4), X.bits, D, DP, BN, APART,
     )  # fmt: skip
-    if X.rotation == 1 and X.half and X.bits <= 4:  # by levels; other rotated codes are affine
-        values = _levels(words, X, DP, BN)
-        values = _fma(values, big, tl.zeros([1, 1], tl.float16))
-    elif X.rotation == 1:
-        values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * big
+    return scale, zero, words
+
+
+@triton.jit
+def _unpacked(
+    x, scale, zero, words, n, dtype: tl.constexpr,
+    X: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Return packed tokens n [BN] of a side x, without rotating any back: [BN, DP].
+
+    In fp16 if X.half, which saves half of the instructions, else in dtype.
+    """
+    WORK: tl.constexpr = tl.float16 if X.half else tl.float32
+    if X.rotation != 1:
+        values = _fma(_codes(words, n, X.bits, DP, BN, WORK), scale, zero)
+    elif X.half and X.bits <= 4:  # by levels; other rotated codes are affine
+        values = _fma(_levels(words, X, DP, BN), scale, tl.zeros([1, 1], tl.float16))
     else:
-        values = _fma(_codes(words, n, X.bits, DP, BN, WORK), big, off)
+        values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * scale
     if X.divided:
         values = values * x.divisor[None, :]
     if not X.half:
@@ -259,6 +269,7 @@ def _walk(
     of the logits of each query row; those in `top` are to base 2. Weights are 2^LIFT times too
     large, so that fp16 holds small ones.
     """
+    weights = tl.zeros([BN, q.shape[0]], tl.float32)
     for tile in range(tile0, tile1):
         base = first // BN * BN + tile * BN
         j = base + tl.arange(0, BN)  # places in masks
@@ -266,10 +277,16 @@ def _walk(
         n = j  # tokens
         if OPTIONS.chosen:
             n = tl.load(slots + j, mask=ok, other=0).to(tl.int32)
+        if V_PACKED:  # scales of values are not copied ahead, so their loads begin here
+            v_scale, v_zero, v_words = _load(
+                v, base, first, stop, n, ok, o_d, V, D, DP, BN, OPTIONS.chosen
+            )  # fmt: skip
         if K_PACKED:
+            k_scale, k_zero, k_words = _load(
+                k, base, first, stop, n, ok, o_d, K, D, DP, BN, OPTIONS.chosen
+            )  # fmt: skip
             keys = _unpacked(
-                k, base, first, stop, n, ok, o_d, k.tail.dtype.element_ty, K, D, DP, BN,
-                OPTIONS.chosen,
+                k, k_scale, k_zero, k_words, n, k.tail.dtype.element_ty, K, DP, BN
             )  # fmt: skip
         else:
             keys = _rows(k.tail, k.tail_n, n - k_packed_end, ok, o_d, D, DP)
@@ -292,18 +309,18 @@ def _walk(
         sub = tl.where(new == -float("inf"), 0.0, new)
         p = tl.exp2(s - (sub - LIFT)[None, :])
         shrink = tl.exp2(top - sub)
-        total = total * shrink + tl.sum(p, 0)
+        total = total * shrink
+        weights = weights * shrink[None, :] + p
         if V_PACKED:
             values = _unpacked(
-                v, base, first, stop, n, ok, o_d, v.tail.dtype.element_ty, V, D, DP, BN,
-                OPTIONS.chosen,
+                v, v_scale, v_zero, v_words, n, v.tail.dtype.element_ty, V, DP, BN
             )  # fmt: skip
         else:
             values = _rows(v.tail, v.tail_n, n - v_packed_end, ok, o_d, D, DP)
         p = p.to(values.dtype)
         acc = acc * shrink[None, :] + tl.dot(tl.trans(values), p, input_precision="tf32x3")
         top = new
-    return top, total, acc
+    return top, total + tl.sum(weights, 0), acc
 
 
 @triton.jit

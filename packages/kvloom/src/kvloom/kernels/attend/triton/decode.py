@@ -135,7 +135,7 @@ def call(
             rotated[size] = rotate_groups(q, size)
         rotated_q = rotated[size]
     regions = _regions(ks, vs, begin, n, where is not None)
-    most = min(ks.most, vs.most, 16 if isinstance(where, Slots) else 64)
+    most = min(ks.most, vs.most, 32 if isinstance(where, Slots) else 64)
     form = tile_shapes(d, r * t, q.dtype, most)
     packed = ks.form.bits or vs.form.bits
     sizes = (form.tokens if packed else form.alone, form.tokens, form.alone)
@@ -343,8 +343,8 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     """
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
-    rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows))
-    stages = 1 if large and d <= 64 else 2
+    rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows, 8))
+    stages = 1 if most < 32 or (large and d <= 64) else 2
     return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
 
 

@@ -31,7 +31,8 @@ from .arguments import Side
 CHANNEL, TOKEN, MAPPED, STATIC = (tl.constexpr(i) for i in range(4))
 PLACES = "all_splits", "rotated_splits", "first_rotated", "first_plain"  # of `store_split`
 KEYS, VALUES = tl.constexpr(1), tl.constexpr(2)  # the side that is packed; as in `decode`
-LIFT = tl.constexpr(10.0)
+LIFT = tl.constexpr(14.0)
+LOG2E = tl.constexpr(1.4426950408889634)
 INTERPRETED = tl.constexpr(triton_runtime.interpreted())
 
 
@@ -210,21 +211,19 @@ def _codes(words, n, BITS: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, dty
 
 
 @triton.jit
-def _unpacked(
-    x, base, first, stop, n, ok, o_d, dtype: tl.constexpr,
+def _load(
+    x, base, first, stop, n, ok, o_d,
     X: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Return packed tokens n [BN] of a side x, without rotating any back: [BN, DP].
-
-    In fp16 if X.half, which saves half of the instructions, else in dtype.
-    """
+    """Load the scales, zeros and words of packed tokens n [BN] of a side x."""
     WORK: tl.constexpr = tl.float16 if X.half else tl.float32
-    big = _meta(
+    scale = _meta(
         x.scale, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
         X.kind, X.group, D, DP, BN, APART, WORK,
     )  # fmt: skip
+    zero = scale
     if X.rotation != 1:
-        off = _meta(
+        zero = _meta(
             x.zero, x.meta_n, x.group_of, base, first, stop, n, ok, o_d,
             X.kind, X.group, D, DP, BN, APART, WORK,
         )  # fmt: skip
@@ -233,13 +232,25 @@ def _unpacked(
         x.codes.to(tl.pointer_type(tl.uint32)), x.codes_n // 4, base, first, stop, n, ok,
         tl.arange(0, DP // 4), X.bits, D, DP, BN, APART,
     )  # fmt: skip
-    if X.rotation == 1 and X.half and X.bits <= 4:  # by levels; other rotated codes are affine
-        values = _levels(words, X, DP, BN)
-        values = _fma(values, big, tl.zeros([1, 1], tl.float16))
-    elif X.rotation == 1:
-        values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * big
+    return scale, zero, words
+
+
+@triton.jit
+def _unpacked(
+    x, scale, zero, words, n, dtype: tl.constexpr,
+    X: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Return packed tokens n [BN] of a side x, without rotating any back: [BN, DP].
+
+    In fp16 if X.half, which saves half of the instructions, else in dtype.
+    """
+    WORK: tl.constexpr = tl.float16 if X.half else tl.float32
+    if X.rotation != 1:
+        values = _fma(_codes(words, n, X.bits, DP, BN, WORK), scale, zero)
+    elif X.half and X.bits <= 4:  # by levels; other rotated codes are affine
+        values = _fma(_levels(words, X, DP, BN), scale, tl.zeros([1, 1], tl.float16))
     else:
-        values = _fma(_codes(words, n, X.bits, DP, BN, WORK), big, off)
+        values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * scale
     if X.divided:
         values = values * x.divisor[None, :]
     if not X.half:
@@ -257,8 +268,10 @@ def _walk(
     """Take tiles tile0 to tile1 of a region, tokens first to stop, into the running softmax.
 
     k, v: the sides of a head. K_PACKED, V_PACKED: whether the region's tokens are packed. scale:
-    of the logits of each query row. Weights are exp(LIFT) times too large, so that fp16 holds them.
+    of the logits of each query row; those in `top` are to base 2. Weights are 2^LIFT times too
+    large, so that fp16 holds small ones.
     """
+    weights = tl.zeros([BN, q.shape[0]], tl.float32)
     for tile in range(tile0, tile1):
         base = first // BN * BN + tile * BN
         j = base + tl.arange(0, BN)  # places in masks
@@ -266,40 +279,50 @@ def _walk(
         n = j  # tokens
         if OPTIONS.chosen:
             n = tl.load(slots + j, mask=ok, other=0).to(tl.int32)
+        if V_PACKED:  # scales of values are not copied ahead, so their loads begin here
+            v_scale, v_zero, v_words = _load(
+                v, base, first, stop, n, ok, o_d, V, D, DP, BN, OPTIONS.chosen
+            )  # fmt: skip
         if K_PACKED:
+            k_scale, k_zero, k_words = _load(
+                k, base, first, stop, n, ok, o_d, K, D, DP, BN, OPTIONS.chosen
+            )  # fmt: skip
             keys = _unpacked(
-                k, base, first, stop, n, ok, o_d, k.tail.dtype.element_ty, K, D, DP, BN,
-                OPTIONS.chosen,
+                k, k_scale, k_zero, k_words, n, k.tail.dtype.element_ty, K, DP, BN
             )  # fmt: skip
         else:
             keys = _rows(k.tail, k.tail_n, n - k_packed_end, ok, o_d, D, DP)
-        s = tl.dot(q, tl.trans(keys), input_precision="tf32x3") * scale[:, None]
+        s = tl.dot(keys, tl.trans(q), input_precision="tf32x3")
         if OPTIONS.softcapped:  # c tanh(x / c) = c - 2 c / (exp(2 x / c) + 1)
-            s = softcap - 2 * softcap / (tl.exp(s * (2 / softcap)) + 1)
+            s = tl.exp2(s * (scale * (2 * LOG2E / softcap))[None, :])
+            s = (softcap - 2 * softcap / (s + 1)) * LOG2E
+        else:
+            s = s * (scale * LOG2E)[None, :]
         if OPTIONS.biased:
-            bias_mask = (heads >= 0)[:, None] & ok[None, :]
-            s += tl.load(bias + heads[:, None] + j[None, :], mask=bias_mask, other=0.0)
-        mask = ok[None, :]
+            bias_mask = (heads >= 0)[None, :] & ok[:, None]
+            s += tl.load(bias + heads[None, :] + j[:, None], mask=bias_mask, other=0.0) * LOG2E
+        mask = ok[:, None]
         if OPTIONS.causal:
-            mask = mask & (j[None, :] <= n_all - t + o_m[:, None] % t)
+            mask = mask & (j[:, None] <= n_all - t + o_m[None, :] % t)
         if OPTIONS.padded:
-            mask = mask & (tl.load(visible + j, mask=ok, other=0) != 0)[None, :]
+            mask = mask & (tl.load(visible + j, mask=ok, other=0) != 0)[:, None]
         s = tl.where(mask, s, -float("inf"))
-        new = tl.maximum(top, tl.max(s, 1))
+        new = tl.maximum(top, tl.max(s, 0))
         sub = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp(s - (sub - LIFT)[:, None])
-        shrink = tl.exp(top - sub)
-        total = total * shrink + tl.sum(p, 1)
+        p = tl.exp2(s - (sub - LIFT)[None, :])
+        shrink = tl.exp2(top - sub)
+        total = total * shrink
+        weights = weights * shrink[None, :] + p
         if V_PACKED:
             values = _unpacked(
-                v, base, first, stop, n, ok, o_d, v.tail.dtype.element_ty, V, D, DP, BN,
-                OPTIONS.chosen,
+                v, v_scale, v_zero, v_words, n, v.tail.dtype.element_ty, V, DP, BN
             )  # fmt: skip
         else:
             values = _rows(v.tail, v.tail_n, n - v_packed_end, ok, o_d, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="tf32x3")
+        p = p.to(values.dtype)
+        acc = acc * shrink[None, :] + tl.dot(tl.trans(values), p, input_precision="tf32x3")
         top = new
-    return top, total, acc
+    return top, total + tl.sum(weights, 0), acc
 
 
 @triton.jit
@@ -365,8 +388,8 @@ def store_split(
     place += (head * rows + o_m) * all_splits
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     if busy:
-        tl.store(acc_ptr + place[:, None] * D + o_d[None, :], acc, mask=mask)
-    tl.store(ml_ptr + 2 * place, top - LIFT, mask=o_m < rows)
+        tl.store(acc_ptr + place[:, None] * D + o_d[None, :], tl.trans(acc), mask=mask)
+    tl.store(ml_ptr + 2 * place, (top - LIFT) / LOG2E, mask=o_m < rows)
     tl.store(ml_ptr + 2 * place + 1, total, mask=o_m < rows)
 
 
@@ -431,7 +454,7 @@ def _split(
     heads = tl.where(o_m < r * t, (hs * r + o_m // t) * bias_h, -1)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([DP, BM], tl.float32)
     lo, hi = _tiles_of(i, split0, tiles0)
     top, total, acc = _walk(
         top, total, acc, rotated, begin, both_packed_end, lo, hi, n, t, rotated_scale, softcap,

@@ -20,7 +20,7 @@ from . import decode
 from .arguments import ExactRows, Options
 from .decode import Launch, processors, rotate_groups, side_arguments, tile_shapes
 
-MOST, STAGES = 32, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
+MOST, STAGES = 64, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
 
 def _several_queries(tokens: int, keys: Any, values: Any) -> str | None:

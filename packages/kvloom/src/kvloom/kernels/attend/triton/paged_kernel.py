@@ -56,7 +56,7 @@ def _split_pages(
     k, v = side_of_head(k, hk, o_d, K, D), side_of_head(v, hk, o_d, V, D)
     top = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, DP], tl.float32)
+    acc = tl.zeros([DP, BM], tl.float32)
     lo, hi = _tiles_of(tl.where(i < splits, i, -1), splits, packed // PAGE)
     for page in range(lo, hi):
         place = tl.load(blocks + page).to(tl.int64)

@@ -111,7 +111,7 @@ def test_splits_have_equal_work_however_long_the_heads_are(heads, monkeypatch):
     region, _ = made(FORMS["small"], [[1] * (heads - 1) + [32]])
     q = torch.zeros(1, heads, 1, 64)
     call = decode.call(
-        q, {}, *region[:2], 0.125, False, None, decode.Masks(None, None), region.where, 0,
+        q, *region[:2], 0.125, False, None, decode.Masks(None, None), region.where, 0,
         region.where.longest,
     )  # fmt: skip
     tile, each = call.constants["BN0"], call.arguments["tiles0"]

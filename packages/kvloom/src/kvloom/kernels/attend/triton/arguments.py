@@ -40,6 +40,11 @@ class ExactRows(NamedTuple):
     h: Any
     n: Any
 
+    @classmethod
+    def of(cls, x: Any) -> ExactRows:
+        """Return those of x [B, H, N, D]."""
+        return cls(x, *x.stride()[:3])
+
 
 class Form(NamedTuple):
     """The form of packed keys or values, from their encoding; a kernel is compiled for it."""
@@ -48,6 +53,8 @@ class Form(NamedTuple):
     kind: int = 0  # what shares a scale: 0 tokens, 1 channels, 2 channels by table, 3 all tokens
     group: int = 0
     rotation: int = 0  # of rotated channels: 1 codes are levels, 2 code * scale + zero
+    turns: int = 0  # 2^turns channels are rotated together; 0 if none are, or another number
+    norm: float = 1.0  # of this rotation
     divided: bool = False
     half: bool = False  # tokens are unpacked in fp16
     table: tuple[int, ...] = ()  # levels in fp16, up to 16: see `decode_kernel._levels`
@@ -60,12 +67,16 @@ class Form(NamedTuple):
         if encoding.rotation != "group" and layer_encoding.group_of is not None:
             kind = 2 if layer_encoding.static is None else 3
         half = half and layer_encoding.divisor is None
+        size = layer_encoding.rotation_size
+        turns = size.bit_length() - 1 if size and size & (size - 1) == 0 else 0
         by_table = half and encoding.rotation == "group" and encoding.bits in (1, 2, 3, 4)
         return cls(
             15 if encoding.bits == 1.5 else int(encoding.bits),
             kind,
             layer_encoding.group,
             {"none": 0, "group": 1, "head": 2}[encoding.rotation],
+            turns,
+            2.0 ** (-turns / 2),
             layer_encoding.divisor is not None,
             half,
             _table(encoding.bits) if by_table else (),
@@ -88,5 +99,6 @@ class Options(NamedTuple):
     padded: bool = False
     softcapped: bool = False
     biased: bool = False
+    first: bool = False  # exact first tokens, beside those of the views
     chosen: bool = False  # tokens at slots
     spanned: bool = False  # heads that have spans of one row

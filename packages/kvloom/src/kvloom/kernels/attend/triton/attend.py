@@ -7,7 +7,7 @@ Importing this does not import Triton; the first call does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from .decode import kernels, nothing, run
 __all__ = ["attend", "kernels", "problems"]
 
 
+_FIRST = 64  # tokens at most that a call reads beside its own
 SPANS = Coverage(OF_ONE_HEAD)
 COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; `Spans`: {SPANS}; `Paged`: {paged.COVERAGE}"
 
@@ -57,39 +58,52 @@ def attend(
         state = _pages(q, regions[0].keys, regions[0].values, where, scale)
     else:
         q = q.to(regions[0].keys.tail.dtype).contiguous()
-        rotated: dict[int, Tensor] = {}
-        calls = [x for region in regions for x in _calls(q, rotated, region, scale, softcap)]
+        calls = _calls(q, regions, scale, softcap)
         state = run([(call, kernels()._split) for call in calls]) if calls else nothing(q)
     return state if sink_logits is None else with_sinks(state, sink_logits)
 
 
 def _calls(
-    q: Tensor,
-    rotated: dict[int, Tensor],
-    region: Region,
-    scale: float,
-    softcap: float | None,
-) -> Iterator[decode.Launch]:
-    """Yield the calls for chosen tokens, or those of spans, packed or not, and for the rest."""
-    keys, values, where = region[:3]
-    stretches: list[tuple[Slots | Spans | None, int, int]] = [(None, 0, keys.tokens)]
+    q: Tensor, regions: Sequence[Region], scale: float, softcap: float | None
+) -> list[decode.Launch]:
+    """Return the calls for regions; exact first tokens are read by that of other tokens."""
+    first = next((region for region in regions if _are_first(region)), None)
+    others = [(region, *stretch) for region in regions for stretch in _stretches(region)]
+    reader = next((r for r, where, *_ in others if where is None and r is not first), None)
+    calls, column, last = [], 0, None
+    for region, where, lo, hi in others:
+        column, last = column if region is last else 0, region
+        if region is first and reader is not None:
+            continue
+        columns = slice(column, column + hi - lo)
+        masks = decode.masks_of(
+            *(None if x is None else x[..., columns] for x in (region.visible, region.bias))
+        )
+        also = first[:2] if first is not None and region is reader and where is None else None
+        causal = region.step_tokens > 1  # a single query is the last token and sees all
+        calls.append(
+            decode.call(q, *region[:2], scale, causal, softcap, masks, where, lo, hi, also)
+        )
+        column += hi - lo
+    return calls
+
+
+def _are_first(region: Region) -> bool:
+    """Return whether these are exact tokens that every query sees, few enough for one program."""
+    masked = region.visible is not None or region.bias is not None or region.step_tokens > 1
+    exact = region.keys.packed is None and region.values.packed is None
+    return exact and not masked and region.where is None and region.keys.tokens <= _FIRST
+
+
+def _stretches(region: Region) -> list[tuple[Slots | Spans | None, int, int]]:
+    """Return chosen tokens, or those of spans, packed or not, and the rest: each takes a call."""
+    where = region.where
+    found: list[tuple[Slots | Spans | None, int, int]] = [(None, 0, region.keys.tokens)]
     if isinstance(where, Slots):
-        stretches = [(where, 0, where.slots.shape[2]), (None, where.begin, keys.tokens)]
+        found = [(where, 0, where.slots.shape[2]), (None, where.begin, region.keys.tokens)]
     elif isinstance(where, Spans):
-        stretches = [(where, 0, where.longest)]
-    column = 0
-    for there, lo, hi in stretches:
-        if hi > lo:
-            columns = slice(column, column + hi - lo)
-            visible, bias = (
-                None if x is None else x[..., columns] for x in (region.visible, region.bias)
-            )
-            causal = region.step_tokens > 1  # a single query is the last token and sees all
-            yield decode.call(
-                q, rotated, keys, values, scale, causal, softcap, decode.masks_of(visible, bias),
-                there, lo, hi,
-            )  # fmt: skip
-            column += hi - lo
+        found = [(where, 0, where.longest)]
+    return [stretch for stretch in found if stretch[2] > stretch[1]]
 
 
 def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:

@@ -24,7 +24,7 @@ from ...quantize import triton as quantize
 from ...quantize.hadamard import levels, rotate
 from ..reference import AttentionState
 from ..regions import KVView, Slots, Spans
-from .arguments import Form, Options, Side
+from .arguments import ExactRows, Form, Options, Side
 
 KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 WAVES = 8  # programs for each multiprocessor
@@ -102,7 +102,6 @@ def masks_of(visible: Tensor | None, bias: Tensor | None) -> Masks:
 
 def call(
     q: Tensor,
-    rotated: dict[int, Tensor],
     keys: KVView,
     values: KVView,
     scale: float,
@@ -112,11 +111,12 @@ def call(
     where: Slots | Spans | None,
     begin: int,
     n: int,
+    first: tuple[KVView, KVView] | None = None,
 ) -> Launch:
     """Prepare the call for a case; tensors may be on torch's meta device.
 
     It reads the tokens `begin` to n of the views, or of the slots, or up to n of each span.
-    rotated: q by the number of channels that are rotated together, as earlier calls left it.
+    first: exact tokens that are seen too, without slots or spans.
     """
     b, hq, t, d = q.shape
     ks, vs = side_arguments(keys), side_arguments(values)
@@ -129,11 +129,10 @@ def call(
     elif masks.visible is not None:
         heads = max(heads, masks.visible.shape[1])
     r = hq // heads
-    size, rotated_q = ks.rotation_size, q
-    if size:
-        if size not in rotated:
-            rotated[size] = rotate_groups(q, size)
-        rotated_q = rotated[size]
+    firsts, first_tokens = [ExactRows(q, 0, 0, 0)] * 2, 0
+    if first is not None:
+        firsts = [ExactRows.of(contiguous_rows(view.tail)) for view in first]
+        first_tokens = first[0].tokens
     regions = _regions(ks, vs, begin, n, where is not None)
     most = min(ks.most, vs.most, 32 if isinstance(where, Slots) else 64)
     form = tile_shapes(d, r * t, q.dtype, most)
@@ -152,7 +151,8 @@ def call(
         splits[0] = -(-(-(-n // sizes[0]) + 1) // tiles[0])  # a span may begin within a tile
     visible, bias = masks
     arguments = {
-        "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
+        "q_ptr": q, "turn_ptr": turn_of(q, ks), "k": ks.side, "v": vs.side,
+        "k_first": firsts[0], "v_first": firsts[1], "first_tokens": first_tokens,
         "k_packed_end": ks.packed_end, "v_packed_end": vs.packed_end,
         "visible_ptr": q if visible is None else visible, "bias_ptr": q if bias is None else bias,
         "where_ptr": q if table is None else table,
@@ -167,16 +167,24 @@ def call(
         "K": ks.form, "V": vs.form, "D": d, "DP": cuda.padded_size(d), "BM": form.rows,
         "BN0": sizes[0], "BN1": sizes[2], "PACKED_SIDE": regions.packed_side,
         "OPTIONS": Options(
-            causal, visible is not None, softcap is not None, bias is not None,
+            causal, visible is not None, softcap is not None, bias is not None, first is not None,
             isinstance(where, Slots), isinstance(where, Spans),
         ),
+        "FIRST": Options(softcapped=softcap is not None),
     }  # fmt: skip
-    splits_all = sum(splits)
+    splits_all = sum(splits) + (first is not None)
     rotated_splits = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
         splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotation_size,
         splits_all, rotated_splits if vs.rotation_size else 0,
     )  # fmt: skip
+
+
+def turn_of(q: Tensor, keys: SideArguments) -> Tensor:
+    """Return what a kernel rotates q by, as `load_queries` takes it; q where it does not."""
+    if keys.form.turns:
+        return quantize.signs(keys.rotation_size, q.device)
+    return rotate_groups(q, keys.rotation_size) if keys.rotation_size else q
 
 
 class _Regions(NamedTuple):
@@ -245,7 +253,11 @@ def side_arguments(view: KVView) -> SideArguments:
             group_of = layer_encoding.group_of
         if layer_encoding.divisor is not None:
             divisor = layer_encoding.divisor
-        form = Form.of(layer_encoding, tail.dtype != torch.float32 and scale.dtype in _IN_HALF)
+        half = tail.dtype != torch.float32 and scale.dtype in _IN_HALF
+        prepared, key = layer_encoding.prepared, ("attend", half)
+        if key not in prepared:
+            prepared[key] = Form.of(layer_encoding, half)
+        form = prepared[key]
         if form.rotation == 1:
             zero = scale
             if not form.table:
@@ -370,9 +382,7 @@ def _levels(bits: float, device: torch.device) -> Tensor:
 
 
 def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:
-    """Return x [B, H, T, D] with groups of channels rotated, or rotated back, in its dtype."""
-    if group & (group - 1) == 0:
-        return quantize.rotated(x, group, x.dtype, back)
+    """Return x [..., D], groups of channels rotated or rotated back by torch, in its dtype."""
     matrix = _rotation(group, x.device)
     groups = x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)
     return groups.flatten(-2).to(x.dtype)

@@ -353,17 +353,23 @@ def side_of_row(x, b):
 
 
 @triton.jit
-def load_queries(q, rotated, head, rows, scale, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
+def load_queries(q, turn, head, rows, scale, o_m, o_d, K: tl.constexpr, D: tl.constexpr):
     """Load queries o_m [BM] of a head's `rows`, and as packed keys need them: [BM, DP] each.
 
+    turn: the signs of rotated channels, fp32, or the rotated queries where K.turns is 0.
     Both with the scales of their logits [BM]: queries in fp16 are divided by their largest number.
     """
     offsets = (head * rows + o_m)[:, None] * D + o_d[None, :]
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     plain = tl.load(q + offsets, mask=mask, other=0.0)
     packed = plain
-    if K.rotation:
-        packed = tl.load(rotated + offsets, mask=mask, other=0.0)
+    if K.rotation and K.turns > 0:
+        G: tl.constexpr = 1 << K.turns
+        signs = tl.load(turn + o_d % G)[None, :]
+        groups = tl.reshape(plain.to(tl.float32) * signs, [plain.numel // G, G])
+        packed = tl.reshape(hadamard(groups, G, K.turns, K.norm), plain.shape).to(plain.dtype)
+    elif K.rotation:
+        packed = tl.load(turn + offsets, mask=mask, other=0.0)
     scale = tl.full([o_m.shape[0]], scale, tl.float32)
     packed_scale = scale
     if K.half and q.dtype.element_ty != tl.float16:
@@ -402,18 +408,35 @@ def _tiles_of(i, splits, tiles):
     return lo, hi
 
 
+@triton.jit
+def exact(
+    top, total, acc, q, count, scale, softcap, k, k_n, v, v_n, o_m, o_d,
+    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
+    OPTIONS: tl.constexpr,
+):  # fmt: skip
+    """Take `count` exact tokens, side by side, into the running softmax."""
+    keys = Side(k, k, k, o_d, o_d, k, k, 0, 0, 0, 0, 0, 0, 0, 0, k_n)
+    values = Side(v, v, v, o_d, o_d, v, v, 0, 0, 0, 0, 0, 0, 0, 0, v_n)
+    top, total, acc = _walk(
+        top, total, acc, q, 0, count, 0, tl.cdiv(count, BN), count, 1, scale, softcap,
+        keys, 0, values, 0, k, k, k, o_m, o_d, o_m, K, V, False, False, D, DP, BN, OPTIONS,
+    )  # fmt: skip
+    return top, total, acc
+
+
 @triton.jit(do_not_specialize=[
     "k_packed_end", "v_packed_end", "bias_h", "visible_b", "visible_h", "bias_b", "where_b",
     "where_h", "n", "begin", "both_packed_end", "split0", "split1", "split2", "tiles0", "tiles1",
-    "tiles2", "t", "r", *PLACES,
+    "tiles2", "t", "r", "first_tokens", *PLACES,
 ])  # fmt: skip
 def _split(
-    q_ptr, rotated_ptr, k, v, k_packed_end, v_packed_end, visible_ptr, bias_ptr, where_ptr, acc_ptr,
-    ml_ptr, visible_b, visible_h, bias_b, bias_h, where_b, where_h,
+    q_ptr, turn_ptr, k, v, k_first, v_first, k_packed_end, v_packed_end, visible_ptr, bias_ptr,
+    where_ptr, acc_ptr, ml_ptr, visible_b, visible_h, bias_b, bias_h, where_b, where_h,
     scale, softcap, h, share, r, t, n, begin, both_packed_end, split0, split1, split2, tiles0,
-    tiles1, tiles2, all_splits, rotated_splits, first_rotated, first_plain,
+    tiles1, tiles2, first_tokens, all_splits, rotated_splits, first_rotated, first_plain,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
     BN0: tl.constexpr, BN1: tl.constexpr, PACKED_SIDE: tl.constexpr, OPTIONS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of a region by BM query rows of a head; grid: [splits x heads x rows].
 
@@ -422,9 +445,12 @@ def _split(
     is no such token). Region 2, to n: both exact. With slots, region 0 is the tokens at the slots;
     with spans, it is those of the head's span, and tiles0 of them make a split. where: slots, or
     bounds of spans. h: heads of these or of the keys, `share` of the former to one of the latter.
-    The first column of the mask and of the bias is that of token `begin`.
+    The first column of the mask and of the bias is that of token `begin`. A last split has
+    `first_tokens` exact tokens that are stored apart, where there are any; FIRST: their options.
     """
     splits = split0 + split1 + split2
+    if OPTIONS.first:
+        splits += 1
     pid = tl.program_id(0)
     i = pid % splits
     head = (pid // splits).to(tl.int64)
@@ -436,7 +462,7 @@ def _split(
     o_m = block.to(tl.int32) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     q, scale, rotated, rotated_scale = load_queries(
-        q_ptr, rotated_ptr, head, r * t, scale, o_m, o_d, K, D
+        q_ptr, turn_ptr, head, r * t, scale, o_m, o_d, K, D
     )  # fmt: skip
     k = side_of_row(side_of_head(k, hk, o_d, K, D), b)
     v = side_of_row(side_of_head(v, hk, o_d, V, D), b)
@@ -481,6 +507,15 @@ def _split(
             k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
+    if OPTIONS.first:
+        busy = busy | (i == splits - 1)
+        if i == splits - 1:
+            top, total, acc = exact(
+                top, total, acc, q, first_tokens, scale, softcap,
+                k_first.first + b * k_first.b + hk * k_first.h, k_first.n,
+                v_first.first + b * v_first.b + hk * v_first.h, v_first.n,
+                o_m, o_d, K, V, D, DP, BN1, FIRST,
+            )  # fmt: skip
     store_split(
         acc_ptr, ml_ptr, top, total, acc, head, r * t, i, all_splits, rotated_splits,
         first_rotated, first_plain, o_m, o_d, D, busy,

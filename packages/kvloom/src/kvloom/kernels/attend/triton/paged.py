@@ -18,7 +18,7 @@ from ...limits import Coverage
 from ..regions import First, KVView, PageTable
 from . import decode
 from .arguments import ExactRows, Options
-from .decode import Launch, processors, rotate_groups, side_arguments, tile_shapes
+from .decode import Launch, processors, side_arguments, tile_shapes, turn_of
 
 MOST, STAGES = 64, 1  # tokens of a tile, and stages of its loop: with more, some formats spill
 
@@ -61,7 +61,6 @@ def arguments(
     heads, like = keys.tail.shape[1], keys.tail.dtype
     ks, vs = side_arguments(keys), side_arguments(values)
     q = q.to(like).contiguous()
-    rotated_q = rotate_groups(q, ks.rotation_size) if ks.rotation_size else q
     r, count = hq // heads, 0 if sinks is None else sinks[0].shape[2]
     first = [q, q] if sinks is None else [contiguous_rows(x.to(like)) for x in sinks]
     shapes = tile_shapes(d, r, like, min(ks.most, vs.most, MOST))
@@ -70,9 +69,8 @@ def arguments(
     splits = min(table.longest // table.page, want)
     blocks, packed, tokens, tails = table.contiguous
     given = {
-        "q_ptr": q, "rotated_ptr": rotated_q, "k": ks.side, "v": vs.side,
-        "k_sinks": ExactRows(first[0], *first[0].stride()[:3]),
-        "v_sinks": ExactRows(first[1], *first[1].stride()[:3]),
+        "q_ptr": q, "turn_ptr": turn_of(q, ks), "k": ks.side, "v": vs.side,
+        "k_sinks": ExactRows.of(first[0]), "v_sinks": ExactRows.of(first[1]),
         "blocks_ptr": blocks, "packed_ptr": packed,
         "tokens_ptr": tokens, "tails_ptr": tails, "scale": float(scale), "h": heads, "r": r,
         "width": blocks.shape[1], "sinks": count, "splits": splits,

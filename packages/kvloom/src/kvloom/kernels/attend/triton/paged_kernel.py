@@ -12,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import Side
 from .decode_kernel import (
     PLACES,
     _tiles_of,
     _walk,
+    exact,
     load_queries,
     side_of_head,
     side_of_row,
@@ -26,7 +26,7 @@ from .decode_kernel import (
 
 @triton.jit(do_not_specialize=["splits", "sinks", "width", "r", *PLACES])
 def _split_pages(
-    q_ptr, rotated_ptr, k, v, k_sinks, v_sinks,
+    q_ptr, turn_ptr, k, v, k_sinks, v_sinks,
     blocks_ptr, packed_ptr, tokens_ptr, tails_ptr, acc_ptr, ml_ptr,
     scale, h, r, width, sinks, splits, all_splits, rotated_splits, first_rotated, first_plain,
     K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
@@ -48,10 +48,10 @@ def _split_pages(
     o_m = tile.to(tl.int32) * BM + tl.arange(0, BM)
     o_d = tl.arange(0, DP)
     q, scale, rotated, rotated_scale = load_queries(
-        q_ptr, rotated_ptr, head, r, scale, o_m, o_d, K, D
+        q_ptr, turn_ptr, head, r, scale, o_m, o_d, K, D
     )  # fmt: skip
     packed = tl.load(packed_ptr + b).to(tl.int32)
-    exact = tl.load(tokens_ptr + b).to(tl.int32) - packed
+    exact_tokens = tl.load(tokens_ptr + b).to(tl.int32) - packed
     blocks = blocks_ptr + b * width
     k, v = side_of_head(k, hk, o_d, K, D), side_of_head(v, hk, o_d, V, D)
     top = tl.full([BM], -float("inf"), tl.float32)
@@ -68,14 +68,14 @@ def _split_pages(
         )  # fmt: skip
     if i == splits:
         place = tl.load(tails_ptr + b).to(tl.int64)
-        top, total, acc = _exact(
-            top, total, acc, q, exact, scale, k.tail + place * k.tail_b, k.tail_n,
+        top, total, acc = exact(
+            top, total, acc, q, exact_tokens, scale, 1.0, k.tail + place * k.tail_b, k.tail_n,
             v.tail + place * v.tail_b, v.tail_n, o_m, o_d, K, V, D, DP, BN1, OPTIONS,
         )  # fmt: skip
         if packed > 0:
             place = tl.load(blocks).to(tl.int64)
-            top, total, acc = _exact(
-                top, total, acc, q, sinks, scale,
+            top, total, acc = exact(
+                top, total, acc, q, sinks, scale, 1.0,
                 k_sinks.first + place * k_sinks.b + hk * k_sinks.h, k_sinks.n,
                 v_sinks.first + place * v_sinks.b + hk * v_sinks.h, v_sinks.n,
                 o_m, o_d, K, V, D, DP, BN1, OPTIONS,
@@ -84,19 +84,3 @@ def _split_pages(
         acc_ptr, ml_ptr, top, total, acc, head, r, i, all_splits, rotated_splits, first_rotated,
         first_plain, o_m, o_d, D,
     )  # fmt: skip
-
-
-@triton.jit
-def _exact(
-    top, total, acc, q, count, scale, k, k_n, v, v_n, o_m, o_d,
-    K: tl.constexpr, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
-    OPTIONS: tl.constexpr,
-):  # fmt: skip
-    """Take `count` exact tokens, side by side, into the running softmax."""
-    keys = Side(k, k, k, o_d, o_d, k, k, 0, 0, 0, 0, 0, 0, 0, 0, k_n)
-    values = Side(v, v, v, o_d, o_d, v, v, 0, 0, 0, 0, 0, 0, 0, 0, v_n)
-    top, total, acc = _walk(
-        top, total, acc, q, 0, count, 0, tl.cdiv(count, BN), count, 1, scale, 1.0,
-        keys, 0, values, 0, k, k, k, o_m, o_d, o_m, K, V, False, False, D, DP, BN, OPTIONS,
-    )  # fmt: skip
-    return top, total, acc

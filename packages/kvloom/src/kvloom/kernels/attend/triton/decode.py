@@ -273,8 +273,8 @@ def side_arguments(view: KVView) -> SideArguments:
     side = Side(*tensors, *strides)
     # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
     looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
-    slow = form.bits in (1, 3, 8)
-    most = 16 if looked_up else 32 if slow or scale.dtype == torch.uint8 else 64
+    slow = form.bits in (1, 3, 8) and not form.half
+    most = 16 if looked_up else 32 if slow else 64
     return SideArguments(side, form, packed_end, rotation_size, most)
 
 

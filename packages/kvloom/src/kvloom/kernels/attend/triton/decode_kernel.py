@@ -181,7 +181,7 @@ def _levels(words, X: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
         lower = (words & 0x08080808) ^ 0x08080808
         at ^= lower - (lower >> 3)
     at |= at >> 4
-    at = _bytes_of(at, at, 0x20) & 0x7777
+    at = _bytes_of(at, at, 0x20)
     low = _bytes_of(_register(X.table[0]), _register(X.table[1]), at)
     high = _bytes_of(_register(X.table[2]), _register(X.table[3]), at) ^ (lower << 4)
     return _halves(low, high, DP, BN)

@@ -93,12 +93,15 @@ class Run:
 def cache_of(bench: Bench, shape: str, cache: str) -> Callable[[], Any]:
     """What makes an empty cache: "DynamicCache" or "QuantizedCache" of transformers, or a recipe.
 
-    Under transformers' own, the model's attention is transformers' own.
+    Under transformers' own, the model's attention is transformers' own, without cuDNN's, which
+    plans anew for each number of tokens; "DynamicCache, torch's defaults" has it.
     """
     made = model(bench, shape)
-    if cache in ("DynamicCache", "QuantizedCache") and getattr(made, "_kvloom", None) is not None:
+    stock = cache.startswith(("DynamicCache", "QuantizedCache"))
+    if stock and getattr(made, "_kvloom", None) is not None:
         kvloom.detach(made)
-    if cache == "DynamicCache":
+    torch.backends.cuda.enable_cudnn_sdp(not stock or cache.endswith("defaults"))
+    if cache.startswith("DynamicCache"):
         return lambda: DynamicCache(config=made.config)
     if cache == "QuantizedCache":
         return lambda: QuantizedCache(backend="quanto", config=made.config, nbits=4)

@@ -184,7 +184,10 @@ def clusterkv(bench: Bench) -> None:
 
 def generate(bench: Bench) -> None:
     """Llama-3-8B, decoding beside transformers' caches, by prompt and batch."""
-    recipes = ("DynamicCache", "full", "near-lossless", "small", "tiny", "kivi", "kivi:bits=4")
+    recipes = (
+        "DynamicCache", "DynamicCache, torch's defaults", "full", "near-lossless", "small", "tiny",
+        "kivi", "kivi:bits=4",
+    )  # fmt: skip
     for prompt, batch in ((8_192, 1), (8_192, 16), (32_768, 4)):
         base: Run | None = None
         for recipe in recipes:

@@ -159,32 +159,44 @@ def _words(
 
 
 @triton.jit
-def _halves(low, high, DP: tl.constexpr, BN: tl.constexpr):
-    """Join words of the four low and of the four high bytes of numbers in fp16: [BN, DP]."""
-    pairs = tl.join(_bytes_of(low, high, 0x5140), _bytes_of(low, high, 0x7362))
+def _halves(first, second, DP: tl.constexpr, BN: tl.constexpr):
+    """Return numbers in fp16 of which words have channels 0 and 1, and 2 and 3: [BN, DP]."""
+    pairs = tl.join(first, second)
     halves = tl.join(pairs & 0xFFFF, pairs >> 16).to(tl.uint16).to(tl.float16, bitcast=True)
     return tl.reshape(halves, [BN, DP])
 
 
 @triton.jit
-def _levels(words, X: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr):
-    """Return the levels of the codes in words in fp16: [BN, DP].
+def _levels(
+    words, X: tl.constexpr, TOKENS: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Return the levels of the codes in words [BN / TOKENS, DP / 4] in fp16: [BN, DP].
 
-    X.table: the low bytes of eight levels, lowest first, in two words, and the high bytes; of 16
-    levels, it is the upper half, and the lower half is its mirror.
+    A byte has the code of a token, or two codes of 4 bits. X.table: the low bytes of eight levels,
+    lowest first, in two words, and the high bytes; of 16 levels, it is the upper half, and the
+    lower half is its mirror.
     """
-    at = words & 0x07070707
-    if X.bits < 3:
-        at = words & (0x01010101 * ((1 << X.bits) - 1))
     lower = words & 0
     if X.bits == 4:
-        lower = (words & 0x08080808) ^ 0x08080808
-        at ^= lower - (lower >> 3)
-    at |= at >> 4
-    at = _bytes_of(at, at, 0x20)
+        lower = (words & 0x88888888) ^ 0x88888888
+        at = (words ^ (lower - (lower >> 3))) & 0x77777777
+    else:
+        at = words & (0x01010101 * ((1 << X.bits) - 1))
+    first = _two_levels(at, lower, 0x1504, X, TOKENS)
+    second = _two_levels(at >> 16, lower, 0x3726, X, TOKENS)
+    W: tl.constexpr = DP // 4
+    return _halves(tl.reshape(first, [BN, W]), tl.reshape(second, [BN, W]), DP, BN)
+
+
+@triton.jit
+def _two_levels(at, lower, SIGNS: tl.constexpr, X: tl.constexpr, TOKENS: tl.constexpr):
+    """Return the levels of two channels at the four lowest digits of `at`: [N, TOKENS, W]."""
     low = _bytes_of(_register(X.table[0]), _register(X.table[1]), at)
-    high = _bytes_of(_register(X.table[2]), _register(X.table[3]), at) ^ (lower << 4)
-    return _halves(low, high, DP, BN)
+    high = _bytes_of(_register(X.table[2]), _register(X.table[3]), at)
+    if X.bits == 4:
+        high ^= _bytes_of(lower, lower << 4, SIGNS) & 0x80808080
+    places = 0x6240 + 0x1111 * tl.arange(0, TOKENS).to(tl.uint32)[None, :, None]
+    return _bytes_of(_copies(low, TOKENS), _copies(high, TOKENS), places)
 
 
 @triton.jit
@@ -193,8 +205,8 @@ def _codes(words, n, BITS: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, dty
     W: tl.constexpr = DP // 4
     TOP: tl.constexpr = (1 << BITS) - 1 if BITS < 8 else 255
     if dtype == tl.float16 and BITS != 15:  # 1024 + c is 0x6400 | c
-        high = tl.full([BN, W], _register(0x64646464), tl.uint32)
-        code = _halves(words & (TOP * 0x01010101), high, DP, BN)
+        low, high = words & (TOP * 0x01010101), tl.full([BN, W], _register(0x64646464), tl.uint32)
+        code = _halves(_bytes_of(low, high, 0x5140), _bytes_of(low, high, 0x7362), DP, BN)
         code = _fma(code, tl.full([1, 1], 1, tl.float16), tl.full([1, 1], -1024, tl.float16))
     else:
         words = tl.broadcast_to(tl.reshape(words, [BN, W, 1]), [BN, W, 4])
@@ -228,10 +240,14 @@ def _load(
             X.kind, X.group, D, DP, BN, APART, WORK,
         )  # fmt: skip
     # Loaded last, codes have their elements where scales must go, and not the other way around.
-    words = _words(
-        x.codes.to(tl.pointer_type(tl.uint32)), x.codes_n // 4, base, first, stop, n, ok,
-        tl.arange(0, DP // 4), X.bits, D, DP, BN, APART,
-    )  # fmt: skip
+    codes, step = x.codes.to(tl.pointer_type(tl.uint32)), x.codes_n // 4
+    o_w = tl.arange(0, DP // 4)
+    if X.rotation == 1 and X.half and X.bits == 4 and not APART:  # bytes as they are
+        o_b = base + 2 * tl.arange(0, BN // 2)
+        in_region = (o_b + 2 > first) & (o_b < stop)
+        words = _rows(codes, step, o_b // 2, in_region, o_w, D // 4, DP // 4)
+    else:
+        words = _words(codes, step, base, first, stop, n, ok, o_w, X.bits, D, DP, BN, APART)
     return scale, zero, words
 
 
@@ -248,7 +264,8 @@ def _unpacked(
     if X.rotation != 1:
         values = _fma(_codes(words, n, X.bits, DP, BN, WORK), scale, zero)
     elif X.half and X.bits <= 4:  # by levels; other rotated codes are affine
-        values = _fma(_levels(words, X, DP, BN), scale, tl.zeros([1, 1], tl.float16))
+        levels = _levels(words, X, BN // words.shape[0], DP, BN)
+        values = _fma(levels, scale, tl.zeros([1, 1], tl.float16))
     else:
         values = tl.load(x.levels + _codes(words, n, X.bits, DP, BN, tl.int32)).to(WORK) * scale
     if X.divided:

@@ -315,7 +315,8 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     """
     large = dtype == torch.float32 or d > 128
     tokens = min(most, 32) if large else most
-    rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows, 8))
+    most_rows = 8 if dtype == torch.float32 else 16 if most < 32 else 32 if large else 64
+    rows = min(most_rows, cuda.padded_size(rows, 8))
     stages = 1 if most < 32 or (large and d <= 64) else 2
     return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
 

@@ -167,8 +167,8 @@ def call(
     splits_all = sum(splits)
     values_packed = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
-        splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotation_size,
-        splits_all, values_packed,
+        splits_all * blocks, arguments, constants, form.warps, form.stages, form.registers, q,
+        vs.rotation_size, splits_all, values_packed,
     )  # fmt: skip
 
 
@@ -270,6 +270,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int
     q: Tensor
     rotation_size: int  # of values: channels that are rotated together, or 0
     splits: int
@@ -287,7 +288,7 @@ def run(call: Launch, split: Any) -> AttentionState:
     with cuda.on(call.q):
         split[(call.grid,)](
             **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
-            num_warps=call.warps, num_stages=call.stages,
+            num_warps=call.warps, num_stages=call.stages, maxnreg=call.registers,
         )  # fmt: skip
         kernels()._merge[(rows,)](
             acc, ml, out, back, lse, s, call.rotated_splits, D=d, DP=call.constants["DP"], BS=16,
@@ -299,13 +300,14 @@ def run(call: Launch, split: Any) -> AttentionState:
 
 
 class Shape(NamedTuple):
-    """Shapes of tiles: query rows, packed tokens, exact tokens; and warps a program."""
+    """Shapes of tiles: query rows, packed tokens, exact tokens; and what a program takes."""
 
     rows: int
     tokens: int
     alone: int
     warps: int
     stages: int
+    registers: int  # at most, of a thread
 
 
 def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
@@ -318,7 +320,9 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     most_rows = 8 if dtype == torch.float32 else 16 if most < 32 else 32 if large else 64
     rows = min(most_rows, cuda.padded_size(rows, 8))
     stages = 1 if most < 32 or (large and d <= 64) else 2
-    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
+    warps = 8 if d > 64 and large else 4
+    registers = 168 if warps == 4 and rows == 8 and not large else 255  # 168: three programs fit
+    return Shape(rows, tokens, min(tokens, 32), warps, stages, registers)
 
 
 @cache

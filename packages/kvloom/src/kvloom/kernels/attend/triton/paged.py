@@ -82,6 +82,6 @@ def arguments(
         "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
     }  # fmt: skip
     return Launch(
-        programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotation_size,
-        splits + 1, splits,
+        programs * (splits + 1), given, constants, shapes.warps, STAGES, shapes.registers, q,
+        vs.rotation_size, splits + 1, splits,
     )  # fmt: skip

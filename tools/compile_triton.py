@@ -50,7 +50,11 @@ def measure(variant: Variant, arch: int) -> dict[str, Any]:
     made = triton.compile(
         ASTSource(fn=variant.kernel, signature=types, constexprs=constants, attrs=attrs),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": variant.warps, "num_stages": variant.stages},
+        options={
+            "num_warps": variant.warps,
+            "num_stages": variant.stages,
+            "maxnreg": variant.maxnreg,
+        },
     )
     seconds = time.perf_counter() - begin
     return {

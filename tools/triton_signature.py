@@ -27,8 +27,8 @@ class Variant(NamedTuple):
 
     signature: argument -> "*bf16:16" (a pointer, divisible by 16), "i32", "i32:16", "fp32", or a
     named tuple of these, in the kernel's order, constants left out. constants: the kernel's
-    tl.constexpr arguments. registers (per thread), shared (bytes): limits. brief: the tests compile
-    it too, not only `benchmarks/aot.py`.
+    tl.constexpr arguments. maxnreg: registers that the launch allows a thread. registers (per
+    thread), shared (bytes): limits. brief: the tests compile it too, not only `benchmarks/aot.py`.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Variant(NamedTuple):
     constants: Mapping[str, Any]
     warps: int = 4
     stages: int = 2
+    maxnreg: int | None = None
     registers: int = 255
     shared: int = 99 << 10
     brief: bool = False

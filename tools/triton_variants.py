@@ -116,7 +116,7 @@ def _attend(
     return Variant(
         f"attend {name} d{d} {short} {rows}{more}", decode_kernel._split,
         _types(decode_kernel._split, {**call.arguments, **parts}), call.constants, call.warps,
-        call.stages, brief=brief,
+        call.stages, call.registers, brief=brief,
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def _paged(
     return Variant(
         f"attend pages {name} d{d} {short} {heads // _HK} rows", paged_kernel._split_pages,
         _types(paged_kernel._split_pages, {**call.arguments, **parts}), call.constants, call.warps,
-        call.stages, brief=brief,
+        call.stages, call.registers, brief=brief,
     )  # fmt: skip
 
 

@@ -241,7 +241,8 @@ def test_huge_logits_neither_overflow_nor_lose_the_winner():
 @needs_interpreter
 @pytest.mark.parametrize(
     ("form", "each"),
-    [("kivi", True), ("3 bit", False), ("mixed", False), ("rotated", False), ("skvq", False),
+    [("kivi", True), ("3 bit", False), ("mixed", False), ("rotated", False),
+     ("rotated fp16", False), ("levels fp16", True), ("skvq", False),
      ("exact", True)],
 )  # fmt: skip
 def test_chosen_tokens(form, each):

@@ -135,8 +135,8 @@ def call(
         first_tokens = first[0].tokens
     regions = _regions(ks, vs, begin, n, where is not None)
     most = min(ks.most, vs.most, 32 if isinstance(where, Slots) else 64)
-    form = tile_shapes(d, r * t, q.dtype, most)
-    packed = ks.form.bits or vs.form.bits
+    packed = ks.form.bits + vs.form.bits > 0
+    form = tile_shapes(d, r * t, q.dtype, most, packed)
     sizes = (form.tokens if packed else form.alone, form.tokens, form.alone)
     tiles, splits = [], []
     blocks = b * heads * -(-r * t // form.rows)
@@ -175,8 +175,8 @@ def call(
     splits_all = sum(splits) + (first is not None)
     rotated_splits = splits[0] + (splits[1] if regions.packed_side == VALUES else 0)
     return Launch(
-        splits_all * blocks, arguments, constants, form.warps, form.stages, q, vs.rotation_size,
-        splits_all, rotated_splits if vs.rotation_size else 0,
+        splits_all * blocks, arguments, constants, form.warps, form.stages, form.registers, q,
+        vs.rotation_size, splits_all, rotated_splits if vs.rotation_size else 0,
     )  # fmt: skip
 
 
@@ -294,6 +294,7 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     warps: int
     stages: int
+    registers: int
     q: Tensor
     rotation_size: int  # of values: channels that are rotated together, or 0
     splits: int
@@ -325,7 +326,7 @@ def run(launches: Sequence[tuple[Launch, Any]]) -> AttentionState:
                 **call.arguments, acc_ptr=acc, ml_ptr=ml, **call.constants,
                 all_splits=splits, rotated_splits=call.rotated_splits,
                 first_rotated=first_rotated, first_plain=first_plain,
-                num_warps=call.warps, num_stages=call.stages,
+                num_warps=call.warps, num_stages=call.stages, maxnreg=call.registers,
             )  # fmt: skip
             first_rotated += call.rotated_splits
             first_plain += call.splits
@@ -339,25 +340,31 @@ def run(launches: Sequence[tuple[Launch, Any]]) -> AttentionState:
 
 
 class Shape(NamedTuple):
-    """Shapes of tiles: query rows, packed tokens, exact tokens; and warps a program."""
+    """Shapes of tiles: query rows, packed tokens, exact tokens; and what a program takes."""
 
     rows: int
     tokens: int
     alone: int
     warps: int
     stages: int
+    registers: int  # at most, of a thread
 
 
-def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
+def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int, packed: bool = True) -> Shape:
     """Return shapes of tiles that neither spill nor need more than 99 KiB of shared memory.
 
-    most: tokens of a tile that its formats allow.
+    most: tokens of a tile that its formats allow. packed: whether some tokens are packed. For few
+    queries in 16 bits, these were the fastest of 30 shapes on an H100.
     """
     large = dtype == torch.float32 or d > 128
+    most_rows = 8 if dtype == torch.float32 else 16 if most < 32 else 32 if large else 64
+    rows = min(most_rows, cuda.padded_size(rows, 8))
+    if rows == 8 and not large and most == 64:
+        return Shape(rows, 128, 64, 4, 1, 255) if packed else Shape(rows, 64, 64, 4, 2, 168)
     tokens = min(most, 32) if large else most
-    rows = min(16 if most < 32 else 32 if large else 64, cuda.padded_size(rows, 8))
     stages = 1 if most < 32 or (large and d <= 64) else 2
-    return Shape(rows, tokens, min(tokens, 32), 8 if d > 64 and large else 4, stages)
+    warps = 8 if d > 64 and large else 4
+    return Shape(rows, tokens, min(tokens, 32), warps, stages, 255)
 
 
 @cache

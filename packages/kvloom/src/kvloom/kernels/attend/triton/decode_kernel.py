@@ -73,8 +73,9 @@ def _fma(a, b, c):
     if INTERPRETED or a.dtype != tl.float16:
         x = (a.to(tl.float32) * b.to(tl.float32) + c.to(tl.float32)).to(a.dtype)
     else:
-        code: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;"
-        x = tl.inline_asm_elementwise(code, "=r,r,r,r", [a, b, c], tl.float16, False, 2)
+        x = tl.inline_asm_elementwise(
+            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.float16, False, 2
+        )
     return x
 
 

@@ -80,6 +80,6 @@ def arguments(
         "BN0": shapes.tokens, "BN1": shapes.alone, "PAGE": table.page, "OPTIONS": Options(),
     }  # fmt: skip
     return Launch(
-        programs * (splits + 1), given, constants, shapes.warps, STAGES, q, vs.rotation_size,
-        splits + 1, splits if vs.rotation_size else 0,
+        programs * (splits + 1), given, constants, shapes.warps, STAGES, shapes.registers, q,
+        vs.rotation_size, splits + 1, splits if vs.rotation_size else 0,
     )  # fmt: skip

@@ -247,10 +247,9 @@ def side_arguments(view: KVView) -> SideArguments:
     tensors = codes, scale, zero, group_of, divisor, table, tail
     strides = [_stride(x, i) for x in (codes, scale, tail) for i in range(3)]
     side = Side(*tensors, *strides)
-    # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
+    # Groups by channel, many levels, bytes by token are looked up one by one.
     looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
-    slow = form.bits in (1, 3, 8) and not form.half
-    most = 16 if looked_up else 32 if slow else 64
+    most = 16 if looked_up else 64 if form.half or not form.bits else 32
     return SideArguments(side, form, packed_end, rotation_size, most)
 
 
@@ -321,7 +320,7 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int) -> Shape:
     rows = min(most_rows, cuda.padded_size(rows, 8))
     stages = 1 if most < 32 or (large and d <= 64) else 2
     warps = 8 if d > 64 and large else 4
-    registers = 168 if warps == 4 and rows == 8 and not large else 255  # 168: three programs fit
+    registers = 168 if most == 64 and rows == 8 and not large else 255  # 168: three programs fit
     return Shape(rows, tokens, min(tokens, 32), warps, stages, registers)
 
 

@@ -271,10 +271,9 @@ def side_arguments(view: KVView) -> SideArguments:
     tensors = codes, scale, zero, group_of, divisor, table, tail
     strides = [stride for x in (codes, scale, tail) for stride in _strides(x, 3)]
     side = Side(*tensors, *strides)
-    # Groups by channel, levels, bytes by token are looked up one by one; e4m3 is read by hand.
+    # Groups by channel, many levels, bytes by token are looked up one by one.
     looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
-    slow = form.bits in (1, 3, 8) and not form.half
-    most = 16 if looked_up else 32 if slow else 64
+    most = 16 if looked_up else 64 if form.half or not form.bits else 32
     return SideArguments(side, form, packed_end, rotation_size, most)
 
 

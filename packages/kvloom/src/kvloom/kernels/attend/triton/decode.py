@@ -273,7 +273,7 @@ def side_arguments(view: KVView) -> SideArguments:
     side = Side(*tensors, *strides)
     # Groups by channel, many levels, bytes by token are looked up one by one.
     looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
-    most = 16 if looked_up else 64 if form.half or not form.bits else 32
+    most = 16 if looked_up else 32 if form.bits and not form.half else 64 if form.bits == 8 else 128
     return SideArguments(side, form, packed_end, rotation_size, most)
 
 
@@ -358,9 +358,9 @@ def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int, packed: bool =
     large = dtype == torch.float32 or d > 128
     most_rows = 8 if dtype == torch.float32 else 16 if most < 32 else 32 if large else 64
     rows = min(most_rows, cuda.padded_size(rows, 8))
-    if rows == 8 and not large and most == 64:
-        return Shape(rows, 128, 64, 4, 1, 255) if packed else Shape(rows, 64, 64, 4, 2, 168)
-    tokens = min(most, 32) if large else most
+    if rows == 8 and not large and most == 128:
+        return Shape(rows, 128, 32, 4, 1, 168) if packed else Shape(rows, 64, 64, 4, 2, 168)
+    tokens = min(most, 32 if large else 64)
     stages = 1 if most < 32 or (large and d <= 64) else 2
     warps = 8 if d > 64 and large else 4
     return Shape(rows, tokens, min(tokens, 32), warps, stages, 255)

@@ -316,7 +316,7 @@ def unpack(
     where += ((lo + token) // PER).to(tl.int64)[:, :, None] * m_line + column[None, None, :]
     step = as_float(tl.load(scale + where, mask=mask, other=0))
     if LEVELS:
-        values = tl.load(levels + code) * step
+        values = tl.load(levels + code, mask=mask, other=0.0) * step
     else:
         least = as_float(tl.load(zero + where, mask=mask, other=0))
         values = tl.fma(code.to(tl.float32), step, least)

@@ -96,7 +96,7 @@ class Fit:
         fitted = step.v.clone()
         free = kept if free is None else free & kept
         for rows, real in _rows_alike(step):
-            before = int((real < without_query).sum())
+            before = int((real < without_query).sum()) if without_query else 0
             every = self._every(len(real) - before)
             for lo in range(0, len(real), self.chunk):
                 hi, sinks = min(len(real), lo + self.chunk), min(step.sinks, lo)
@@ -131,7 +131,10 @@ class Fit:
         q, y: [B, Hq, M, D], of the queries after the chunk. keys: as they are stored. values: as
         they are by now. kept: bool [B, Hk, N]. free: bool [B, Hk, N], the values that may change.
         """
-        slots = (~kept).byte().argsort(dim=-1, stable=True)[..., : int(kept.sum(dim=-1).max())]
+        most_kept = int(kept.sum(dim=-1).max())
+        if not most_kept:
+            return values
+        slots = (~kept).byte().argsort(dim=-1, stable=True)[..., :most_kept]
         kept_keys = gather(keys, slots)
         kept_only = _attend(step, q, kept_keys, gather(values, slots), kept.gather(-1, slots))
         missing, rows, lse = (
@@ -141,8 +144,8 @@ class Fit:
         counted = slice(None, None, _COUNTED)
         sums = _weights(step, rows[:, :, counted], kept_keys, lse[:, :, counted]).sum(dim=-2)
         may_change = free.gather(-1, slots)
-        most = sums.masked_fill_(~may_change, -1.0).topk(min(self.values, slots.shape[-1]))[1]
-        changing, changes = slots.gather(-1, most), may_change.gather(-1, most)
+        heavy = sums.masked_fill_(~may_change, -1.0).topk(min(self.values, most_kept))[1]
+        changing, changes = slots.gather(-1, heavy), may_change.gather(-1, heavy)
         x = _weights(step, rows, gather(keys, changing), lse) * changes[..., None, :]
         old = gather(values, changing)
         new = (old + _solve(x, missing, changes)).to(old.dtype)

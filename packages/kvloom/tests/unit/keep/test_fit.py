@@ -69,6 +69,23 @@ def test_the_values_are_those_of_the_formula(queries, softcap, count, rotates):
             assert torch.equal(found[b, h][~s].double(), torch.from_numpy(v[~s]))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_chunk_or_a_head_may_keep_no_token(padded):
+    """The values of other chunks and heads are fitted as without it."""
+    kept, visible = chosen(), torch.ones(B, 1, N, dtype=torch.bool)
+    kept[:, :, : N // 2] = False
+    kept[:, 0] = False
+    if padded:
+        visible[1, 0, : N // 4] = False
+    one = step(visible=visible if padded else None)
+    found = fitted(Fit(chunk=N // 4), one, kept, one.k + 0.1)
+    assert torch.equal(found[~kept], one.v[~kept])
+    assert bool(found.isfinite().all())
+    changed = (found != one.v).any(dim=-1)
+    assert bool(changed[:, 1:].any())
+    assert not bool(changed[:, 0].any())
+
+
 def test_values_stay_where_all_tokens_stay_or_the_error_does_not_shrink():
     every_token = torch.ones(B, HK, N, dtype=torch.bool)
     one = step()

@@ -130,6 +130,20 @@ def test_rows_without_a_full_page(tokens):
     agrees(*sides("kivi", 64, FP32), 64, tokens, FP32, sinks=3)
 
 
+@needs_interpreter
+def test_pages_beside_other_tokens():
+    views = sides("kivi", 64, FP32)
+    new = torch.randn(2, 2, HEADS, 1, D).unbind(1)
+    where = Paged(rows(64, [130, 7], views), new=new)
+    q, other = torch.randn(2, 6, 1, D), torch.randn(2, 2, HEADS, 9, D).unbind(1)
+    for order in (1, -1):
+        regions = [Region(*views, where), Region.exact(*other)][::order]
+        want = attend_regions(q, regions, 0.125)
+        with dispatch.use("gpu"):
+            found = ops.attend(q, regions, 0.125)
+        torch.testing.assert_close(found.out, want.out, rtol=0, atol=TOL[FP32])
+
+
 def test_what_the_kernel_does_not_read():
     store, like = resolve("kivi").store, torch.empty(1, HEADS, 64, D)
     formats = {"keys": store.keys.encoding, "values": store.values.encoding}

@@ -1,7 +1,7 @@
 """Decode attention on CUDA tensors: which cases the Triton kernels cover, and their calls.
 
 Each region takes a call, chosen tokens and the tokens after them one each; one kernel merges the
-splits of all calls.
+splits of all calls but those for pages.
 Importing this does not import Triton; the first call does.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...limits import OF_ONE_HEAD, Coverage
-from ..reference import AttentionState, with_sinks
+from ..reference import AttentionState, merge, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
 from .decode import kernels, nothing, run
@@ -52,14 +52,17 @@ def attend(
     sink_logits: Tensor | None = None,
 ) -> AttentionState:
     """Attend as `reference.attend_regions` does; returns no products."""
-    if not q.shape[0]:
-        state = nothing(q)
-    elif isinstance(where := regions[0].where, Paged):
-        state = _pages(q, regions[0].keys, regions[0].values, where, scale)
-    else:
-        q = q.to(regions[0].keys.tail.dtype).contiguous()
-        calls = _calls(q, regions, scale, softcap)
-        state = run([(call, kernels()._split) for call in calls]) if calls else nothing(q)
+    dense = [region for region in regions if not isinstance(region.where, Paged)]
+    states = [
+        _pages(q, *region[:2], region.where, scale)
+        for region in regions
+        if q.shape[0] and isinstance(region.where, Paged)
+    ]
+    if dense and q.shape[0]:
+        q = q.to(dense[0].keys.tail.dtype).contiguous()
+        calls = _calls(q, dense, scale, softcap)
+        states += [run([(call, kernels()._split) for call in calls])] if calls else []
+    state = merge(states) if states else nothing(q)
     return state if sink_logits is None else with_sinks(state, sink_logits)
 
 

@@ -86,7 +86,7 @@ def _in_process(seconds: float, fast: bool, part: int, parts: int) -> list[Resul
 
 def _part(bench: Bench, fast: bool, part: int, parts: int) -> list[Result]:
     """Run every case whose number is `part` modulo `parts`."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what nobody has written
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled with NaN
     results: list[Result] = []
     try:
         for operation, what, most, error in itertools.islice(cases(bench, fast), part, None, parts):
@@ -147,10 +147,7 @@ def _rotated(bench: Bench, fast: bool) -> Iterator[Case]:
         encoding = Encoding(bits, "token", group, list(META)[turn % 4], rotation="group")
         spec = encoding.bind(2, d)
         what = f"{bits} bit, groups of {group or d} rotated, D={d}, {encoding.meta}, {dtype}"
-        yield (
-            "pack, unpack", what, 0.0,
-            lambda s=spec, t=dtype: _packed(bench, s, t),
-        )  # fmt: skip
+        yield "pack, unpack", what, 0.0, lambda s=spec, t=dtype: _packed(bench, s, t)
     spec = Encoding(4, "channel", 32, rotation="head").bind(2, 128)
     yield "pack, unpack", "4 bit, heads rotated", 0.0, lambda: _packed(bench, spec, torch.float16)
 
@@ -360,17 +357,15 @@ def _pages(bench: Bench, fast: bool) -> Iterator[Case]:
 def _paged(bench: Bench, keys: Packed, values: Packed, dtype: torch.dtype) -> float:
     """A step of rows with different numbers of pages, one of them none."""
     page, heads, d, counts = 128, 2, 64, [3 * 128 + 1, 7, 2 * 128, 1]
-    views, number = [], sum(n // page for n in counts) + 2
+    width = 3
+    number, views = width * len(counts), []
     for fmt in (keys, values):
         tokens = PackedTokens(fmt, None)
         tokens.append(torch.randn(number, heads, page, d, device=bench.device).to(dtype))
         tail = torch.randn(len(counts), heads, page, d, device=bench.device).to(dtype)
         views.append(KVView(tokens.view(), tail, fmt.encoding))
-    blocks, order = torch.zeros(len(counts), 3, dtype=torch.long), torch.randperm(number).tolist()
+    blocks = torch.randperm(number).view(len(counts), width)
     packed = [(n - 1) // page * page for n in counts]
-    for row, n in enumerate(packed):
-        for i in range(n // page):
-            blocks[row, i] = order.pop()
     columns = (blocks, torch.tensor(packed), torch.tensor(counts), torch.arange(len(counts)))
     table = PageTable(*(x.to(bench.device) for x in columns), page, max(counts))
     q = torch.randn(len(counts), 4 * heads, 1, d, device=bench.device).to(dtype)

@@ -224,13 +224,11 @@ def attend() -> Iterator[Variant]:
     }  # fmt: skip
     for d in (128, 256):
         for group in (0, 32, d, 80):
-            steps = {"STAGES": 0, "NORM": 1.0}
-            if group not in (0, 80):
-                steps = quantize_pack.butterflies(group)
             yield Variant(
                 f"merge d{d} rotated {group}", decode_kernel._merge,
                 _types(decode_kernel._merge, {**given, "splits": 5, "rotated": 3}),
-                {"D": d, "DP": d, "BS": 16, "ROTATED": group > 0, "G": group, **steps},
+                {"D": d, "DP": d, "BS": 16, "ROTATED": group > 0, "G": group,
+                 **quantize_pack.butterflies(group)},
                 brief=group == d == 128,
             )  # fmt: skip
 

@@ -107,8 +107,9 @@ class Fit:
                 q = step.q[rows, :, begin:end]
                 if step.rope is not None:
                     q = step.rope.rotate(q, torch.tensor(hi - lo).view(1, 1, 1))
-                own = (x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free))
-                k, v, stored, values, stay, may_change = own
+                k, v, stored, values, stay, may_change = (
+                    x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free)
+                )
                 may_change[..., :sinks] = False
                 y = _attend(step, q, k, v).out
                 fitted[rows][:, :, slots] = self._of_chunk(
@@ -126,7 +127,7 @@ class Fit:
         kept: Tensor,
         free: Tensor,
     ) -> Tensor:
-        """Return the values of a chunk of alike rows, [B, Hk, N, D].
+        """Return the values of a chunk of rows with equal padding, [B, Hk, N, D].
 
         q, y: [B, Hq, M, D], of the queries after the chunk. keys: as they are stored. values: as
         they are by now. kept: bool [B, Hk, N]. free: bool [B, Hk, N], the values that may change.
@@ -153,7 +154,7 @@ class Fit:
 
 
 def _rows_alike(step: Step) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows whose padding is alike, and the slots of their tokens."""
+    """Yield rows with equal padding, and the slots of their tokens."""
     tokens = torch.arange(step.k.shape[2], device=step.k.device)
     if step.visible is None:
         yield slice(None), tokens
@@ -193,7 +194,8 @@ def _solve(x: Tensor, missing: Tensor, changes: Tensor) -> Tensor:
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     median = diagonal.masked_fill(~changes, torch.nan).nanmedian(dim=-1, keepdim=True)[0]
     largest = diagonal.amax(dim=-1, keepdim=True)
-    diagonal += torch.maximum(RIDGE * median, _FLOOR * largest).nan_to_num(1.0)  # none changes
+    ridge = torch.maximum(RIDGE * median, _FLOOR * largest)
+    diagonal += ridge.nan_to_num(1.0)  # NaN: no value of the head changes
     change = torch.cholesky_solve(x.mT @ missing, torch.linalg.cholesky_ex(gram).L)
-    error, before = ((y.square()).sum(dim=(-2, -1)) for y in (missing - x @ change, missing))
+    error, before = (y.square().sum(dim=(-2, -1)) for y in (missing - x @ change, missing))
     return torch.where((error < before)[..., None, None], change, 0.0)

@@ -32,7 +32,9 @@ def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | N
 
 def _other_rotations(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
     size = getattr(layer_encoding, "rotation_size", 0)
-    return f"{size} rotated channels are not a power of 2" if size & (size - 1) else None
+    if not size or butterflies(size)["STAGES"]:
+        return None
+    return f"{size} rotated channels are not a power of 2"
 
 
 COVERAGE = Coverage(
@@ -143,7 +145,7 @@ def _unpack(
     scale, zero, m_steps = _given(scale, zero, m_steps, table)
     encoding, by_levels = layer_encoding.encoding, layer_encoding.encoding.rotation == "group"
     tile, grid = _tile(out, encoding.bits, lo)
-    codebook = _rounding(encoding.bits, out.device)[0] if by_levels else scale
+    codebook = rounding(encoding.bits, out.device)[0] if by_levels else scale
     cuda.launch(
         kernels().unpack, grid, out,
         codes, scale, zero, codebook, table.columns, table.divisor, out, lo, hi, h, *steps,
@@ -160,7 +162,7 @@ def _pack_levels(x: Tensor, layer_encoding: LayerEncoding, out: PackedTensors, b
     tile, grid = _tile(x, encoding.bits, begin, whole=True)
     cuda.launch(
         rotation_kernels().pack_levels, grid, x,
-        x, signs(group, x.device), *_rounding(encoding.bits, x.device), codes, scale, begin, n, h,
+        x, signs(group, x.device), *rounding(encoding.bits, x.device), codes, scale, begin, n, h,
         *x.stride(), *steps, *m_steps, d, d // group, BITS_X2=int(2 * encoding.bits),
         TOP=top(encoding.bits), META=list(META).index(encoding.meta),
         MOST=torch.finfo(layer_encoding.meta).max, BEGUN=begin % PACK_BLOCK[encoding.bits][0] > 0,
@@ -184,7 +186,9 @@ def rotated(x: Tensor, size: int, dtype: torch.dtype, back: bool = False) -> Ten
 
 
 def butterflies(size: int) -> dict[str, Any]:
-    """Return the constants of `hadamard` for so many channels."""
+    """Return the constants of `hadamard` for so many channels; no stages unless a power of 2."""
+    if size < 2 or size & (size - 1):
+        return {"STAGES": 0, "NORM": 1.0}
     return {"STAGES": size.bit_length() - 1, "NORM": 1 / math.sqrt(size)}
 
 
@@ -195,7 +199,7 @@ def signs(size: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _rounding(bits: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def rounding(bits: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the levels of rotated groups, and up to where each but the last is the nearest."""
     return levels(bits).to(device), ends(levels(bits)).to(device)
 

@@ -71,13 +71,20 @@ def as_float(x):
 
 
 @triton.jit
+def rounded_scale(scale, META: tl.constexpr):
+    """Round a scale; e4m3 neither rounds it to 0 nor lets it overflow."""
+    if META == 3:
+        scale = tl.where(scale > 0, tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scale)
+    return round_to(scale, META)
+
+
+@triton.jit
 def metadata(low, high, TOP: tl.constexpr, META: tl.constexpr):
     """Return scale and zero, as stored, of groups from low to high."""
     scale = tl.div_rn(high - low, tl.full(low.shape, TOP, tl.float32))
     if META == 3:
-        scale = tl.where(scale > 0, tl.minimum(tl.maximum(scale, 0.001953125), 448.0), scale)
         low = tl.minimum(tl.maximum(low, -448.0), 448.0)
-    return round_to(scale, META), round_to(low, META)
+    return rounded_scale(scale, META), round_to(low, META)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_kernel import _VARY, as_stored, join, round_to, tile_of
+from .triton_kernel import _VARY, as_stored, join, rounded_scale, tile_of
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def rotate(
     sign = tl.load(signs + channel)[None, :]
     place = head // heads * x_row + head % heads * x_head + token % tokens * x_token
     channels = (group * G)[:, None] + channel[None, :]
-    mask = (row < rows)[:, None] & (channel < G)[None, :]
+    mask = (row < rows)[:, None]
     values = tl.load(x + place[:, None] + channels * x_channel, mask=mask, other=0.0)
     values = values.to(tl.float32)
     if BACK:
@@ -99,9 +99,7 @@ def pack_levels(
     level = tl.load(levels + code)
     length = tl.sqrt_rn(_summed(level * level, G, HALVINGS))
     step = tl.minimum(tl.div_rn(norm, tl.maximum(length, 1e-6)), MOST)
-    if META == 3:
-        step = tl.where(step > 0, tl.maximum(step, 0.001953125), step)
-    step = tl.reshape(as_stored(round_to(step, META), META), [A * P, DB // G])
+    step = tl.reshape(as_stored(rounded_scale(step, META), META), [A * P, DB // G])
     group = tl.arange(0, DB // G)
     where = (begin + token).to(tl.int64).reshape(A * P)[:, None] * m_line + group[None, :]
     written = token_mask.reshape(A * P)[:, None] & (group < groups)[None, :]

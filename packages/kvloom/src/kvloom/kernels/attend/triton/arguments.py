@@ -9,6 +9,7 @@ import torch
 
 from ....encoding import LayerEncoding
 from ...quantize.hadamard import levels
+from ...quantize.triton import butterflies
 
 
 class Side(NamedTuple):
@@ -67,16 +68,15 @@ class Form(NamedTuple):
         if encoding.rotation != "group" and layer_encoding.group_of is not None:
             kind = 2 if layer_encoding.static is None else 3
         half = half and layer_encoding.divisor is None
-        size = layer_encoding.rotation_size
-        turns = size.bit_length() - 1 if size and size & (size - 1) == 0 else 0
+        turns = butterflies(layer_encoding.rotation_size)
         by_table = half and encoding.rotation == "group" and encoding.bits in (1, 2, 3, 4)
         return cls(
             15 if encoding.bits == 1.5 else int(encoding.bits),
             kind,
             layer_encoding.group,
             {"none": 0, "group": 1, "head": 2}[encoding.rotation],
-            turns,
-            2.0 ** (-turns / 2),
+            turns["STAGES"],
+            turns["NORM"],
             layer_encoding.divisor is not None,
             half,
             _table(encoding.bits) if by_table else (),

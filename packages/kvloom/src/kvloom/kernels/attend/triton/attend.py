@@ -52,13 +52,14 @@ def attend(
     sink_logits: Tensor | None = None,
 ) -> AttentionState:
     """Attend as `reference.attend_regions` does; returns no products."""
+    regions = regions if q.shape[0] else ()
     dense = [region for region in regions if not isinstance(region.where, Paged)]
     states = [
         _pages(q, *region[:2], region.where, scale)
         for region in regions
-        if q.shape[0] and isinstance(region.where, Paged)
+        if isinstance(region.where, Paged)
     ]
-    if dense and q.shape[0]:
+    if dense:
         q = q.to(dense[0].keys.tail.dtype).contiguous()
         calls = _calls(q, dense, scale, softcap)
         states += [run([(call, kernels()._split) for call in calls])] if calls else []
@@ -73,9 +74,8 @@ def _calls(
     first = next((region for region in regions if _are_first(region)), None)
     others = [(region, *stretch) for region in regions for stretch in _stretches(region)]
     reader = next((r for r, where, *_ in others if where is None and r is not first), None)
-    calls, column, last = [], 0, None
-    for region, where, lo, hi in others:
-        column, last = column if region is last else 0, region
+    calls = []
+    for region, where, lo, hi, column in others:
         if region is first and reader is not None:
             continue
         columns = slice(column, column + hi - lo)
@@ -87,7 +87,6 @@ def _calls(
         calls.append(
             decode.call(q, *region[:2], scale, causal, softcap, masks, where, lo, hi, also)
         )
-        column += hi - lo
     return calls
 
 
@@ -98,14 +97,19 @@ def _are_first(region: Region) -> bool:
     return exact and not masked and region.where is None and region.keys.tokens <= _FIRST
 
 
-def _stretches(region: Region) -> list[tuple[Slots | Spans | None, int, int]]:
+_Stretch = tuple[Slots | Spans | None, int, int, int]
+"""Where tokens are, the first and the end, and the first one's column in masks."""
+
+
+def _stretches(region: Region) -> list[_Stretch]:
     """Return chosen tokens, or those of spans, packed or not, and the rest: each takes a call."""
-    where = region.where
-    found: list[tuple[Slots | Spans | None, int, int]] = [(None, 0, region.keys.tokens)]
+    where, tokens = region.where, region.keys.tokens
+    found: list[_Stretch] = [(None, 0, tokens, 0)]
     if isinstance(where, Slots):
-        found = [(where, 0, where.slots.shape[2]), (None, where.begin, region.keys.tokens)]
+        chosen = where.slots.shape[2]
+        found = [(where, 0, chosen, 0), (None, where.begin, tokens, chosen)]
     elif isinstance(where, Spans):
-        found = [(where, 0, where.longest)]
+        found = [(where, 0, where.longest, 0)]
     return [stretch for stretch in found if stretch[2] > stretch[1]]
 
 

@@ -21,7 +21,7 @@ from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, Coverage, dtype_problem
 from ...quantize import triton as quantize
-from ...quantize.hadamard import levels, rotate
+from ...quantize.hadamard import rotate
 from ..reference import AttentionState
 from ..regions import KVView, Slots, Spans
 from .arguments import ExactRows, Form, Options, Side
@@ -216,11 +216,7 @@ def _strides(x: Tensor, dims: int) -> list[int]:
 
 def _steps(name: str, x: Tensor | None) -> dict[str, int]:
     """Return the strides of the first two dimensions."""
-    b = h = 0
-    if x is not None:
-        b, h = (
-            step if size > 1 else 0 for size, step in zip(x.shape[:2], x.stride(), strict=False)
-        )
+    b, h = (0, 0) if x is None else _strides(x, 2)
     return {f"{name}_b": b, f"{name}_h": h}
 
 
@@ -261,7 +257,7 @@ def side_arguments(view: KVView) -> SideArguments:
         if form.rotation == 1:
             zero = scale
             if not form.table:
-                table = _levels(layer_encoding.encoding.bits, tail.device)
+                table, _ = quantize.rounding(layer_encoding.encoding.bits, tail.device)
         if scale.stride() != zero.stride():
             scale, zero = scale.contiguous(), zero.contiguous()
         if scale.dtype == torch.float8_e4m3fn:  # not all GPUs convert it; the kernel does
@@ -273,7 +269,7 @@ def side_arguments(view: KVView) -> SideArguments:
     side = Side(*tensors, *strides)
     # Groups by channel, many levels, bytes by token are looked up one by one.
     looked_up = form.bits == 15 or form.kind == 2 or (form.rotation == 1 and not form.table)
-    most = 16 if looked_up else 32 if form.bits and not form.half else 64 if form.bits == 8 else 128
+    most = 16 if looked_up else 64 if form.half or not form.bits else 32
     return SideArguments(side, form, packed_end, rotation_size, most)
 
 
@@ -311,12 +307,11 @@ def run(launches: Sequence[tuple[Launch, Any]]) -> AttentionState:
     acc, ml = q.new_empty(rows, splits, d, dtype=new), q.new_empty(rows, splits, 2, dtype=new)
     out, lse = q.new_empty(b, hq, t, d, dtype=new), q.new_empty(b, hq, t, dtype=new)
     size = sizes.pop() if sizes else 0
-    in_kernel, back, signs = size & (size - 1) == 0, out, out
-    if size and in_kernel:
+    back, signs, steps = out, out, quantize.butterflies(size)
+    if steps["STAGES"]:
         signs = quantize.signs(size, q.device)
     elif size:
         back = torch.empty_like(out)
-    steps = quantize.butterflies(size) if size and in_kernel else {"STAGES": 0, "NORM": 1.0}
     first_rotated, first_plain = 0, rotated_splits
     with cuda.on(q):
         for call, split in launches:
@@ -333,7 +328,7 @@ def run(launches: Sequence[tuple[Launch, Any]]) -> AttentionState:
             acc, ml, out, back, lse, signs, splits, rotated_splits, D=d, DP=cuda.padded_size(d),
             BS=16, ROTATED=size > 0, G=size, **steps, num_warps=4,
         )  # fmt: skip
-    if size and not in_kernel:
+    if back is not out:
         out = out + rotate_groups(back, size, back=True)
     return AttentionState(out, lse)
 
@@ -352,15 +347,14 @@ class Shape(NamedTuple):
 def tile_shapes(d: int, rows: int, dtype: torch.dtype, most: int, packed: bool = True) -> Shape:
     """Return shapes of tiles that neither spill nor need more than 99 KiB of shared memory.
 
-    most: tokens of a tile that its formats allow. packed: whether some tokens are packed. For few
-    queries in 16 bits, these were the fastest of 30 shapes on an H100.
+    most: tokens of a tile that its formats allow. packed: whether some tokens are packed.
     """
     large = dtype == torch.float32 or d > 128
     most_rows = 8 if dtype == torch.float32 else 16 if most < 32 else 32 if large else 64
     rows = min(most_rows, cuda.padded_size(rows, 8))
-    if rows == 8 and not large and most == 128:
-        return Shape(rows, 128, 32, 4, 1, 168) if packed else Shape(rows, 64, 64, 4, 2, 168)
-    tokens = min(most, 32 if large else 64)
+    if rows == 8 and not large and most == 64:
+        return Shape(rows, 64, 64, 4, 1 if packed else 2, 168)
+    tokens = min(most, 32) if large else most
     stages = 1 if most < 32 or (large and d <= 64) else 2
     warps = 8 if d > 64 and large else 4
     return Shape(rows, tokens, min(tokens, 32), warps, stages, 255)
@@ -380,11 +374,6 @@ def processors(device: torch.device) -> int:
 def _rotation(group: int, device: torch.device) -> Tensor:
     """Return the matrix whose product with a row is the row rotated, fp32 [group, group]."""
     return rotate(torch.eye(group)).to(device)
-
-
-@cache
-def _levels(bits: float, device: torch.device) -> Tensor:
-    return levels(bits).to(device)
 
 
 def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:

@@ -381,7 +381,7 @@ def load_queries(q, turn, head, rows, scale, o_m, o_d, K: tl.constexpr, D: tl.co
     mask = (o_m < rows)[:, None] & (o_d[None, :] < D)
     plain = tl.load(q + offsets, mask=mask, other=0.0)
     packed = plain
-    if K.rotation and K.turns > 0:
+    if K.turns > 0:
         G: tl.constexpr = 1 << K.turns
         signs = tl.load(turn + o_d % G)[None, :]
         groups = tl.reshape(plain.to(tl.float32) * signs, [plain.numel // G, G])
@@ -525,9 +525,9 @@ def _split(
             k, k_packed_end, v, v_packed_end, visible, bias, where, o_m, o_d, heads,
             K, V, False, False, D, DP, BN1, OPTIONS,
         )  # fmt: skip
-    if OPTIONS.first:
-        busy = busy | (i == splits - 1)
-        if i == splits - 1:
+    if OPTIONS.first:  # never with spans
+        last = i == splits - 1
+        if last:
             top, total, acc = exact(
                 top, total, acc, q, first_tokens, scale, softcap,
                 k_first.first + b * k_first.b + hk * k_first.h, k_first.n,

@@ -125,6 +125,40 @@ def kvzip(q, k, scale, sinks, chunk):
     return largest
 
 
+def as_repeated(q, k, first, keys, again, distance, inv_freq):
+    """One head's queries q [R, N, D] and keys k [N, D], as examples predict them in a repetition.
+
+    first, again: [R, E, D], the queries of examples and of their repetition, `distance` further.
+    keys: [E, D]. The first 8 are no examples, nor is the last. inv_freq: as for `rotated`.
+    """
+
+    def turned_all(x, begin, sign):
+        if inv_freq is None:
+            return x
+        return np.array([turned(y, sign * (begin + i), inv_freq) for i, y in enumerate(x)])
+
+    def followed(x):
+        x = turned_all(x, 0, -1)
+        return np.concatenate([x[1:], x[-1:]])
+
+    found = []
+    for own, example, repeated in zip(q, first, again, strict=True):
+        own, example = turned_all(own, 0, -1), turned_all(example, 0, -1)
+        change = (turned_all(repeated, distance, -1) - example)[8:-1]
+        known = np.hstack([example, followed(keys)])[8:-1]
+        m, b = known.mean(axis=0), change.mean(axis=0)
+        gram = (known - m).T @ (known - m)
+        ridge = np.eye(len(gram)) * np.trace(gram) / len(gram)
+        w = np.linalg.inv(gram + ridge) @ (known - m).T @ (change - b)
+        found.append(turned_all(own + b + (np.hstack([own, followed(k)]) - m) @ w, 0, 1))
+    return np.array(found)
+
+
+def with_neighbors(scores, share):
+    """Scores of one head's tokens, with a share of those of both neighbors."""
+    return scores + np.convolve(scores, [share, 0, share], mode="same")
+
+
 def rotated(q, k, scale, inv_freq, sinks, chunk):
     """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 

@@ -42,6 +42,9 @@ def end_step(
                 f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
                 "by its model, which repeats the prompt"
             )
+    if queries.predictor is not None:
+        assert new is not None
+        queries = state.score_evictor.as_repeated(queries, new[0])
     if state.like is None:
         assert new is not None
         state.like = new[0].new_empty(*new[0].shape[:2], 0, new[0].shape[3])

@@ -217,6 +217,15 @@ class ScoreEvictor(Evictor):
         rows = fit.rows(queries.q, queries.visible_queries)
         return queries._replace(q=rows, products=None, lse=None)
 
+    def as_repeated(self, queries: Queries, k: Tensor) -> Queries:
+        """Return a prompt's queries as their predictor changes them; k: its keys [B, Hk, N, D]."""
+        assert queries.predictor is not None
+        index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
+        if queries.visible is not None:
+            index = (queries.visible.cumsum(dim=-1) - 1).clamp(min=0)
+        q = queries.predictor(queries.q, k, self.scorer.rope, index)
+        return queries._replace(q=q, lse=None, predictor=None)
+
     def score_all(self, segment: Segment, queries: Queries, k: Tensor, v: Tensor) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of k, v: all tokens of a segment, stored or not."""
         n = k.shape[2]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..keep import QueryPredictor
 from ..positions.alibi import Alibi
 from ..registry.fields import renamed
 from ..state import Stateful
@@ -36,6 +37,7 @@ class Queries(NamedTuple):
         later_seen: int64 [B, T], how many later tokens each query sees by a mask of the model, as
             those of an image do (None: none).
         sees_past: False where such a mask hides earlier tokens, which no score supports.
+        predictor: Of a first prompt that is scored by what its queries would be in a repetition.
     """
 
     q: Tensor
@@ -50,6 +52,7 @@ class Queries(NamedTuple):
     norms: Tensor | None = None
     later_seen: Tensor | None = None
     sees_past: bool = True
+    predictor: QueryPredictor | None = None
 
     @property
     def tokens(self) -> int:

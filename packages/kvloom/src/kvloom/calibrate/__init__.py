@@ -9,9 +9,10 @@ recipe by name.
 
 from __future__ import annotations
 
+from ..hf.recording import AttentionInputs
 from .clip_search import AttentionSample, ExactAttention
 from .read_prompt import LayerContext, ReadPrompt, can_repeat, kl_divergence
-from .recorder import AttentionInputs, record
+from .recorder import record
 from .run import Settings, calibrate, cut_contexts
 
 __all__ = [

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..encoding import LayerEncoding
+from ..hf.recording import AttentionInputs
 from ..kernels.quantize import reference as ref
 from ..positions.rope import Rope
-from .recorder import AttentionInputs
 
 GRID = (0.005, 0.01, *(round(0.02 * i, 2) for i in range(1, 51)))
 _COARSE = 3

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..hf.recording import AttentionInputs
 from ..positions.rope import Rope
 from ..progress import TotalProgress
 from ..store.calibration import Calibration
-from .recorder import AttentionInputs, record
+from .recorder import record
 
 _CHECK_EVERY = 8  # contexts between two comparisons of the ranges; the state is saved then
 _RESTARTS = 10  # of k-means

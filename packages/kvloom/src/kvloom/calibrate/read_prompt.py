@@ -27,12 +27,12 @@ from ..hf.guard import outside_inference_mode
 from ..hf.hybrid import stock_part, with_compressed
 from ..hf.implementation import use_kvloom
 from ..hf.passes import read_tokens
+from ..hf.recording import attend_causally
 from ..hf.repetition import of_prompt
 from ..hf.routed_cache import RoutedCache
 from ..hf.routed_layer import RoutedLayer
 from ..hf.shared_pass import BatchedLayer
 from ..recipe.spec import Recipe
-from .recorder import attend_causally
 
 
 class LayerContext(NamedTuple):

@@ -1,78 +1,15 @@
-"""Run a model on a text and pass every layer's attention inputs to a function; store nothing.
-
-Decides how queries, keys and values are obtained. The caller decides what to compute from them.
-"""
+"""Run a model on a text and pass every layer's attention inputs to a function; store nothing."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..cache.attention import attend_to
-from ..cache.checks import check_range, check_shapes
-from ..cache.step import StepInputs
 from ..errors import UnsupportedModel
 from ..hf.cache import Cache
-from ..hf.observe import alibi_bias
-from ..hf.routed_layer import RoutedLayer
-from ..kernels.attend.regions import Region
+from ..hf.recording import Observer, record_layers
 from ..recipe.spec import Recipe
-
-
-class AttentionInputs(NamedTuple):
-    """The inputs of one layer's attention: q [B, Hq, T, D], k and v [B, Hk, T, D].
-
-    Keys are after RoPE. bias: fp32 [B, Hq, T], added to the logits (ALiBi); None without one.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    softcap: float | None
-    bias: Tensor | None = None
-
-
-Observer = Callable[[int, AttentionInputs], None]
-"""Called with the index of a layer in the model, and the inputs of its attention."""
-
-
-def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
-    """Attend the T queries of a step, the last of N tokens, causally to k, v [B, Hk, N, D].
-
-    index: logical indices, int64 [1, Hk or 1, N]; None: 0 to N.
-    """
-    queries, k, v, *_ = step
-    bias = alibi_bias(queries, k, index)
-    region = Region.exact(k, v, step_tokens=queries.tokens, bias=bias)
-    out, *_ = attend_to(
-        queries.q, [region], queries.scale, queries.softcap, sink_logits=queries.sink_logits
-    )
-    return out
-
-
-class RecordingLayer(RoutedLayer):
-    """A layer that attends exactly within one prompt, calls the observer, and stores nothing."""
-
-    def __init__(self, routed: RoutedLayer, layer_index: int, observer: Observer) -> None:
-        super().__init__(routed.cache, shared=routed.shared)
-        self.layer_index, self.observer = layer_index, observer
-
-    def attend(self, step: StepInputs) -> Tensor:
-        """Attend causally. Prompts with padding are not supported."""
-        if self.arrived():
-            return attend_causally(step)
-        queries, k, v, *_ = step
-        check_shapes(self.cache.name, None, k, v, v.shape[3])
-        check_range(self.cache.name, self.cache.recipe.store, self.cache.max_abs, k, v)
-        bias = alibi_bias(queries, k)
-        inputs = AttentionInputs(queries.q, k, v, queries.scale, queries.softcap, bias)
-        self.observer(self.layer_index, inputs)
-        return attend_causally(step)
 
 
 def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
@@ -83,7 +20,6 @@ def record(model: PreTrainedModel, ids: Tensor, observer: Observer) -> None:
             f"{type(model).__name__} stores latents (MLA), which have neither keys nor values to "
             "calibrate or analyse; use a format without a calibration"
         )
-    for number, layer in zip(cache.geometry.layer_indices, cache.full_layers, strict=True):
-        cache.replace(number, RecordingLayer(layer, number, observer))
+    record_layers(cache, cache, observer)
     with torch.inference_mode():
         model.base_model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)

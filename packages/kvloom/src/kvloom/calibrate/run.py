@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import CalibrationError
 from ..hf import compat
 from ..hf.layer_facts import identity, undoable_ropes
+from ..hf.recording import AttentionInputs
 from ..hf.routing import attachment_restored
 from ..hf.shard import needs_whole
 from ..positions.rope import Rope
@@ -29,7 +30,7 @@ from ..store import LayerEncoding, Packed
 from ..store.calibration import Calibration, format_of, kind_of, largest, shape_of
 from .clip_search import AttentionSample, ExactAttention, search_clip
 from .ranges import CONTEXTS, LAYERS, group_channels, read_ranges
-from .recorder import AttentionInputs, record
+from .recorder import record
 
 MIN_CONTEXTS = 4
 

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import attention, compat, repetition
+from . import attention, compat, examples, repetition
 from .freed import return_freed
 from .implementation import use_kvloom
 from .routed_cache import RoutedCache
@@ -78,6 +78,7 @@ class RoutedForward:
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
         with token_ids(cache, kwargs), input_norms(self.model, cache), cache.step(), kernels:
+            examples.learn(self.model, cache, kwargs)
             with reading:
                 out = self._run(kwargs)
             if repeated is not None:

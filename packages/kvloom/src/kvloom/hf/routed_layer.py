@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
+from ..keep import QueryPredictor
 from . import latents
 from .guard import outside_inference_mode
 
@@ -25,16 +26,18 @@ class RoutedLayer(CacheLayerMixin):
     """A compressed layer: marks the key that `update` returns, so that attention finds it.
 
     While a call runs, these fields carry what transformers does not pass to attention. `reset` and
-    `roll_back` clear what an unfinished step has left in the first three.
+    `roll_back` clear what an unfinished step has left in the first three and in `predictor`.
 
     Attributes:
         awaits_attention: Whether attention must follow. `update` sets it, `arrived` clears it.
         latents: The step's positional parts and latents. `update` sets them, and makes this the
             layer that `latents.expanding` names for its thread; `arrived` clears them.
         norms: The norms of this call's input, fp32 [B, T], where the layer `uses_input_norms`.
-            `forward.input_norms` sets them, `with_ids_and_norms` takes them.
+            `forward.input_norms` sets them, `with_inputs_of_call` takes them.
         ids: The token ids of this call, int64 [B, T], where the layer `needs_ids`.
             `forward.token_ids` sets and clears them.
+        predictor: What the layer has learned from the examples of a first prompt. `examples.learn`
+            sets it, `with_inputs_of_call` takes it.
         repeated: The tokens of the prompt, first and end, that this call repeats.
             `Repetition.score` sets and clears them.
     """
@@ -56,6 +59,7 @@ class RoutedLayer(CacheLayerMixin):
         self.latents: tuple[Tensor, Tensor] | None = None
         self.norms: Tensor | None = None
         self.ids: Tensor | None = None
+        self.predictor: QueryPredictor | None = None
         self.repeated: tuple[int, int] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -152,14 +156,14 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)
-        if self.ids is not None or self.norms is not None:
-            step = self.with_ids_and_norms(step)
+        if self.ids is not None or self.norms is not None or self.predictor is not None:
+            step = self.with_inputs_of_call(step)
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
         return run(step)
 
-    def with_ids_and_norms(self, step: StepInputs) -> StepInputs:
-        """Return a step with the token ids and the norms of this call, where the layer has them."""
+    def with_inputs_of_call(self, step: StepInputs) -> StepInputs:
+        """Return a step with the token ids, the norms and the predictor of this call, if any."""
         queries, device = step.queries, step.k.device
         if self.ids is not None and self.repeated is None:
             if self.ids.shape[1] != step.tokens:
@@ -170,6 +174,8 @@ class RoutedLayer(CacheLayerMixin):
             queries = queries._replace(ids=self.ids.to(device))
         if self.norms is not None:
             queries, self.norms = queries._replace(norms=self.norms.to(device)), None
+        if self.predictor is not None:
+            queries, self.predictor = queries._replace(predictor=self.predictor), None
         return step._replace(queries=queries)
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
@@ -203,12 +209,12 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.awaits_attention, self.latents, self.norms = False, None, None
+        self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self.awaits_attention, self.latents, self.norms = False, None, None
+        self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     @outside_inference_mode
     def reorder_cache(self, beam_idx: Tensor) -> None:

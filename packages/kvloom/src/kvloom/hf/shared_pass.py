@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from . import compat
+from . import compat, examples
 from .cache import Cache
 from .forward import token_ids
 from .guard import outside_inference_mode
@@ -108,6 +108,8 @@ def prefill_many(
             for follower in followers:
                 with follower.failing(CacheMisuse):
                     running.enter_context(token_ids(follower.cache, inputs))
+            _learn(model, followers, clock, inputs)
+            for follower in followers:
                 if follower.repetition is not None:
                     running.enter_context(follower.repetition.reading())
             logits, seconds = _read_prompt(model, leader, followers, clock, inputs)
@@ -138,6 +140,23 @@ def _other_positions(leader: Cache, cache: Cache, inputs: dict[str, Any]) -> boo
     return padded and not has_positions and cache.learned_positions != leader.learned_positions
 
 
+def _learn(
+    model: PreTrainedModel,
+    followers: Sequence[Follower],
+    clock: Callable[[], float],
+    inputs: dict[str, Any],
+) -> None:
+    """Give the layers of each follower what they learn from examples of the prompt."""
+    with use_kvloom(model._kvloom.configs):
+        for follower in followers:
+            if follower.ended:
+                continue
+            begin = clock()
+            with follower.failing(Exception):
+                examples.learn(model, follower.cache, inputs)
+            follower.seconds += clock() - begin
+
+
 def _read_prompt(
     model: PreTrainedModel,
     leader: Cache,
@@ -151,9 +170,9 @@ def _read_prompt(
         parts = [(follower, follower.cache.full_layers[i]) for follower in followers]
         fan_out.replace(layer_index, _FanOutLayer(leader.full_layers[i], parts, clock))
     fan_out.learned_positions = leader.learned_positions
-    begin = clock()
+    begin, before = clock(), sum(follower.seconds for follower in followers)
     logits = last_logits(model, fan_out, **inputs)
-    forward = clock() - begin - sum(follower.seconds for follower in followers)
+    forward = clock() - begin - sum(follower.seconds for follower in followers) + before
     for follower in followers:
         follower.seconds += forward
         _copy_other_layers(leader, follower)
@@ -213,7 +232,10 @@ class _FanOutLayer(RoutedLayer):
                 continue
             begin = self.clock()
             with follower.failing(Exception):
-                queries = step.queries._replace(ids=layer.ids, norms=norms)
+                queries = step.queries._replace(
+                    ids=layer.ids, norms=norms, predictor=layer.predictor
+                )
+                layer.predictor = None
                 outside_inference_mode(layer.cache.prefill)(step._replace(queries=queries))
             follower.seconds += self.clock() - begin
         return out
@@ -337,7 +359,7 @@ class BatchedLayer(RoutedLayer):
             raise CacheMisuse(
                 f"{self.cache.name}: rows with padding cannot be batched; step each cache alone"
             )
-        step = self.with_ids_and_norms(step)
+        step = self.with_inputs_of_call(step)
         parts = [
             outside_inference_mode(member.run)(_step_of(member, step).map(itemgetter(rows)))
             for member, rows in zip(self.members, self.slices, strict=True)

@@ -3,6 +3,7 @@
 from .expected import Expected
 from .fit import Fit
 from .policy import POSITIONS, Budget, Keep, Outliers
+from .query_predictor import Examples, QueryPredictor
 from .reconstruction import Reconstruction
 from .rotated import Rotated
 from .scorer import Scorer, Step
@@ -29,6 +30,7 @@ __all__ = [
     "SCORERS",
     "Budget",
     "Dilated",
+    "Examples",
     "Expected",
     "Fit",
     "Keep",
@@ -37,6 +39,7 @@ __all__ = [
     "Noisy",
     "Observation",
     "Outliers",
+    "QueryPredictor",
     "Random",
     "Recent",
     "Reconstruction",

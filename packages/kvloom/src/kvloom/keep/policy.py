@@ -16,6 +16,7 @@ from ..registry.fields import check_choice, check_fields, check_whole, renamed
 from . import budgets, head_budgets
 from .fit import Fit
 from .reconstruction import Reconstruction
+from .rotated import Rotated
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
@@ -245,6 +246,11 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
             )
+        if self.learns and self.when != "prompt":
+            raise RecipeError(
+                f"score {self.scorer.kind!r} with examples learns from a first prompt, and not "
+                f'from later text (when={self.when!r}); use examples=0, or when="prompt"'
+            )
         if self.fit is not None and not self.scorer.of_prompt:
             raise RecipeError(
                 f"fit needs the queries of a whole prompt, and score {self.scorer.kind!r} also "
@@ -411,6 +417,11 @@ class Keep:
     def needs_rope(self) -> bool:
         """Whether the score or the fit needs the model's rotary embedding."""
         return self.scorer.needs_rope or self.fit is not None
+
+    @property
+    def learns(self) -> bool:
+        """Whether the score learns from examples of the prompt."""
+        return isinstance(self.scorer, Rotated) and self.scorer.examples > 0
 
     @property
     def rotates_queries(self) -> bool:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
 from .reconstruction import Reconstruction
@@ -36,10 +38,17 @@ class Rotated(Scorer):
         chunk: Tokens of a chunk.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
+        examples: First tokens of the prompt that the model reads twice, before the prompt. They
+            show how a repetition changes queries, and `QueryPredictor` changes those of all tokens
+            accordingly. 0, or a prompt with images: the queries stay as they are.
+        neighbors: What the scores of both neighbors add to a score: tokens often belong together,
+            as the digits of a number.
     """
 
     chunk: int = 2048
     contribution: bool = True
+    examples: int = 0
+    neighbors: float = 0.0
     kind: ClassVar[str] = "rotated"
     needs_rope: ClassVar[bool] = True
     rotates_queries: ClassVar[bool] = True
@@ -47,8 +56,11 @@ class Rotated(Scorer):
     supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "contribution")
+        check_fields(self, "chunk", "contribution", "examples", "neighbors")
         check_whole("chunk", self.chunk, 1)
+        check_whole("examples", self.examples, 0)
+        if not 0 <= self.neighbors <= 1:
+            raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
 
     @property
     def uses_input_norms(self) -> bool:
@@ -62,8 +74,13 @@ class Rotated(Scorer):
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]; 0 for tokens of a chunk without queries."""
-        weights = self._weights(step)
-        return weights * _contributions(step) if self.contribution else weights
+        scores = self._weights(step)
+        if self.contribution:
+            scores = scores * _contributions(step)
+        if self.neighbors:
+            around = F.pad(scores, (1, 1))
+            scores = scores + self.neighbors * (around[..., :-2] + around[..., 2:])
+        return scores
 
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""

@@ -115,6 +115,9 @@ def _eviction_problems(recipe: Recipe) -> list[str]:
         "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
             recipe.repeats_prompt
         ),
+        "the score reads examples before the prompt; use another, such as rotated": any(
+            keep.learns for keep in keeps
+        ),
         "tokens keep their positions; use positions=original": any(
             keep.positions != "original" for keep in keeps
         ),

@@ -36,13 +36,13 @@ class Rope(NamedTuple):
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
-        return self._apply(x, *self.angles(shift.to(x.device)))
+        return self.apply(x, *self.angles(shift.to(x.device)))
 
     def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated by each of the positions [P], in x's dtype."""
-        return self._apply(x, *(x.mean(dim=0) for x in self.angles(positions.to(x.device))))
+        return self.apply(x, *(x.mean(dim=0) for x in self.angles(positions.to(x.device))))
 
-    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [..., D] with pairs rotated by cos and sin, fp32 [..., dims / 2]."""
         dims = 2 * cos.shape[-1]
         rotary = x[..., :dims].float()

@@ -34,6 +34,11 @@ def check_parts(recipe: AnyRecipe) -> None:
         _check_keep(recipe, recipe.keep)
     if recipe.repeats_prompt:
         _check_repeats(recipe)
+    if recipe.compress_after and recipe.keep is not None and recipe.keep.learns:
+        raise RecipeError(
+            f"compress_after={recipe.compress_after} also evicts later text, and a score with "
+            "examples learns from the first prompt; leave out one of the two"
+        )
 
 
 def _check_sliding(recipe: AnyRecipe) -> None:

@@ -16,7 +16,7 @@ from kvloom.calibrate.clip_search import (
     QuantizedGroups,
     search_clip,
 )
-from kvloom.calibrate.recorder import AttentionInputs
+from kvloom.hf.recording import AttentionInputs
 from kvloom.positions.rope import Rope
 from kvloom.store import LayerEncoding, Packed
 

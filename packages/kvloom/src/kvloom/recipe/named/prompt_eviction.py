@@ -164,6 +164,8 @@ def rotated(
     contribution: bool = True,
     fit: bool = False,
     block: int = 0,
+    examples: int = 0,
+    neighbors: float = 0.0,
 ) -> Recipe:
     """KVzip without a second reading: by the prompt's own queries, at later positions.
 
@@ -176,13 +178,14 @@ def rotated(
     chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
     replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
-    later tokens stay.
+    later tokens stay. examples: first tokens of the prompt that the model reads twice, to learn how
+    a repetition changes queries. neighbors: what the scores of both neighbors add to a score.
 
     With ALiBi, latents (MLA) and a rotary embedding that changes with the length, the model repeats
     the prompt instead, as for `kvzip`.
     """
     return _once(
-        Rotated(chunk, contribution), tokens, fraction, sinks, recent,
+        Rotated(chunk, contribution, examples, neighbors), tokens, fraction, sinks, recent,
         query_heads="max", layers=layers, positions=positions, head_share=head_share, store=store,
         fit=Fit(chunk) if fit else None, block=block,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 from ...store import Packed, Store
 from ..parts import Protect
 from ..spec import Recipe
-from .prompt_eviction import kvzip, rotated
+from .prompt_eviction import rotated
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
@@ -57,8 +57,11 @@ def tiny(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """A quarter of the prompt by KVzip's score, for which the model repeats it; else as `small`."""
-    chosen = kvzip(fraction=fraction, **_eviction(recent, chunk, sinks, head_share))
+    """A quarter of the prompt by queries that examples of it predict; else as `small`."""
+    chosen = rotated(
+        fraction=fraction, contribution=False, examples=256, neighbors=0.1,
+        **_eviction(recent, chunk, sinks, head_share),
+    )  # fmt: skip
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 

@@ -98,7 +98,7 @@ FEW: dict[str, Shares] = {
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
     **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
-    # the budgets of `tiny` and `micro`, without a second reading of the prompt
+    # the budgets of `tiny` and `micro`, without examples
     "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
 PAPERS: dict[str, Shares] = {  # other papers' own recipes

@@ -125,11 +125,12 @@ def kvzip(q, k, scale, sinks, chunk):
     return largest
 
 
-def as_repeated(q, k, first, keys, again, distance, inv_freq):
+def as_repeated(q, k, first, keys, repeated, inv_freq):
     """One head's queries q [R, N, D] and keys k [N, D], as examples predict them in a repetition.
 
-    first, again: [R, E, D], the queries of examples and of their repetition, `distance` further.
-    keys: [E, D]. The first 8 are no examples, nor is the last. inv_freq: as for `rotated`.
+    first: [R, E, D], the queries of the examples, and keys [E, D]. repeated: for each repetition,
+    their queries, and how much further it is. The first 8 are no examples, nor is the last.
+    inv_freq: as for `rotated`.
     """
 
     def turned_all(x, begin, sign):
@@ -142,9 +143,10 @@ def as_repeated(q, k, first, keys, again, distance, inv_freq):
         return np.concatenate([x[1:], x[-1:]])
 
     found = []
-    for own, example, repeated in zip(q, first, again, strict=True):
+    for head, (own, example) in enumerate(zip(q, first, strict=True)):
         own, example = turned_all(own, 0, -1), turned_all(example, 0, -1)
-        change = (turned_all(repeated, distance, -1) - example)[8:-1]
+        again = [turned_all(x[head], distance, -1) for x, distance in repeated]
+        change = (np.mean(again, axis=0) - example)[8:-1]
         known = np.hstack([example, followed(keys)])[8:-1]
         m, b = known.mean(axis=0), change.mean(axis=0)
         gram = (known - m).T @ (known - m)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -10,13 +11,16 @@ from transformers import DynamicCache
 
 import kvloom
 import naive_recipes as rules
+import probe
 from backends import by_reference
-from kvloom.errors import RecipeError
+from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf.shared_pass import Follower, prefill_many
+from kvloom.keep import Fit
 from kvloom.recipe.resolve import resolve
 
 PLAIN = "rotated:tokens=24,recent=6,contribution=false"
-LEARNED = f"{PLAIN},examples=30,neighbors=0.1"
+COUNT = 20
+LEARNED = f"{PLAIN},examples={COUNT},neighbors=0.1"
 PROMPT = IDS["input_ids"].shape[1]
 
 
@@ -28,61 +32,80 @@ def read_lengths(model):
     return lengths
 
 
-@pytest.mark.parametrize("chunk", [20, 100])
+def distances(chunk=PROMPT):
+    """The positions from an example to its two repetitions."""
+    return COUNT, max(min(PROMPT, chunk), 2 * COUNT)
+
+
+def read_by_plain_model(model, ids, chunk=PROMPT):
+    """(q, k) of each layer of transformers' own attention: of the prompt, and of the examples."""
+    calls, place = recorded(model), torch.arange(COUNT)
+    positions = torch.cat([place, *(place + distance for distance in distances(chunk))])
+    with torch.no_grad():
+        model(ids, past_key_values=DynamicCache(config=model.config))
+        model(ids[:, :COUNT].repeat(1, 3), position_ids=positions[None])
+    return zip(calls[: len(calls) // 2], calls[len(calls) // 2 :], strict=True)
+
+
+def predicted(prompt, examples, head, rotation, chunk=PROMPT):
+    """The queries [R, N, D] of a key/value head in a repetition, and its keys [N, D]."""
+    (q, k), (q2, k2) = prompt, examples
+    r = q.shape[1] // k.shape[1]
+    heads = slice(head * r, (head + 1) * r)
+    first, *again = np.split(q2[0, heads], 3, axis=1)
+    keys = k2[0, head, :COUNT]
+    repeated = list(zip(again, distances(chunk), strict=True))
+    return rules.as_repeated(q[0, heads], k[0, head], first, keys, repeated, rotation), k[0, head]
+
+
+@pytest.mark.parametrize("chunk", [30, 100])
 @pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "opt", "smollm3"])
 def test_the_tokens_that_predicted_queries_need_most_stay(name, chunk):
     ids, model = IDS["input_ids"][:1], zoo.build(name)
-    calls, count, distance = recorded(model), 30, min(chunk, PROMPT)
-    twice, place = ids[:, :count].repeat(1, 2), torch.arange(count)
-    with torch.no_grad():
-        model(ids, past_key_values=DynamicCache(config=model.config))
-        model(twice, position_ids=torch.cat([place, place + distance])[None])
-    own, examples = calls[: len(calls) // 2], calls[len(calls) // 2 :]
+    plain = read_by_plain_model(model, ids, chunk)
     inv_freq, scale = None, 1.0  # OPT scales its queries before attention
     if name != "opt":
         inv_freq, scale = model.model.rotary_emb.inv_freq.double().numpy(), 16**-0.5
     model = zoo.build(name)
     lengths = read_lengths(model)
     cache = prefilled(model, f"{LEARNED},chunk={chunk}", input_ids=ids)
-    assert lengths[-2:] == [2 * count, PROMPT]
-    for number, ((q, k), (q2, k2), found) in enumerate(
-        zip(own, examples, logical(cache), strict=True)
-    ):
+    assert lengths[-2:] == [3 * COUNT, PROMPT]
+    for number, ((own, examples), found) in enumerate(zip(plain, logical(cache), strict=True)):
         rotation = None if name == "smollm3" and number == 1 else inv_freq
-        r = q.shape[1] // k.shape[1]
-        for h in range(k.shape[1]):
-            heads = slice(h * r, (h + 1) * r)
-            first, again = q2[0, heads, :count], q2[0, heads, count:]
-            keys = k2[0, h, :count]
-            queries = rules.as_repeated(
-                q[0, heads], k[0, h], first, keys, again, distance, rotation
-            )
-            scores = rules.rotated(queries, k[0, h], scale, rotation, 4, chunk)
+        for h in range(found.shape[1]):
+            queries, keys = predicted(own, examples, h, rotation, chunk)
+            scores = rules.rotated(queries, keys, scale, rotation, 4, chunk)
             scores = rules.with_neighbors(scores, 0.1)
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
 def test_values_are_fitted_to_the_predicted_queries(monkeypatch):
-    """The rows of a fit are queries of the prompt after the prediction."""
-    from kvloom.keep import Fit
-
-    rows = []
+    rows, model, ids = [], zoo.build("llama-gqa"), IDS["input_ids"][:1]
     monkeypatch.setattr(Fit, "rows", lambda self, q, visible: rows.append(q) or q.clone())
-    for recipe in (PLAIN, LEARNED):
-        prefilled(zoo.build("llama-gqa"), f"{recipe},fit=true", rows=slice(1))
-    plain, learned = rows[:3], rows[3:]
-    assert all(not torch.equal(*pair) for pair in zip(plain, learned, strict=True))
+    prefilled(model, f"{LEARNED},fit=true", input_ids=ids)
+    model = zoo.build("llama-gqa")
+    inv_freq = model.model.rotary_emb.inv_freq.double().numpy()
+    for (own, examples), found in zip(read_by_plain_model(model, ids), rows, strict=True):
+        heads = range(own[1].shape[1])
+        want = np.concatenate([predicted(own, examples, h, inv_freq)[0] for h in heads])
+        np.testing.assert_allclose(found[0].numpy(), want, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2", "gpt2", "smollm3", "gemma3"])
-def test_a_padded_row_keeps_what_it_keeps_alone(name):
-    """Of the three rows, the last has fewer tokens than examples."""
-    model = zoo.build(name)
-    positions = (IDS["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)  # as `generate` gives them
+@pytest.mark.parametrize(
+    "name", ["llama-gqa", "qwen3", "gemma2", "gpt2", "smollm3", "gemma3", "gemma4-shared"]
+)
+@pytest.mark.parametrize("given", [True, False])
+def test_a_padded_row_keeps_what_it_keeps_alone(name, given):
+    """Of the three rows, the last has about as many tokens as examples."""
+    model, inputs = zoo.build(name), dict(IDS)
+    if given:  # as `generate` does; else most models count padding
+        inputs["position_ids"] = (IDS["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
     recipe = LEARNED.replace("tokens=24", "tokens=14")
-    together = prefilled(model, recipe, **IDS, position_ids=positions)
+    together = prefilled(model, recipe, **inputs)
     for row, pad in enumerate((0, 17, 40)):
-        alone = prefilled(model, recipe, input_ids=IDS["input_ids"][row : row + 1, pad:])
+        ids = IDS["input_ids"][row : row + 1, pad:]
+        positions = torch.arange(pad, PROMPT)[None] if not given else None
+        alone = prefilled(model, recipe, input_ids=ids, position_ids=positions)
         for one, two in zip(logical(together), logical(alone), strict=True):
             kept = one[row][one[row] >= pad].view(two.shape[1], -1) - pad
             assert torch.equal(kept, two[0])
@@ -101,7 +124,7 @@ def test_embeddings_give_the_same_as_ids():
 def test_a_prompt_with_an_image_is_scored_by_its_own_queries():
     model = zoo.build_with_images("qwen2-vl")
     inputs = zoo.image_prompt(model, 20, 17)
-    neighbors = LEARNED.replace("examples=30", "examples=0")
+    neighbors = LEARNED.replace(f"examples={COUNT}", "examples=0")
     one, two = (prefilled(model, recipe, **inputs) for recipe in (LEARNED, neighbors))
     for own, its in zip(logical(one), logical(two), strict=True):
         assert torch.equal(own, its)
@@ -114,7 +137,7 @@ def test_examples_are_read_once_and_only_before_an_eviction(budget):
     kvloom.attach(model, LEARNED.replace("tokens=24", f"tokens={budget}"))
     lengths = read_lengths(model)
     model.generate(**zoo.batch(1, PROMPT), max_new_tokens=3)
-    assert lengths == [60] * (budget < PROMPT) + [PROMPT, 1, 1]
+    assert lengths == [3 * COUNT] * (budget < PROMPT) + [PROMPT, 1, 1]
 
 
 @by_reference
@@ -126,13 +149,13 @@ def test_no_example_has_a_position_that_the_model_lacks():
     with torch.no_grad():
         model(IDS["input_ids"], past_key_values=cache)
     examples, prompt = read
-    assert examples[0].tolist() == [*range(30), *range(PROMPT - 30, PROMPT)]
+    assert examples[0].tolist() == [*range(2 * COUNT), *range(PROMPT - COUNT, PROMPT)]
     assert prompt[0].tolist() == [*range(PROMPT)]
 
 
 @by_reference
 def test_a_failure_in_the_examples_leaves_an_empty_cache(monkeypatch):
-    model, cache = zoo.build("llama-gqa"), None
+    model = zoo.build("llama-gqa")
     cache = kvloom.Cache(model, LEARNED)
     mlp = model.model.layers[1].mlp
     hook = mlp.register_forward_pre_hook(lambda *_: 1 / 0)
@@ -142,12 +165,12 @@ def test_a_failure_in_the_examples_leaves_an_empty_cache(monkeypatch):
     assert cache.nbytes == 0
     assert all(layer.predictor is None for layer in cache.full_layers)
     hook.remove()
+    probe.observe(cache)
     with torch.no_grad():
         model(IDS["input_ids"], past_key_values=cache)
-    fresh = kvloom.Cache(model, LEARNED)
-    with torch.no_grad():
-        model(IDS["input_ids"], past_key_values=fresh)
-    assert cache.nbytes == fresh.nbytes
+    fresh = prefilled(model, LEARNED, input_ids=IDS["input_ids"])
+    for own, its in zip(logical(cache), logical(fresh), strict=True):
+        assert torch.equal(own, its)
 
 
 @by_reference
@@ -166,13 +189,44 @@ def test_caches_that_share_a_pass_learn_as_alone():
         assert torch.equal(*logits)
 
 
+@by_reference
+def test_a_leader_that_learns_is_refused():
+    model = zoo.build("llama-gqa")
+    with pytest.raises(CacheMisuse, match="lead with a cache of `full`"):
+        prefill_many(model, kvloom.Cache(model, LEARNED), [], **IDS)
+
+
+@by_reference
+def test_token_types_reach_a_decoder_that_takes_them():
+    model, ids = zoo.build("gpt2"), IDS["input_ids"][:1]
+    types = torch.arange(PROMPT)[None] % 2
+    one, two = (
+        prefilled(model, LEARNED, input_ids=ids, token_type_ids=x) for x in (types, 1 - types)
+    )
+    own, its = (torch.stack([x.float() for x in logical(cache)]) for cache in (one, two))
+    assert not torch.equal(own, its)
+
+
+@by_reference
+def test_no_example_is_of_a_draft():
+    model, ids = zoo.build("llama-gqa"), IDS["input_ids"][:1]
+    alone, drafted = (
+        model.generate(
+            ids, max_new_tokens=12, do_sample=False, past_key_values=kvloom.Cache(model, LEARNED),
+            prompt_lookup_num_tokens=tokens,
+        )
+        for tokens in (None, 4)
+    )  # fmt: skip
+    assert torch.equal(alone, drafted)
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ("rotated:examples=-1", "examples=-1 must be a whole number"),
+        ("rotated:examples=15", "examples=15 must be a whole number, or 0, 16 or more"),
         ("rotated:neighbors=2", "neighbors=2.0 must be a number from 0 to 1"),
-        ("rotated:fraction=0.5,block=32,examples=8", 'use examples=0, or when="prompt"'),
-        ("rotated:examples=8,compress_after=99", "leave out one of the two"),
+        ("rotated:fraction=0.5,block=32,examples=16", 'use examples=0, or when="prompt"'),
+        ("rotated:examples=16,compress_after=99", "use examples=0, or leave out compress_after"),
     ],
 )
 def test_what_examples_do_not_combine_with_is_refused(recipe, message):

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CacheMisuse, TierError
-from ..keep import Examples, QueryPredictor
+from ..keep.query_predictor import Examples, QueryPredictor
 from ..positions.alibi import Alibi
 from ..positions.rope import Rope
 from ..recall import Traffic
@@ -301,20 +301,11 @@ class LayerCache:
         """Count `tokens` tokens as seen, for a caller that attends to them itself."""
         self._state.seen = tokens
 
-    # --- examples of a repetition -----------------------------------------------------------------
-
-    def learns_from(self, tokens: int) -> bool:
-        """Return whether the score of a first prompt of `tokens` tokens learns from examples."""
-        keep = self.recipe.keep
-        if keep is None or not keep.learns or self.seen:
-            return False
-        return keep.budget.resolve(tokens) < tokens  # else the prompt is not scored
-
-    def predictor(self, examples: Examples) -> QueryPredictor:
-        """Return what the layer learns from the examples of a prompt."""
-        return QueryPredictor.fit(examples, self._state.score_evictor.scorer.rope)
-
     # --- a repetition of the prompt ---------------------------------------------------------------
+
+    def fit_predictor(self, examples: Examples) -> QueryPredictor:
+        """Return what examples of a repetition predict for the layer's queries."""
+        return QueryPredictor.fit(examples, self._state.score_evictor.scorer.rope)
 
     @property
     def repetition(self) -> RepetitionScores | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..keep import QueryPredictor
+from ..keep.query_predictor import QueryPredictor
 from ..positions.alibi import Alibi
 from ..registry.fields import renamed
 from ..state import Stateful
@@ -85,6 +85,7 @@ class Queries(NamedTuple):
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
         return self._replace(
             q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None, lse=None,
+            predictor=None if begin else self.predictor,
             **self._map_by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 

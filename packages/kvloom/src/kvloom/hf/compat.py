@@ -7,6 +7,7 @@ transformers 5.10 to 5.23.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -202,6 +203,13 @@ def _value_dim(config: Any) -> int | None:
 def latent_dim(config: Any, layer_index: int | None = None) -> int:
     """Return the channels of a latent, 0 for none; layer_index: as for `heads`."""
     return _attribute(config, "kv_lora_rank", layer_index) or 0
+
+
+def has_tensors(x: Any) -> bool:
+    """Return whether an argument is a tensor, or holds some."""
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    return isinstance(x, torch.Tensor) or (isinstance(x, list | tuple) and any(map(has_tensors, x)))
 
 
 def fingerprint(model: PreTrainedModel) -> tuple:

@@ -1,8 +1,8 @@
 """The extra pass of recipes that learn from examples how queries change in a repetition.
 
-Decides what the model reads, before the prompt itself: the first tokens of the prompt, twice. The
-second time they have the positions to which `Rotated` rotates the prompt's queries. Nothing of the
-pass is stored.
+Decides what the model reads, before the prompt itself: the first tokens of the prompt, the same
+again, and the same a third time, at the positions to which `Rotated` rotates the prompt's queries.
+Nothing of the pass is stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..keep import Examples, Rotated
+from ..keep import Rotated
+from ..keep.query_predictor import Examples
 from . import compat
 from .masks import padding_mask
 from .recording import AttentionInputs, record_layers
@@ -22,116 +23,145 @@ from .routed_cache import RoutedCache
 
 _OF_TOKENS = "input_ids", "inputs_embeds", "token_type_ids"
 """Arguments [B, N, ...] of which the pass reads some tokens."""
-_OF_CALL = "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels"
-"""Tensors that change nothing in the pass, or that it makes itself."""
+_OF_CALL = (
+    "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels",
+    "past_key_values", "mm_token_type_ids", "moe_mm_token_type_ids",
+)  # fmt: skip
+"""Arguments that change nothing in the pass, or that it makes itself."""
+_READ = 3  # how often the pass reads an example
 
 
 class ExamplePass(NamedTuple):
-    """The columns of the pass: padding, the first tokens of a row, and the same again.
+    """The columns of the pass: padding, the first E tokens of a row, and the same twice again.
 
     Attributes:
-        tokens: int64 [B, 2 E], which token of the prompt a column has.
-        visible: bool [B, 2 E], False for padding.
-        position_ids: int64 [B, 2 E].
-        first: int64 [B, E], the column of each example; any column where a row has fewer.
-        again: int64 [B, E], the column of its repetition.
-        distance: int64 [B, 1], the positions between the two.
+        tokens: int64 [B, 3 E], which token of the prompt a column has.
+        visible: bool [B, 3 E], False for padding.
+        position_ids: int64 [B, 3 E].
+        columns: int64 [B, 3, E], the columns of each example; any columns where a row has fewer.
+        distances: int64 [B, 3], from an example to the same in each of the three.
+        begin: int64 [B, 1], the position of each row's first token.
         real: bool [B, E], False where a row has fewer.
     """
 
     tokens: Tensor
     visible: Tensor
     position_ids: Tensor
-    first: Tensor
-    again: Tensor
-    distance: Tensor
+    columns: Tensor
+    distances: Tensor
+    begin: Tensor
     real: Tensor
 
     @classmethod
-    def of(cls, visible: Tensor, count: int, furthest: int) -> ExamplePass:
+    def of(cls, visible: Tensor, positions: Tensor, count: int, furthest: int) -> ExamplePass:
         """Return the pass of at most `count` examples of each row of a prompt.
 
-        visible: bool [B, N], False for padding. furthest: the greatest distance.
+        visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: the greatest
+        distance of the third reading, which has at least the positions after the second.
         """
-        columns = torch.arange(2 * count, device=visible.device)
+        column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)
-        own, distance = tokens.clamp(max=count), tokens.clamp(max=furthest)
-        padding = 2 * (count - own)
-        place = columns - padding
-        index = place.clamp(min=0) % own.clamp(min=1)
+        own = tokens.clamp(max=count)  # examples of the row
+        far = torch.maximum(tokens.clamp(max=furthest), 2 * own)
+        distances = torch.cat([torch.zeros_like(own), own, far], dim=-1)
+        padding = _READ * (count - own)
+        place = (column - padding).clamp(min=0)
+        example, reading = place % own.clamp(min=1), place // own.clamp(min=1)
         order = (~visible).byte().argsort(dim=-1, stable=True)
-        first = (columns[:count] + padding).clamp(max=2 * count - 1)
+        begin = positions.gather(1, order[:, :1])
+        starts = padding + own * column[:_READ]
         return cls(
-            order.gather(1, index), place >= 0, index + (place >= own) * distance, first,
-            (first + own).clamp(max=2 * count - 1), distance, columns[:count] < own,
-        )  # fmt: skip
+            order.gather(1, example),
+            column >= padding,
+            begin + example + distances.gather(1, reading.clamp(max=_READ - 1)),
+            (starts[..., None] + column[:count]).clamp(max=_READ * count - 1),
+            distances,
+            begin,
+            column[:count] < own,
+        )
 
     def read(self, x: Tensor) -> Tensor:
         """Return what the pass reads of an argument [B, N, ...]."""
         index = self.tokens.to(x.device).view(*self.tokens.shape, *(1,) * (x.dim() - 2))
         return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
-    def seen(self, inputs: AttentionInputs) -> Examples:
+    def examples(self, inputs: AttentionInputs) -> Examples:
         """Return the examples as a layer has seen them."""
-        first, again, distance, real = (
-            x.to(inputs.q.device) for x in (self.first, self.again, self.distance, self.real)
-        )
+        device = inputs.q.device
+        first, *again = self.columns.to(device).unbind(dim=1)
+        _, *distances = self.distances.to(device).split(1, dim=-1)
         return Examples(
-            _columns(inputs.q, first), _columns(inputs.k, first), _columns(inputs.q, again),
-            distance, real,
+            _at(inputs.q, first), _at(inputs.k, first), [_at(inputs.q, x) for x in again],
+            distances, self.begin.to(device), self.real.to(device),
         )  # fmt: skip
 
 
 def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:
     """Give layers what they learn from the first tokens of a prompt, for the call that follows.
 
-    kwargs: the arguments of that call. Nothing is learned from a prompt with images.
+    kwargs: the arguments of that call. Nothing is learned from a prompt with images, or from the
+    tokens of a draft.
     """
     inputs = {name: x for name in _OF_TOKENS if (x := kwargs.get(name)) is not None}
     others = kwargs.keys() - {*_OF_TOKENS, *_OF_CALL}
-    if not inputs or any(isinstance(kwargs[name], Tensor) for name in others):
+    positions = kwargs.get("position_ids")
+    if not inputs or any(compat.has_tensors(kwargs[name]) for name in others):
         return
-    tokens = next(iter(inputs.values())).shape[1]
+    if positions is not None and positions.dim() == 3:
+        if bool((positions[-3:] != positions[-1]).any()):  # of an image
+            return
+        positions = positions[-1]
+    rows, tokens = next(iter(inputs.values())).shape[:2]
+    accepted = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
+    tokens = min(tokens, accepted or tokens)
     learning: dict[Rotated, set[int]] = {}
     for layer_index, layer in cache.by_index.items():
-        if layer.cache.learns_from(tokens):
-            keep = layer.cache.recipe.keep
-            assert keep is not None
+        keep = layer.cache.recipe.keep
+        if keep is not None and keep.needs_examples(tokens):
             assert isinstance(keep.scorer, Rotated)
             learning.setdefault(keep.scorer, set()).add(layer_index)
+    if not learning:
+        return
+    visible, mask = torch.ones(rows, tokens, dtype=torch.bool), kwargs.get("attention_mask")
+    if mask is not None:
+        visible = padding_mask(mask, tokens)
+    place = torch.arange(tokens, device=visible.device).expand(rows, -1)
+    if positions is not None:
+        place = positions[:, :tokens].expand(rows, -1).to(visible.device)
+    inputs = {name: x[:, :tokens] for name, x in inputs.items()}
+    limit = getattr(compat.decoder_config(model), "max_position_embeddings", None)
+    limit = _READ * tokens if limit is None else limit
     for scorer, layer_indices in learning.items():
-        _run(model, cache, scorer, layer_indices, inputs, kwargs.get("attention_mask"))
+        count = min(scorer.examples, tokens, scorer.chunk, limit // _READ)
+        furthest = min(scorer.chunk, limit - count)
+        _run(
+            model, cache, layer_indices, ExamplePass.of(visible, place, count, furthest), inputs,
+            padded=mask is not None,
+        )  # fmt: skip
 
 
 @torch.no_grad()
 def _run(
     model: PreTrainedModel,
     cache: RoutedCache,
-    scorer: Rotated,
     layer_indices: set[int],
+    examples: ExamplePass,
     inputs: dict[str, Tensor],
-    mask: Tensor | None,
+    padded: bool,
 ) -> None:
-    """Run the pass of the layers with one scorer."""
+    """Run the pass for some layers."""
     decoder = compat.decoder(model)
-    rows, tokens = next(iter(inputs.values())).shape[:2]
-    limit = getattr(compat.decoder_config(model), "max_position_embeddings", None) or 2 * tokens
-    count = min(scorer.examples, tokens, limit // 2)
-    visible = torch.ones(rows, tokens, dtype=torch.bool)
-    if mask is not None:
-        visible = padding_mask(mask, tokens)
-    examples = ExamplePass.of(visible, count, min(scorer.chunk, limit - count))
     arguments = {name: examples.read(x) for name, x in inputs.items()}
-    device = next(iter(inputs.values())).device
-    if mask is not None:
-        arguments["attention_mask"] = examples.visible.to(device, torch.long)
-    if "position_ids" in inspect.signature(decoder.forward).parameters:
-        arguments["position_ids"] = examples.position_ids.to(device)
+    arguments["position_ids"] = examples.position_ids.to(model.device)
+    takes = inspect.signature(decoder.forward).parameters
+    arguments = {name: x for name, x in arguments.items() if name in takes}
+    if padded:
+        arguments["attention_mask"] = examples.visible.to(model.device, torch.long)
 
-    def note(layer_index: int, seen: AttentionInputs) -> None:
+    def note(layer_index: int, inputs: AttentionInputs) -> None:
         if layer_index in layer_indices:
             layer = cache.by_index[layer_index]
-            layer.predictor = layer.cache.predictor(examples.seen(seen))
+            layer.predictor = layer.cache.fit_predictor(examples.examples(inputs))
 
     stock_layers = [layer for _, layer in compat.new_stock_layers(model)]
     recorder = RoutedCache(stock_layers, cache.fingerprint)
@@ -140,6 +170,6 @@ def _run(
         decoder(past_key_values=recorder, use_cache=True, **arguments)
 
 
-def _columns(x: Tensor, columns: Tensor) -> Tensor:
+def _at(x: Tensor, columns: Tensor) -> Tensor:
     """Return the columns int64 [B, E] of x [B, H, T, D]."""
     return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -78,7 +78,8 @@ class RoutedForward:
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
         with token_ids(cache, kwargs), input_norms(self.model, cache), cache.step(), kernels:
-            examples.learn(self.model, cache, kwargs)
+            if not seen:
+                examples.learn(self.model, cache, kwargs)
             with reading:
                 out = self._run(kwargs)
             if repeated is not None:

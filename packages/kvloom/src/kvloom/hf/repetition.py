@@ -125,7 +125,7 @@ class Repetition:
             self.given[_IMAGES] = numbers * images
             self.layer_images = list(arguments.get(_LAYER_IMAGES, ()))
         others = arguments.keys() - {*_OF_TOKENS, *_OF_CALL, _LAYER_IMAGES}
-        unknown = sorted(name for name in others if _has_tensors(arguments[name]))
+        unknown = sorted(name for name in others if compat.has_tensors(arguments[name]))
         if unknown:
             self.problem = f"the model gives its decoder {unknown[0]!r}, which kvloom cannot repeat"
         elif "per_layer_inputs" in arguments and self.instruction:
@@ -254,7 +254,3 @@ def of_prompt(
     repetition = Repetition(model, cache, prompt, mask, positions, keeps)
     repetition.check()
     return repetition
-
-
-def _has_tensors(x: Any) -> bool:
-    return isinstance(x, Tensor) or (isinstance(x, list | tuple) and any(map(_has_tensors, x)))

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
 from ..errors import CacheMisuse
-from ..keep import QueryPredictor
+from ..keep.query_predictor import QueryPredictor
 from . import latents
 from .guard import outside_inference_mode
 

@@ -94,7 +94,10 @@ def prefill_many(
     caches = [leader, *(follower.cache for follower in followers)]
     if any(cache.get_seq_length() for cache in caches):
         raise CacheMisuse("a cache holds tokens already; give prefill_many new caches")
-    model = unwrap(model)
+    model, tokens = unwrap(model), next(iter(inputs.values())).shape[1]
+    leading = (layer.cache.recipe.keep for layer in leader.full_layers)
+    if any(keep is not None and keep.needs_examples(tokens) for keep in leading):
+        raise CacheMisuse("a leader learns nothing from examples; lead with a cache of `full`")
     for follower in followers:
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, inputs)

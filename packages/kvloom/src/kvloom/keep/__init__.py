@@ -3,7 +3,6 @@
 from .expected import Expected
 from .fit import Fit
 from .policy import POSITIONS, Budget, Keep, Outliers
-from .query_predictor import Examples, QueryPredictor
 from .reconstruction import Reconstruction
 from .rotated import Rotated
 from .scorer import Scorer, Step
@@ -30,7 +29,6 @@ __all__ = [
     "SCORERS",
     "Budget",
     "Dilated",
-    "Examples",
     "Expected",
     "Fit",
     "Keep",
@@ -39,7 +37,6 @@ __all__ = [
     "Noisy",
     "Observation",
     "Outliers",
-    "QueryPredictor",
     "Random",
     "Recent",
     "Reconstruction",

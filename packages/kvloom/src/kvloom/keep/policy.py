@@ -246,7 +246,7 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
             )
-        if self.learns and self.when != "prompt":
+        if self.uses_examples and self.when != "prompt":
             raise RecipeError(
                 f"score {self.scorer.kind!r} with examples learns from a first prompt, and not "
                 f'from later text (when={self.when!r}); use examples=0, or when="prompt"'
@@ -419,9 +419,13 @@ class Keep:
         return self.scorer.needs_rope or self.fit is not None
 
     @property
-    def learns(self) -> bool:
+    def uses_examples(self) -> bool:
         """Whether the score learns from examples of the prompt."""
         return isinstance(self.scorer, Rotated) and self.scorer.examples > 0
+
+    def needs_examples(self, tokens: int) -> bool:
+        """Return whether it does of a prompt of `tokens` tokens, which may be within the budget."""
+        return self.uses_examples and self.budget.resolve(tokens) < tokens
 
     @property
     def rotates_queries(self) -> bool:

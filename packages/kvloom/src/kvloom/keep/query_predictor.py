@@ -5,6 +5,7 @@ Decides the prediction alone. `hf.examples` runs the model on the examples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,23 +14,26 @@ from torch import Tensor
 from ..positions.rope import Rope
 
 _UNSURE = 8  # first examples: the model does not know yet that it repeats
+_AT_ONCE = 2048  # tokens whose queries are predicted together
 
 
 class Examples(NamedTuple):
-    """The first E tokens of each row of a text, which the model has read twice.
+    """The first E tokens of each row of a text, which the model has read several times.
 
     Attributes:
-        q: [B, Hq, E, D], their queries, rotated to the positions 0 to E.
+        q: [B, Hq, E, D], their queries, rotated to the positions from `begin` on.
         k: [B, Hk, E, D], their keys.
-        repeated: [B, Hq, E, D], the queries of the second time, `distance` positions later.
-        distance: int64 [B, 1].
+        repeated: [B, Hq, E, D] for each repetition, the queries in it.
+        distances: int64 [B, 1] for each repetition, from an example to its repetition.
+        begin: int64 [B, 1], the position of the first.
         real: bool [B, E]; False after the tokens of a row that has fewer.
     """
 
     q: Tensor
     k: Tensor
-    repeated: Tensor
-    distance: Tensor
+    repeated: Sequence[Tensor]
+    distances: Sequence[Tensor]
+    begin: Tensor
     real: Tensor
 
 
@@ -42,17 +46,20 @@ class QueryPredictor(NamedTuple):
         q' = q + b + (x - m) W,  W = (X'X + d 1)^-1 X'Y
 
     x: a token's query q, and the key of the next token. The examples are the rows of X, less their
-    mean m, and of Y, their changes less the mean b. d is the mean of the diagonal of X'X.
+    mean m, and of Y, their changes less the mean b. A change is averaged over the repetitions. d is
+    the mean of the diagonal of X'X.
 
     Attributes:
         own: [B, Hq, D, D], the rows of W for the query.
         following: [B, Hq, D, D], the rows of W for the next token's key.
         bias: [B, Hq, 1, D], b - m W.
+        begin: int64 [B, 1], the position of each row's first token.
     """
 
     own: Tensor
     following: Tensor
     bias: Tensor
+    begin: Tensor
 
     @classmethod
     def fit(cls, examples: Examples, rope: Rope | None) -> QueryPredictor:
@@ -60,14 +67,16 @@ class QueryPredictor(NamedTuple):
 
         rope: what the model rotates by; None: nothing.
         """
-        q, k, repeated, distance, real = examples
+        q, k, repeated, distances, begin, real = examples
         if rope is not None:
-            index = torch.arange(q.shape[2], device=q.device).view(1, 1, -1)
-            q, k = rope.rotate(q, -index), rope.rotate(k, -index)
-            repeated = rope.rotate(repeated, -(index + distance[:, None]))
+            position = begin[:, None] + torch.arange(q.shape[2], device=q.device)
+            q, k = rope.rotate(q, -position), rope.rotate(k, -position)
+            pairs = zip(repeated, distances, strict=True)
+            repeated = [rope.rotate(x, -(position + distance[:, None])) for x, distance in pairs]
         d, following = q.shape[-1], k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         x = torch.cat([q[:, :, :-1], following[:, :, 1:]], dim=-1)[:, :, _UNSURE:].float()
-        y = (repeated.float() - q.float())[:, :, _UNSURE:-1]
+        mean = torch.stack([x.float() for x in repeated]).mean(dim=0)
+        y = (mean - q.float())[:, :, _UNSURE:-1]
         counted = real[:, None, _UNSURE + 1 :, None].to(x.dtype)
         count = counted.sum(dim=2, keepdim=True).clamp(min=1)
         m, b = ((counted * z).sum(dim=2, keepdim=True) / count for z in (x, y))
@@ -76,19 +85,30 @@ class QueryPredictor(NamedTuple):
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         diagonal += diagonal.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
         w = torch.linalg.solve(system, x.mT @ y)
-        return cls(*(z.to(q.dtype) for z in (w[..., :d, :], w[..., d:, :], b - m @ w)))
+        own, after, bias = (z.to(q.dtype) for z in (w[..., :d, :], w[..., d:, :], b - m @ w))
+        return cls(own, after, bias, begin)
 
     def __call__(self, q: Tensor, k: Tensor, rope: Rope | None, index: Tensor) -> Tensor:
         """Return the queries [B, Hq, N, D] of a prompt as a repetition would have them.
 
-        q: [B, Hq, N, D] and k: [B, Hk, N, D], both rotated by `rope` (None: not rotated) to the
-        positions index, int64 [B or 1, 1, N].
+        q: [B, Hq, N, D] and k: [B, Hk, N, D], as the model rotates them by `rope` (None: it does
+        not). index: int64 [B or 1, 1, N], the place of each token in its row.
         """
-        own, keys = q, k
-        if rope is not None:
-            cos, sin = rope.angles(index)
-            own, keys = (rope.apply(x, cos, -sin) for x in (q, k))
-        keys = torch.cat([keys[:, :, 1:], keys[:, :, -1:]], dim=2)
-        change = keys.unsqueeze(2) @ self.following.unflatten(1, (k.shape[1], -1))
-        change = change.flatten(1, 2) + own @ self.own + self.bias
-        return q + (change if rope is None else rope.apply(change, cos, sin))
+        n, changed = k.shape[2], torch.empty_like(q)
+        position = self.begin[:, None] + index
+        for lo in range(0, n, _AT_ONCE):
+            hi, end = min(n, lo + _AT_ONCE), min(n, lo + _AT_ONCE + 1)
+            own, keys = q[:, :, lo:hi], k[:, :, lo:end]
+            if rope is not None:
+                cos, sin = rope.angles(position[..., lo:end])
+                own = rope.apply(own, cos[..., : hi - lo, :], -sin[..., : hi - lo, :])
+                keys = rope.apply(keys, cos, -sin)
+            if end == n:
+                keys = torch.cat([keys, keys[:, :, -1:]], dim=2)
+            following = keys[:, :, 1 : 1 + hi - lo]
+            change = following.unsqueeze(2) @ self.following.unflatten(1, (k.shape[1], -1))
+            change = change.flatten(1, 2) + own @ self.own + self.bias
+            if rope is not None:
+                change = rope.apply(change, cos[..., : hi - lo, :], sin[..., : hi - lo, :])
+            changed[:, :, lo:hi] = q[:, :, lo:hi] + change
+        return changed

@@ -25,8 +25,8 @@ class Rotated(Scorer):
 
     KVzip (arXiv:2505.23416) lets the model read the prompt again. The queries of a repeated token
     are nearly those of the token itself, at a later position. So this score rotates the queries of
-    a chunk of n tokens n positions further, and runs no model. At that position, a query attends
-    to the sinks and to its whole chunk. The softmax denominator also includes the query's logits
+    a chunk of n tokens n positions further instead. At that position, a query attends to the sinks
+    and to its whole chunk. The softmax denominator also includes the query's logits
     for tokens of the chunk up to itself at their original distance: they stand for the tokens that
     a repetition would have read.
 
@@ -38,11 +38,12 @@ class Rotated(Scorer):
         chunk: Tokens of a chunk.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
-        examples: First tokens of the prompt that the model reads twice, before the prompt. They
-            show how a repetition changes queries, and `QueryPredictor` changes those of all tokens
-            accordingly. 0, or a prompt with images: the queries stay as they are.
-        neighbors: What the scores of both neighbors add to a score: tokens often belong together,
-            as the digits of a number.
+        examples: First tokens of the prompt that the model reads three times, before the prompt.
+            They show how a repetition changes queries; those of all tokens are then changed
+            likewise (`QueryPredictor`). 0 (or a prompt with images, or a layer that runs without
+            its model): the queries stay as they are. Otherwise 16 or more.
+        neighbors: The share of both neighbors' scores that is added to a score: tokens often belong
+            together, as the digits of a number.
     """
 
     chunk: int = 2048
@@ -58,7 +59,8 @@ class Rotated(Scorer):
     def __post_init__(self) -> None:
         check_fields(self, "chunk", "contribution", "examples", "neighbors")
         check_whole("chunk", self.chunk, 1)
-        check_whole("examples", self.examples, 0)
+        if self.examples != 0:
+            check_whole("examples", self.examples, 16, ", or 0")
         if not 0 <= self.neighbors <= 1:
             raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -121,13 +123,39 @@ def test_embeddings_give_the_same_as_ids():
 
 
 @by_reference
-def test_a_prompt_with_an_image_is_scored_by_its_own_queries():
-    model = zoo.build_with_images("qwen2-vl")
-    inputs = zoo.image_prompt(model, 20, 17)
-    neighbors = LEARNED.replace(f"examples={COUNT}", "examples=0")
-    one, two = (prefilled(model, recipe, **inputs) for recipe in (LEARNED, neighbors))
-    for own, its in zip(logical(one), logical(two), strict=True):
+@pytest.mark.parametrize("generates", [False, True])
+@pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
+def test_a_prompt_with_an_image_is_scored_by_its_own_queries(name, generates):
+    model = zoo.build_with_images(name)
+    inputs, found = zoo.image_prompt(model, 20, 17), []
+    for recipe in (LEARNED, LEARNED.replace(f"examples={COUNT}", "examples=0")):
+        cache = kvloom.Cache(model, recipe)
+        probe.observe(cache)
+        lengths = read_lengths(model)
+        run = partial(model.generate, max_new_tokens=1) if generates else model
+        with torch.no_grad():
+            run(**inputs, past_key_values=cache)
+        assert max(lengths) == min(lengths) == inputs["input_ids"].shape[1]
+        found.append(logical(cache))
+    for own, its in zip(*found, strict=True):
         assert torch.equal(own, its)
+
+
+@by_reference
+@pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
+def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
+    model, inputs = (
+        zoo.build_with_images(name),
+        zoo.image_prompt(zoo.build_with_images(name), 40, 21),
+    )
+    types = [x for x in inputs if x.endswith("token_type_ids")]
+    ids = inputs["input_ids"][inputs["input_ids"] != zoo.IMAGE_TOKEN][None]
+    text = {"input_ids": ids, **{x: torch.zeros_like(ids) for x in types}}
+    lengths = read_lengths(model)
+    kvloom.attach(model, LEARNED)
+    del lengths[:]
+    model.generate(**text, max_new_tokens=1)
+    assert lengths == [3 * COUNT, ids.shape[1]]
 
 
 @by_reference
@@ -192,7 +220,7 @@ def test_caches_that_share_a_pass_learn_as_alone():
 @by_reference
 def test_a_leader_that_learns_is_refused():
     model = zoo.build("llama-gqa")
-    with pytest.raises(CacheMisuse, match="lead with a cache of `full`"):
+    with pytest.raises(CacheMisuse, match="use a cache of `full`"):
         prefill_many(model, kvloom.Cache(model, LEARNED), [], **IDS)
 
 

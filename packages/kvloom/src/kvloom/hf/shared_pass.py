@@ -97,7 +97,7 @@ def prefill_many(
     model, tokens = unwrap(model), next(iter(inputs.values())).shape[1]
     leading = (layer.cache.recipe.keep for layer in leader.full_layers)
     if any(keep is not None and keep.needs_examples(tokens) for keep in leading):
-        raise CacheMisuse("a leader learns nothing from examples; lead with a cache of `full`")
+        raise CacheMisuse("a leader learns nothing from examples; use a cache of `full`")
     for follower in followers:
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, inputs)

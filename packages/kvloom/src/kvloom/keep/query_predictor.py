@@ -85,8 +85,9 @@ class QueryPredictor(NamedTuple):
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         diagonal += diagonal.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
         w = torch.linalg.solve(system, x.mT @ y)
-        own, after, bias = (z.to(q.dtype) for z in (w[..., :d, :], w[..., d:, :], b - m @ w))
-        return cls(own, after, bias, begin)
+        w = w.to(q.dtype)
+        bias = (b - m @ w.float()).to(q.dtype)  # takes back what rounding w does to the mean
+        return cls(w[..., :d, :], w[..., d:, :], bias, begin)
 
     def __call__(self, q: Tensor, k: Tensor, rope: Rope | None, index: Tensor) -> Tensor:
         """Return the queries [B, Hq, N, D] of a prompt as a repetition would have them.

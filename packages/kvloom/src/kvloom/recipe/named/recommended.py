@@ -59,7 +59,7 @@ def tiny(
 ) -> Recipe:
     """A quarter of the prompt by queries that examples of it predict; else as `small`."""
     chosen = rotated(
-        fraction=fraction, contribution=False, examples=128, neighbors=0.1,
+        fraction=fraction, contribution=False, examples=256, neighbors=0.1,
         **_eviction(recent, chunk, sinks, head_share),
     )  # fmt: skip
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)

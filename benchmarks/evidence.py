@@ -364,12 +364,17 @@ def publish(
         tables.append(table_by_kind(rows))
     print("\n\n".join(tables))
     of_recipe = {(row["task"], row["recipe"]) for row in figures}
+    same = unchanged(before, frozen)
     result = {
         "environment": record.environment(dtype=DTYPE),
         "protocol": frozen,
         "earlier_protocols": earlier_protocols(before, frozen),
         "figures": [
-            *(x for x in before.get("figures", []) if (x["task"], x["recipe"]) not in of_recipe),
+            *(
+                x
+                for x in before.get("figures", [])
+                if x["recipe"] in same and (x["task"], x["recipe"]) not in of_recipe
+            ),
             *figures,
         ],
         "by_kind": rows,
@@ -494,19 +499,27 @@ def earlier_lines(
     """
     if "protocol" not in before:
         return []
-    former = {name: x for each in earlier_protocols(before, {"recipes": {}})
-              for name, x in each["recipes"].items()}  # fmt: skip
-    recipes = {**former, **frozen["recipes"]}
+    same = unchanged(before, frozen)
     published = read_samples(record.results() / f"evidence_{run}.samples.jsonl.gz")
-    unchanged = [x for x in published if former[x["recipe"]] == recipes[x["recipe"]]]
+    published = [line for line in published if line["recipe"] in same]
     now = {KEY(line): line for line in lines}
-    for line in unchanged:
+    for line in published:
         if not equal_answers(now.get(KEY(line), line), line):
             sys.exit(
                 f"{line['recipe']} gave {line['sample']} of {line['task']} another answer than is "
                 f"published: measure all recipes of {run} again, without its published result"
             )
-    return unchanged
+    return published
+
+
+def unchanged(before: dict[str, Any], frozen: dict[str, Any]) -> set[str]:
+    """Return the names of published recipes that have not changed since."""
+    if "protocol" not in before:
+        return set()
+    former = {name: x for each in earlier_protocols(before, {"recipes": {}})
+              for name, x in each["recipes"].items()}  # fmt: skip
+    recipes = {**former, **frozen["recipes"]}
+    return {name for name, x in former.items() if recipes[name] == x}
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from kvloom.keep import Fit
 from kvloom.recipe.resolve import resolve
 
 PLAIN = "rotated:tokens=24,recent=6,contribution=false"
-COUNT = 20
-LEARNED = f"{PLAIN},examples={COUNT},neighbors=0.1"
+EXAMPLES = "examples=20"
+LEARNED = f"{PLAIN},{EXAMPLES},neighbors=0.1"
 PROMPT = IDS["input_ids"].shape[1]
+COUNT = PROMPT // 4  # of the examples, at most a quarter of the prompt
 
 
 def read_lengths(model):
@@ -128,7 +129,7 @@ def test_embeddings_give_the_same_as_ids():
 def test_a_prompt_with_an_image_is_scored_by_its_own_queries(name, generates):
     model = zoo.build_with_images(name)
     inputs, found = zoo.image_prompt(model, 20, 17), []
-    for recipe in (LEARNED, LEARNED.replace(f"examples={COUNT}", "examples=0")):
+    for recipe in (LEARNED, LEARNED.replace(EXAMPLES, "examples=0")):
         cache = kvloom.Cache(model, recipe)
         probe.observe(cache)
         lengths = read_lengths(model)
@@ -155,7 +156,7 @@ def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
     kvloom.attach(model, LEARNED)
     del lengths[:]
     model.generate(**text, max_new_tokens=1)
-    assert lengths == [3 * COUNT, ids.shape[1]]
+    assert lengths == [3 * (ids.shape[1] // 4), ids.shape[1]]
 
 
 @by_reference
@@ -177,7 +178,8 @@ def test_no_example_has_a_position_that_the_model_lacks():
     with torch.no_grad():
         model(IDS["input_ids"], past_key_values=cache)
     examples, prompt = read
-    assert examples[0].tolist() == [*range(2 * COUNT), *range(PROMPT - COUNT, PROMPT)]
+    third = PROMPT - 20
+    assert examples[0].tolist() == [*range(2 * COUNT), *range(third, third + COUNT)]
     assert prompt[0].tolist() == [*range(PROMPT)]
 
 

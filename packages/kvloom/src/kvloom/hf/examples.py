@@ -29,6 +29,7 @@ _OF_CALL = (
 )  # fmt: skip
 """Arguments that change nothing in the pass, or that it makes itself."""
 _READ = 3  # how often the pass reads an example
+_SHARE = 4  # tokens of a row for each example
 
 
 class ExamplePass(NamedTuple):
@@ -54,14 +55,14 @@ class ExamplePass(NamedTuple):
 
     @classmethod
     def of(cls, visible: Tensor, positions: Tensor, count: int, furthest: int) -> ExamplePass:
-        """Return the pass of at most `count` examples of each row of a prompt.
+        """Return the pass of at most `count` examples of each row, a quarter of its tokens at most.
 
         visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: the greatest
         distance of the third reading, which has at least the positions after the second.
         """
         column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)
-        own = tokens.clamp(max=count)  # examples of the row
+        own = (tokens // _SHARE).clamp(max=count)  # examples of the row
         far = torch.maximum(tokens.clamp(max=furthest), 2 * own)
         distances = torch.cat([torch.zeros_like(own), own, far], dim=-1)
         padding = _READ * (count - own)
@@ -132,12 +133,11 @@ def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) ->
     limit = getattr(compat.decoder_config(model), "max_position_embeddings", None)
     limit = _READ * tokens if limit is None else limit
     for scorer, layer_indices in learning.items():
-        count = min(scorer.examples, tokens, scorer.chunk, limit // _READ)
-        furthest = min(scorer.chunk, limit - count)
-        _run(
-            model, cache, layer_indices, ExamplePass.of(visible, place, count, furthest), inputs,
-            padded=mask is not None,
-        )  # fmt: skip
+        most = min(scorer.examples, scorer.chunk, limit // _READ)
+        examples = ExamplePass.of(
+            visible, place, min(most, tokens // _SHARE), min(scorer.chunk, limit - most)
+        )
+        _run(model, cache, layer_indices, examples, inputs, padded=mask is not None)
 
 
 @torch.no_grad()

@@ -38,7 +38,8 @@ class Rotated(Scorer):
         chunk: Tokens of a chunk.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
-        examples: First tokens of the prompt that the model reads three times, before the prompt.
+        examples: First tokens of the prompt, at most a quarter of it, that the model reads three
+            times, before the prompt.
             They show how a repetition changes queries; those of all tokens are then changed
             likewise (`QueryPredictor`). 0 (or a prompt with images, or a layer that runs without
             its model): the queries stay as they are. Otherwise 16 or more.

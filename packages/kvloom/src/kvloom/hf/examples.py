@@ -97,6 +97,12 @@ class ExamplePass(NamedTuple):
         )  # fmt: skip
 
 
+def needed(cache: RoutedCache, tokens: int) -> bool:
+    """Return whether a layer learns from examples of a prompt of `tokens` tokens."""
+    keeps = (layer.cache.recipe.keep for layer in cache.full_layers)
+    return any(keep is not None and keep.needs_examples(tokens) for keep in keeps)
+
+
 def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:
     """Give layers what they learn from the first tokens of a prompt, for the call that follows.
 

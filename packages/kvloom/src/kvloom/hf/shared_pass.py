@@ -95,8 +95,7 @@ def prefill_many(
     if any(cache.get_seq_length() for cache in caches):
         raise CacheMisuse("a cache holds tokens already; give prefill_many new caches")
     model, tokens = unwrap(model), next(iter(inputs.values())).shape[1]
-    leading = (layer.cache.recipe.keep for layer in leader.full_layers)
-    if any(keep is not None and keep.needs_examples(tokens) for keep in leading):
+    if examples.needed(leader, tokens):
         raise CacheMisuse("a leader learns nothing from examples; use a cache of `full`")
     for follower in followers:
         with follower.failing(CacheMisuse):
@@ -150,9 +149,10 @@ def _learn(
     inputs: dict[str, Any],
 ) -> None:
     """Give the layers of each follower what they learn from examples of the prompt."""
+    tokens = next(iter(inputs.values())).shape[1]
     with use_kvloom(model._kvloom.configs):
         for follower in followers:
-            if follower.ended:
+            if follower.ended or not examples.needed(follower.cache, tokens):
                 continue
             begin = clock()
             with follower.failing(Exception):

@@ -243,11 +243,11 @@ def test_no_example_is_of_a_draft():
     alone, drafted = (
         model.generate(
             ids, max_new_tokens=12, do_sample=False, past_key_values=kvloom.Cache(model, LEARNED),
-            prompt_lookup_num_tokens=tokens,
+            prompt_lookup_num_tokens=tokens, eos_token_id=-1,
         )
         for tokens in (None, 4)
     )  # fmt: skip
-    assert torch.equal(alone, drafted)
+    assert torch.equal(alone, drafted[:, : alone.shape[1]])  # transformers 5.10: one too many
 
 
 @pytest.mark.parametrize(

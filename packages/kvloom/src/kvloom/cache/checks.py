@@ -35,11 +35,9 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
         and tokens > state.recipe.compress_after
     ):
         evictor.check_prompt(tokens)
-    visible, alibi = queries.visible, queries.alibi
-    if visible is not None:
-        padding = ~visible[:, :, state.seen :, None]
-        k, v = k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0)
-        step = step._replace(k=k, v=v)
+    alibi = queries.alibi
+    if queries.visible is not None:
+        step = without_padding(step, state.seen)
     if alibi is not None:
         keep = state.recipe.keep
         if keep is not None and keep.positions != "original":
@@ -47,6 +45,13 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
             closed_up = replace(alibi, position=position, closed_up=True)
             step = step._replace(queries=queries._replace(alibi=closed_up))
     return step
+
+
+def without_padding(step: StepInputs, seen: int = 0) -> StepInputs:
+    """Return a step after `seen` tokens with the keys and values of its padding set to 0."""
+    assert step.queries.visible is not None
+    padding = ~step.queries.visible[:, :, seen:, None]
+    return step._replace(k=step.k.masked_fill(padding, 0.0), v=step.v.masked_fill(padding, 0.0))
 
 
 def check_ids(state: LayerState, ids: Tensor | None) -> None:

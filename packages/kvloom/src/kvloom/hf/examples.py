@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..keep import Rotated
 from ..keep.query_predictor import Examples
+from ..kernels.select.reference import gather
 from . import compat
 from .masks import padding_mask
 from .recording import AttentionInputs, record_layers
@@ -25,7 +26,7 @@ _OF_TOKENS = "input_ids", "inputs_embeds", "token_type_ids"
 """Arguments [B, N, ...] of which the pass reads some tokens."""
 _OF_CALL = (
     "attention_mask", "position_ids", "cache_position", "logits_to_keep", "labels",
-    "past_key_values", "mm_token_type_ids", "moe_mm_token_type_ids",
+    "mm_token_type_ids", "moe_mm_token_type_ids",
 )  # fmt: skip
 """Arguments that change nothing in the pass, or that it makes itself."""
 _READ = 3  # how often the pass reads an example
@@ -178,4 +179,4 @@ def _run(
 
 def _at(x: Tensor, columns: Tensor) -> Tensor:
     """Return the columns int64 [B, E] of x [B, H, T, D]."""
-    return x.gather(2, columns[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return gather(x, columns.unsqueeze(1).expand(-1, x.shape[1], -1))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..cache.attention import attend_to
-from ..cache.checks import check_range, check_shapes
+from ..cache.checks import check_range, check_shapes, without_padding
 from ..cache.step import StepInputs
 from ..kernels.attend.regions import Region
 from .observe import alibi_bias
@@ -51,14 +51,6 @@ def attend_causally(step: StepInputs, index: Tensor | None = None) -> Tensor:
     return out
 
 
-def _without_padding(step: StepInputs) -> StepInputs:
-    """Return a prompt with padding set to 0 (it may be NaN)."""
-    if step.queries.visible is None:
-        return step
-    padding = ~step.queries.visible[..., None]
-    return step._replace(k=step.k.masked_fill(padding, 0.0), v=step.v.masked_fill(padding, 0.0))
-
-
 class RecordingLayer(RoutedLayer):
     """A layer that attends exactly within one prompt, calls the observer, and stores nothing."""
 
@@ -68,7 +60,9 @@ class RecordingLayer(RoutedLayer):
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend causally; padding is hidden."""
-        step = _without_padding(on_one_device(step))
+        step = on_one_device(step)
+        if step.queries.visible is not None:
+            step = without_padding(step)
         if self.arrived():
             return attend_causally(step)
         queries, k, v, *_ = step

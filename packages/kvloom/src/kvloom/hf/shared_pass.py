@@ -110,7 +110,7 @@ def prefill_many(
             for follower in followers:
                 with follower.failing(CacheMisuse):
                     running.enter_context(token_ids(follower.cache, inputs))
-            _learn(model, followers, clock, inputs)
+            _learn(model, followers, tokens, clock, inputs)
             for follower in followers:
                 if follower.repetition is not None:
                     running.enter_context(follower.repetition.reading())
@@ -145,11 +145,11 @@ def _other_positions(leader: Cache, cache: Cache, inputs: dict[str, Any]) -> boo
 def _learn(
     model: PreTrainedModel,
     followers: Sequence[Follower],
+    tokens: int,
     clock: Callable[[], float],
     inputs: dict[str, Any],
 ) -> None:
     """Give the layers of each follower what they learn from examples of the prompt."""
-    tokens = next(iter(inputs.values())).shape[1]
     with use_kvloom(model._kvloom.configs):
         for follower in followers:
             if follower.ended or not examples.needed(follower.cache, tokens):

@@ -26,9 +26,9 @@ class Rotated(Scorer):
     KVzip (arXiv:2505.23416) lets the model read the prompt again. The queries of a repeated token
     are nearly those of the token itself, at a later position. So this score rotates the queries of
     a chunk of n tokens n positions further instead. At that position, a query attends to the sinks
-    and to its whole chunk. The softmax denominator also includes the query's logits
-    for tokens of the chunk up to itself at their original distance: they stand for the tokens that
-    a repetition would have read.
+    and to its whole chunk. The softmax denominator also includes the query's logits for tokens of
+    the chunk up to itself at their original distance: they stand for the tokens that a repetition
+    would have read.
 
     A weight alone does not say what a token adds to the residual stream. With `contribution`, the
     score is multiplied by the norm of the token's value and divided by the mean norm of the layer's
@@ -39,10 +39,9 @@ class Rotated(Scorer):
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt, at most a quarter of it, that the model reads three
-            times, before the prompt.
-            They show how a repetition changes queries; those of all tokens are then changed
-            likewise (`QueryPredictor`). 0 (or a prompt with images, or a layer that runs without
-            its model): the queries stay as they are. Otherwise 16 or more.
+            times, before the prompt. They show how a repetition changes queries; those of all
+            tokens are then changed likewise (`QueryPredictor`). 0 (or a prompt with images, or a
+            layer that runs without its model): the queries stay as they are. Otherwise 16 or more.
         neighbors: The share of both neighbors' scores that is added to a score: tokens often belong
             together, as the digits of a number.
     """

@@ -161,20 +161,21 @@ def with_neighbors(scores, share):
     return scores + np.convolve(scores, [share, 0, share], mode="same")
 
 
-def rotated(q, k, scale, inv_freq, sinks, chunk):
+def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
     """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 
     A row at a time. q: [R, T, D], of the last T tokens. inv_freq: of RoPE, which q and k have;
-    None: none.
+    None: none. repeated: [R, T, D], what is rotated instead of q.
     """
     scores, before = np.zeros(len(k)), len(k) - q.shape[1]
     for lo in range(0, len(k), chunk):
         hi = min(len(k), lo + chunk)
         seen = [*range(min(sinks, lo)), *range(lo, hi)]
-        for head in q:
+        for head, again in zip(q, q if repeated is None else repeated, strict=True):
             for j in range(max(lo, before), hi):
-                own = head[j - before]
-                later = own if inv_freq is None else turned(own[None], hi - lo, inv_freq)[0]
+                own, later = head[j - before], again[j - before]
+                if inv_freq is not None:
+                    later = turned(later[None], hi - lo, inv_freq)[0]
                 far = np.exp(k[seen] @ later * scale)
                 near = np.exp(k[max(lo, sinks) : j + 1] @ own * scale)
                 weights = far[len(seen) - (hi - lo) :] / (far.sum() + near.sum())

@@ -43,6 +43,10 @@ def options(t, n, hq, hk, g):
         "noise of later heads": {"noise": Noise("gumbel", 3, keys, 11, head=5)},
         "constant": {"noise": Noise("constant", 3, keys, 11)},
         "largest": {"reduce_max": True, **padded},
+        "other keys": {"other_lse": torch.randn(2, hq, t, generator=g), **padded},
+        "largest, beside other keys": {
+            "reduce_max": True, "other_lse": 3 * torch.randn(2, hq, t, generator=g), "softcap": 5.0,
+        },
         "everything": {
             **padded, "softcap": 5.0, "bias": bias.expand(2, -1, -1), "window": 20, "tau": 0.8,
             "noise": Noise("gumbel", 2**31 + 5, keys, 2),

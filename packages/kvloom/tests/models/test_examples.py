@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -77,7 +78,9 @@ def test_the_tokens_that_predicted_queries_need_most_stay(name, chunk):
         rotation = None if name == "smollm3" and number == 1 else inv_freq
         for h in range(found.shape[1]):
             queries, keys = predicted(own, examples, h, rotation, chunk)
-            scores = rules.rotated(queries, keys, scale, rotation, 4, chunk)
+            r = len(queries)
+            heads = own[0][0, h * r : (h + 1) * r]
+            scores = rules.rotated(heads, keys, scale, rotation, 4, chunk, queries)
             scores = rules.with_neighbors(scores, 0.1)
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
@@ -248,6 +251,25 @@ def test_no_example_is_of_a_draft():
         for tokens in (None, 4)
     )  # fmt: skip
     assert torch.equal(alone, drafted[:, : alone.shape[1]])  # transformers 5.10: one too many
+
+
+@by_reference
+def test_predictions_wait_with_a_prompt_that_may_be_cropped():
+    model, ids = zoo.build("llama-gqa"), IDS["input_ids"][:1]
+    waiting = kvloom.Cache(model, LEARNED)
+    probe.observe(waiting)
+    waiting.activate_past_recording()
+    with torch.no_grad():
+        model(ids, past_key_values=waiting)
+    cropped = copy.deepcopy(waiting)
+    waiting.crop(0)
+    alone = prefilled(model, LEARNED, input_ids=ids)
+    for own, its in zip(logical(waiting), logical(alone), strict=True):
+        assert torch.equal(own, its)
+    cropped.crop(PROMPT - 3)  # its examples are those of the whole prompt
+    for own in logical(cropped):
+        assert own.shape[2] == 24
+        assert own[..., -6:].unique().tolist() == [*range(PROMPT - 9, PROMPT - 3)]
 
 
 @pytest.mark.parametrize(

@@ -214,17 +214,18 @@ class ScoreEvictor(Evictor):
         if fit is None:
             waits = self.waits_for_layers or self.repetition is not None
             return queries.without_queries() if waits else queries
-        rows = fit.rows(queries.q, queries.visible_queries)
-        return queries._replace(q=rows, products=None, lse=None)
+        q = queries.q if queries.repeated is None else queries.repeated
+        rows = fit.rows(q, queries.visible_queries)
+        return queries._replace(q=rows, products=None, lse=None, repeated=None)
 
     def as_repeated(self, queries: Queries, k: Tensor) -> Queries:
-        """Return a prompt's queries as their predictor changes them; k: its keys [B, Hk, N, D]."""
+        """Return a prompt's queries with `repeated` ones; k: its keys [B, Hk, N, D]."""
         assert queries.predictor is not None
         index = torch.arange(k.shape[2], device=k.device).view(1, 1, -1)
         if queries.visible is not None:
             index = (queries.visible.cumsum(dim=-1) - 1).clamp(min=0)
-        q = queries.predictor(queries.q, k, self.scorer.rope, index)
-        return queries._replace(q=q, lse=None, predictor=None)
+        repeated = queries.predictor(queries.q, k, self.scorer.rope, index)
+        return queries._replace(repeated=repeated, predictor=None)
 
     def score_all(self, segment: Segment, queries: Queries, k: Tensor, v: Tensor) -> Tensor:
         """Return the scores fp32 [B, Hk, N] of k, v: all tokens of a segment, stored or not."""

@@ -76,8 +76,8 @@ class StepScorer(Stateful):
             q=queries.q, k=k, v=v, scale=queries.scale, index=index, seen=seen, number=self.steps,
             seed=self.seed, query_heads=self.query_heads, sinks=self.sinks, softcap=queries.softcap,
             visible=visible, visible_queries=queries.visible_queries, bias=bias,
-            products=queries.products, lse=queries.lse, rope=self.rope, head=self.head,
-            **queries.by_query,
+            products=queries.products, lse=queries.lse, repeated=queries.repeated, rope=self.rope,
+            head=self.head, **queries.by_query,
         )  # fmt: skip
 
 

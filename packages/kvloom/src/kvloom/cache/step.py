@@ -38,6 +38,7 @@ class Queries(NamedTuple):
             those of an image do (None: none).
         sees_past: False where such a mask hides earlier tokens, which no score supports.
         predictor: Of a first prompt that is scored by what its queries would be in a repetition.
+        repeated: [B, Hq, T, D], what they would be, as the predictor says.
     """
 
     q: Tensor
@@ -53,6 +54,7 @@ class Queries(NamedTuple):
     later_seen: Tensor | None = None
     sees_past: bool = True
     predictor: QueryPredictor | None = None
+    repeated: Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -83,16 +85,18 @@ class Queries(NamedTuple):
         if alibi is not None:
             position = alibi.position
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
+        repeated = None if self.repeated is None else self.repeated[:, :, begin:end]
         return self._replace(
             q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None, lse=None,
-            predictor=None if begin else self.predictor,
+            predictor=None if begin else self.predictor, repeated=repeated,
             **self._map_by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 
     def without_queries(self) -> Queries:
         """Return these without any query, where no part will score with them."""
         cleared = self._map_by_query(lambda _: None)
-        return self._replace(q=self.q[:, :, :0].clone(), products=None, lse=None, **cleared)
+        q = self.q[:, :, :0].clone()
+        return self._replace(q=q, products=None, lse=None, repeated=None, **cleared)
 
     def after(self, earlier: Queries | None) -> Queries:
         """Return the queries of an earlier step, and these after them."""
@@ -104,17 +108,22 @@ class Queries(NamedTuple):
         for name, x in joined.items():
             old = before[name]
             joined[name] = None if x is None or old is None else torch.cat([old, x], dim=1)
-        return self._replace(q=q, products=None, lse=None, **joined)
+        repeated = earlier.repeated
+        if repeated is not None:
+            repeated = torch.cat([repeated, self.q], dim=2)
+        return self._replace(q=q, products=None, lse=None, repeated=repeated, **joined)
 
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
         count = max(0, self.tokens - tokens)
         q, visible = self.q[:, :, :count], self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
+        repeated = None if self.repeated is None else self.repeated[:, :, :count]
         # ALiBi may count from a removed token
         return self._replace(
-            q=q, visible=visible, lse=None, **self._map_by_query(lambda x: x[:, :count])
-        )
+            q=q, visible=visible, lse=None, repeated=repeated,
+            **self._map_by_query(lambda x: x[:, :count]),
+        )  # fmt: skip
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Queries:
         """Apply fn to the tensors, along the batch dimension; drop products and lse."""
@@ -126,6 +135,7 @@ class Queries(NamedTuple):
             alibi=alibi,
             products=None,
             lse=None,
+            repeated=None if self.repeated is None else fn(self.repeated),
             **self._map_by_query(fn),
         )
 
@@ -202,8 +212,9 @@ class Uncommitted(Stateful):
 
     def held(self) -> Iterator[Tensor]:
         """Yield all tensors but the padding mask."""
-        yield self.queries.q
-        yield from (x for x in self.queries.by_query.values() if x is not None)
+        queries = self.queries
+        held = (queries.q, queries.repeated, *queries.by_query.values())
+        yield from (x for x in held if x is not None)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import ops
 from ..kernels.attend import reference
 from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
@@ -111,7 +110,7 @@ class Fit:
                     x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free)
                 )
                 may_change[..., :sinks] = False
-                y = _attend(step, q, k, v).out
+                y = step.attend(q, k, v).out
                 fitted[rows][:, :, slots] = self._of_chunk(
                     step, q, y, stored, values, stay, may_change
                 )
@@ -137,7 +136,7 @@ class Fit:
             return values
         slots = (~kept).byte().argsort(dim=-1, stable=True)[..., :most_kept]
         kept_keys = gather(keys, slots)
-        kept_only = _attend(step, q, kept_keys, gather(values, slots), kept.gather(-1, slots))
+        kept_only = step.attend(q, kept_keys, gather(values, slots), kept.gather(-1, slots))
         missing, rows, lse = (
             x.float().reshape(*keys.shape[:2], -1, x.shape[-1])
             for x in (y.float() - kept_only.out.float(), q, kept_only.lse[..., None])
@@ -161,18 +160,6 @@ def _rows_alike(step: Step) -> Iterator[tuple[slice, Tensor]]:
         return
     for row in range(len(step.k)):
         yield slice(row, row + 1), tokens[step.visible[row, 0]]
-
-
-def _attend(
-    step: Step, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None
-) -> reference.AttentionState:
-    """Attend q [B, Hq, M, D] to all of k, v [B, Hk, N, D]; visible: bool [B, Hk, N].
-
-    Returns out [B, Hq, M, D], in q's dtype or fp32, and lse [B, Hq, M].
-    """
-    if step.softcap is None:
-        return ops.attend_prompt(q, k, v, step.scale, causal=False, visible=visible)
-    return reference.attend_exact(q, k, v, step.scale, visible=visible, softcap=step.softcap)
 
 
 def _weights(step: Step, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:

@@ -84,8 +84,7 @@ class QueryPredictor(NamedTuple):
         system = x.mT @ x
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         diagonal += diagonal.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-        w = torch.linalg.solve(system, x.mT @ y)
-        w = w.to(q.dtype)
+        w = torch.cholesky_solve(x.mT @ y, torch.linalg.cholesky_ex(system)[0]).to(q.dtype)
         bias = (b - m @ w.float()).to(q.dtype)  # takes back what rounding w does to the mean
         return cls(w[..., :d, :], w[..., d:, :], bias, begin)
 

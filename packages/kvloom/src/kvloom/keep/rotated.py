@@ -104,20 +104,33 @@ class Rotated(Scorer):
         if step.rope is not None:  # turning keys back turns queries further
             repeated = step.rope.rotate(repeated, -count)
         before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
-        chunk_queries = slice(max(0, lo - before), max(0, hi - before))
-        if step.lse is not None and chunk_queries == slice(0, step.k.shape[2]):
-            once = replace(step, k=repeated, visible=None if step.visible is None else seen)
-            return once.mass(reduce_max=True, other_lse=_lse_without_sinks(step, sinks))
-        real_queries = step.visible_queries
-        doubled = replace(
+        chunk = slice(max(0, lo - before), max(0, hi - before))
+        if step.lse is not None and chunk == slice(0, step.k.shape[2]):
+            own_lse = _lse_without_sinks(step, sinks)
+        else:
+            own_lse = _own_lse(step, step.q[:, :, chunk], keys, own_seen)
+        q, real_queries = step.q if step.repeated is None else step.repeated, step.visible_queries
+        again = replace(
             step,
-            q=step.q[:, :, chunk_queries],
-            k=torch.cat([repeated, keys], dim=2),
-            visible=torch.cat([seen, own_seen], dim=-1),
-            visible_queries=None if real_queries is None else real_queries[:, :, chunk_queries],
+            q=q[:, :, chunk],
+            k=repeated,
+            visible=None if step.visible is None and not lo else seen,
+            visible_queries=None if real_queries is None else real_queries[:, :, chunk],
         )
-        end = repeated.shape[2]
-        return doubled.mass(reduce_max=True)[..., end + lo - hi : end]
+        return again.mass(reduce_max=True, other_lse=own_lse)[..., lo - hi :]
+
+
+def _own_lse(step: Step, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """Return the log-sum-exp of the logits of a chunk's queries for its keys, fp32 [B, Hq, T].
+
+    q: [B, Hq, T, D], of the last T of the N tokens. k: [B, Hk, N, D]. seen: bool [B or 1, 1 or Hk,
+    N], False for padding and sinks.
+    """
+    seen = seen.expand(len(k), -1, -1)
+    lse = step.attend(q, k, k, seen, causal=True).lse
+    sees_none = seen.cumsum(dim=-1)[..., seen.shape[-1] - q.shape[2] :] == 0
+    heads = sees_none.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)
+    return lse.masked_fill(heads, -torch.inf)
 
 
 def _lse_without_sinks(step: Step, sinks: Tensor) -> Tensor:

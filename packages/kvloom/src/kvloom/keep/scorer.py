@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import ops
+from ..kernels.attend.reference import AttentionState, attend_exact
 from ..kernels.score.noise import Noise
 from ..positions.rope import Rope
 from .select import first_tokens
@@ -39,6 +40,7 @@ class Step:
         products: scale * q @ k, where attention has computed it already (`kernels.score`).
         lse: fp32 [B, Hq, T], the log-sum-exp of each query's logits, where attention has computed
             it already: of a prompt.
+        repeated: [B, Hq, T, D], what the queries would be in a repetition, where it is predicted.
         rope: The model's rotary embedding, for scores that need it; None: the model has none.
         ids: int64 [B, N], token ids, for scores with `reads_ids`.
         head: The model's number of the first key/value head, where this process has a part of them.
@@ -63,6 +65,7 @@ class Step:
     bias: Tensor | None = None
     products: Tensor | None = None
     lse: Tensor | None = None
+    repeated: Tensor | None = None
     rope: Rope | None = None
     ids: Tensor | None = None
     head: int = 0
@@ -119,6 +122,19 @@ class Step:
             options["later_seen"] = _if_any(later_seen)
             mass = ops.column_mass(self.q[:, :, skip:], self.k, self.scale, **options)
         return self.join_query_heads(mass.view(b, hk, -1, n))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, causal: bool = False
+    ) -> AttentionState:
+        """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D], with the scale and softcap of the step.
+
+        visible: bool [B, 1 or Hk, N]. causal: The queries are the last T of the N tokens. Returns
+        out [B, Hq, T, D], in q's dtype or fp32, and lse [B, Hq, T].
+        """
+        options: dict[str, Any] = {"causal": causal, "visible": visible}
+        if self.softcap is None:
+            return ops.attend_prompt(q, k, v, self.scale, **options)
+        return attend_exact(q, k, v, self.scale, softcap=self.softcap, **options)
 
     def join_query_heads(self, heads: Tensor) -> Tensor:
         """Join numbers of query heads [B, Hk, R, N] as `query_heads` states: [B, Hk, N]."""

@@ -50,12 +50,13 @@ class Rope(NamedTuple):
             a, b = rotary[..., 0::2], rotary[..., 1::2]
         else:
             a, b = rotary.chunk(2, dim=-1)
-        rotated = (a * cos - b * sin, b * cos + a * sin)
+        rotated = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
         if self.interleaved:
             rotary = torch.stack(rotated, dim=-1).flatten(-2)
         else:
             rotary = torch.cat(rotated, dim=-1)
-        return torch.cat([rotary.to(x.dtype), x[..., dims:]], dim=-1)
+        rotary = rotary.to(x.dtype)
+        return rotary if dims == x.shape[-1] else torch.cat([rotary, x[..., dims:]], dim=-1)
 
 
 def renumber(rope: Rope, k: Tensor, index: Tensor, newest: int) -> Tensor:

@@ -33,10 +33,6 @@ def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
     return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
 
 
-def _other_keys(*_: Any, other_lse: Tensor | None = None, **__: Any) -> str | None:
-    return None if other_lse is None else "`other_lse` stands for other keys"
-
-
 class Changes(NamedTuple):
     """What changes logits, as in `MassOptions`; a kernel is compiled for it."""
 
@@ -46,6 +42,7 @@ class Changes(NamedTuple):
     fixed: bool
     visible: bool
     window: bool
+    causal: bool
 
 
 COVERAGE = Coverage(
@@ -53,7 +50,6 @@ COVERAGE = Coverage(
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),
-    ("no other keys in the softmax", _other_keys),
 )
 
 
@@ -61,6 +57,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_STEP` queries in one pass."""
     given_options = MassOptions(**options)
     visible, visible_queries, softcap, bias, window, noise, tau, reduce_max, *_ = given_options
+    other_lse = given_options.other_lse
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
     if not mass.numel() or not t:
@@ -80,7 +77,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
     changes = Changes(
         softcap is not None, bias is not None, kind, noise is not None and noise.fixed,
-        visible is not None, window is not None,
+        visible is not None, window is not None, other_lse is None,
     )  # fmt: skip
     form: dict[str, Any] = {"DB": cuda.padded_size(d), "CHANGES": changes}
     module = kernels()
@@ -95,10 +92,10 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             q, k, *masks, logits, parts, *numbers, hk, hq // hk, t, n, d, *strides,
             ROWS=cuda.padded_size(rows), KEYS=keys, **form,
         )  # fmt: skip
+        lse = _joined(parts.logsumexp(dim=-1), other_lse)
         cuda.launch(
             module.step_mass, (-(-n // 512), b * hq), q,
-            logits, parts.logsumexp(dim=-1), nonpadding, mass, hq, t, n, nonpadding_row, KEYS=512,
-            **has,
+            logits, lse, nonpadding, mass, hq, t, n, nonpadding_row, KEYS=512, **has,
         )  # fmt: skip
         return mass
     side = 64 >> (exact + (d > 128))
@@ -111,10 +108,16 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     )  # fmt: skip
     cuda.launch(
         module.column_mass, (-(-n // form["KEYS"]), b * hq), q,
-        q, k, *masks, lse, nonpadding, mass, *numbers, hq, hq // hk, t, n, d, *strides,
+        q, k, *masks, _joined(lse, other_lse), nonpadding, mass, *numbers, hq, hq // hk, t, n, d,
+        *strides,
         nonpadding_row, **shape, **form, **has,
     )  # fmt: skip
     return mass
+
+
+def _joined(lse: Tensor, other_lse: Tensor | None) -> Tensor:
+    """Return the log-sum-exp of keys, and of the others if there are any."""
+    return lse if other_lse is None else lse.logaddexp(other_lse)
 
 
 def _options(

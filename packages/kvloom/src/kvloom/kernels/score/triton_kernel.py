@@ -84,7 +84,9 @@ def masked_logits(
         s += 0.5772156649015329
     s *= inverse_tau
     after = token[None, :] - (back + query)[:, None]  # 0 for the query's own key
-    mask = inside[None, :] & (after <= 0)
+    mask = tl.broadcast_to(inside[None, :], s.shape)
+    if CHANGES.causal:
+        mask = mask & (after <= 0)
     if CHANGES.window:
         mask = mask & (after > -window)
     if CHANGES.visible:
@@ -116,7 +118,10 @@ def row_lse(
     begin = 0
     if CHANGES.window:
         begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
-    for lo in range(begin, tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS), KEYS):
+    end = n
+    if CHANGES.causal:
+        end = tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS)
+    for lo in range(begin, end, KEYS):
         j = lo + tl.arange(0, KEYS)
         s = masked_logits(
             queries, load_rows(k, j, n, k_token, channel, D), scale, heads, i, j, bias, bias_head,
@@ -155,7 +160,10 @@ def column_mass(
     end = t
     if CHANGES.window:
         end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
-    for lo in range(tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS, end, ROWS):
+    begin = 0
+    if CHANGES.causal:
+        begin = tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS
+    for lo in range(begin, end, ROWS):
         i = lo + tl.arange(0, ROWS)
         s = masked_logits(
             load_rows(q, i, t, q_token, channel, D), keys, scale, heads, i, j, bias, bias_head,

@@ -45,13 +45,15 @@ EXACT = [
     "snapkv:tokens=50,window=8,layers=variance", "snapkv:tokens=40,window=8,head_share=0.2", JOINT,
     pytest.param(SHARED, id="shared"), "full@0=snapkv:tokens=40,window=8",
     f"{KNORM}@0=rotated:tokens=80,recent=8,head_share=0.3", f"{JOINT},fit=true",
-    "rotated:tokens=40,recent=8,fit=true,sinks=2",
+    "rotated:tokens=40,recent=8,fit=true,sinks=2", f"{JOINT},fit=true,examples=16",
+    "rotated:tokens=40,recent=8,examples=20,neighbors=0.1@1=knorm:tokens=40",
 ]  # fmt: skip
 PACKED = [
     "minikv:fraction=0.3", "minikv-snap:fraction=0.3,group=16@1=minikv-snap:fraction=0.3,bits=4",
     "rotated:tokens=64,recent=8,store=near-lossless", "knorm:tokens=33,recent=8,store=turbo",
     f"near-lossless:group=16,sinks=2@0={KNORM}",
     "rotated:tokens=70,recent=8,fit=true,store=near-lossless",
+    "rotated:tokens=70,recent=8,fit=true,examples=16,store=near-lossless",
 ]  # fmt: skip
 SKVQ = "skvq:span=head,group=16,pre_rope=false"
 STATIC = Packed(4, "token", 16, reorder=True, static=True)  # as RPTQ's paper
@@ -128,7 +130,7 @@ def test_an_eviction_changes_tokens(llama):
     "recipe",
     [
         KNORM, f"{JOINT},fit=true", "full@0=snapkv:tokens=40,window=8",
-        "rotated:tokens=70,recent=8,fit=true,store=near-lossless",
+        "rotated:tokens=70,recent=8,fit=true,store=near-lossless", f"{JOINT},fit=true,examples=20",
     ],
 )  # fmt: skip
 def test_prompts_in_chunks_keep_the_tokens_of_whole_ones(llama, recipe, step, watch):

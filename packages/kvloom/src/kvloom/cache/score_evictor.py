@@ -214,9 +214,7 @@ class ScoreEvictor(Evictor):
         if fit is None:
             waits = self.waits_for_layers or self.repetition is not None
             return queries.without_queries() if waits else queries
-        q = queries.q if queries.repeated is None else queries.repeated
-        rows = fit.rows(q, queries.visible_queries)
-        return queries._replace(q=rows, products=None, lse=None, repeated=None)
+        return queries.rows(fit)
 
     def as_repeated(self, queries: Queries, k: Tensor) -> Queries:
         """Return a prompt's queries with `repeated` ones; k: its keys [B, Hk, N, D]."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..keep.fit import Fit
 from ..keep.query_predictor import QueryPredictor
 from ..positions.alibi import Alibi
 from ..registry.fields import renamed
@@ -75,6 +76,12 @@ class Queries(NamedTuple):
     def see_later(self) -> bool:
         """Whether a query sees tokens after its own."""
         return self.later_seen is not None and bool(self.later_seen.any())
+
+    def rows(self, fit: Fit) -> Queries:
+        """Return the queries to which values are fitted: see `Fit.rows`."""
+        q = self.q if self.repeated is None else self.repeated
+        q = fit.rows(q, self.visible_queries)
+        return self._replace(q=q, products=None, lse=None, repeated=None)
 
     def slice(self, begin: int, end: int) -> Queries:
         """Return the queries begin to end, which see the tokens up to them; without products."""

@@ -30,7 +30,7 @@ _OF_CALL = (
 )  # fmt: skip
 """Arguments that change nothing in the pass, or that it makes itself."""
 _READ = 3  # how often the pass reads an example
-_SHARE = 4  # tokens of a row for each example
+SHARE = 4  # tokens of a row for each example
 
 
 class ExamplePass(NamedTuple):
@@ -63,7 +63,7 @@ class ExamplePass(NamedTuple):
         """
         column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)
-        own = (tokens // _SHARE).clamp(max=count)  # examples of the row
+        own = (tokens // SHARE).clamp(max=count)  # examples of the row
         far = torch.maximum(tokens.clamp(max=furthest), 2 * own)
         distances = torch.cat([torch.zeros_like(own), own, far], dim=-1)
         padding = _READ * (count - own)
@@ -100,8 +100,7 @@ class ExamplePass(NamedTuple):
 
 def needed(cache: RoutedCache, tokens: int) -> bool:
     """Return whether a layer learns from examples of a prompt of `tokens` tokens."""
-    keeps = (layer.cache.recipe.keep for layer in cache.full_layers)
-    return any(keep is not None and keep.needs_examples(tokens) for keep in keeps)
+    return bool(_learning(cache, tokens))
 
 
 def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:
@@ -122,13 +121,7 @@ def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) ->
     rows, tokens = next(iter(inputs.values())).shape[:2]
     accepted = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
     tokens = min(tokens, accepted or tokens)
-    learning: dict[Rotated, set[int]] = {}
-    for layer_index, layer in cache.by_index.items():
-        keep = layer.cache.recipe.keep
-        if keep is not None and keep.needs_examples(tokens):
-            assert isinstance(keep.scorer, Rotated)
-            learning.setdefault(keep.scorer, set()).add(layer_index)
-    if not learning:
+    if not needed(cache, tokens):
         return
     visible, mask = torch.ones(rows, tokens, dtype=torch.bool), kwargs.get("attention_mask")
     if mask is not None:
@@ -137,14 +130,42 @@ def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) ->
     if positions is not None:
         place = positions[:, :tokens].expand(rows, -1).to(visible.device)
     inputs = {name: x[:, :tokens] for name, x in inputs.items()}
+    learn_from(model, cache, inputs, visible, place, padded=mask is not None)
+
+
+def learn_from(
+    model: PreTrainedModel,
+    cache: RoutedCache,
+    inputs: dict[str, Tensor],
+    visible: Tensor,
+    positions: Tensor,
+    padded: bool = False,
+) -> None:
+    """Give layers what they learn from a prompt of N tokens.
+
+    inputs: of the decoder, [B, a quarter of N or more, ...]. visible: bool [B, N], False for
+    padding. positions: int64 [B, N]. padded: whether the pass needs a mask.
+    """
+    tokens = visible.shape[1]
     limit = getattr(compat.decoder_config(model), "max_position_embeddings", None)
     limit = _READ * tokens if limit is None else limit
-    for scorer, layer_indices in learning.items():
+    for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)
         examples = ExamplePass.of(
-            visible, place, min(most, tokens // _SHARE), min(scorer.chunk, limit - most)
+            visible, positions, min(most, tokens // SHARE), min(scorer.chunk, limit - most)
         )
-        _run(model, cache, layer_indices, examples, inputs, padded=mask is not None)
+        _run(model, cache, layer_indices, examples, inputs, padded)
+
+
+def _learning(cache: RoutedCache, tokens: int) -> dict[Rotated, set[int]]:
+    """Return the scores that learn from a prompt of `tokens` tokens, and their layers."""
+    found: dict[Rotated, set[int]] = {}
+    for layer_index, layer in cache.by_index.items():
+        keep = layer.cache.recipe.keep
+        if keep is not None and keep.needs_examples(tokens):
+            assert isinstance(keep.scorer, Rotated)
+            found.setdefault(keep.scorer, set()).add(layer_index)
+    return found
 
 
 @torch.no_grad()

@@ -115,8 +115,6 @@ def _eviction_problems(recipe: Recipe) -> list[str]:
         "the model reads a prompt once, and the score repeats it; use another, such as rotated": (
             recipe.repeats_prompt
         ),
-        "pages hold a prompt alone, and the score reads examples before it; use examples=0, or a "
-        "recipe such as small": any(keep.uses_examples for keep in keeps),
         "tokens keep their positions; use positions=original": any(
             keep.positions != "original" for keep in keeps
         ),

@@ -75,7 +75,7 @@ def continuous(
     named = recipe_for(model, named)
     check_pages_hold(named, ENGINE, evicts=True)
     stored = None if store is None else StoredPages.of_cache(store, cache)
-    batching = PackedBatching(model, named, ENGINE, stored)
+    batching = PackedBatching(model, cache, named, ENGINE, stored)
     model.init_continuous_batching = batching.manager
     try:
         yield

@@ -21,6 +21,7 @@ from ...cache.score_evictor import Decision
 from ...cache.segment import Segment
 from ...cache.step import KV, Queries
 from ...keep import Fit
+from ...keep.query_predictor import QueryPredictor
 from ...recipe import Recipe
 from ...recipe.spec import budget_key
 from ...store import KVSide, LayerFacts, Store
@@ -102,7 +103,8 @@ class LayerInput:
 class PromptChoice:
     """The tokens of one prompt that stay.
 
-    evictors: of the layers that evict. tokens: of the prompt.
+    evictors: of the layers that evict. tokens: of the prompt. ids: those known so far, int64
+    [1, T] for each chunk, if layers learn from them. predictors: what layers have learned.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class PromptChoice:
         self.eviction, self.evictors, self.tokens = eviction, evictors, tokens
         self.earlier: dict[int, tuple[Queries, Tensor, Tensor]] = {}  # chunks, by layer
         self.waiting: dict[int, KV] = {}
+        self.ids: list[Tensor] = []
+        self.predictors: dict[int, QueryPredictor] = {}
         self.rows: dict[int, Queries] = {}  # those that fit values
 
     def joined(
@@ -145,9 +149,12 @@ class PromptChoice:
         if evictor is None:
             yield place, list(zip(k[0], v[0], strict=True))
             return
+        if place in self.predictors:
+            queries = queries._replace(predictor=self.predictors.pop(place))
+            queries = evictor.as_repeated(queries, k)
         fit = self.eviction.fit(place)
         if fit is not None:
-            self.rows[place] = queries._replace(q=fit.rows(queries.q, None))
+            self.rows[place] = queries.rows(fit)
         evictor.set_budget(k.shape[2])
         decision = evictor.score(Segment(), queries, (k, v))
         assert decision is not None

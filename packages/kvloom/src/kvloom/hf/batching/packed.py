@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -26,13 +26,15 @@ from ...paged import LayerPlan, paged
 from ...recipe import Recipe
 from .. import compat
 from ..forward import input_norms
-from ..implementation import FIELD
+from ..implementation import FIELD, use_kvloom
 from ..layer_facts import load_layer_facts
 from ..prompts.pages import StoredPages
+from ..routed_cache import RoutedCache
 from ..routing import attention_configs
 from .allocator import PackedAllocator
 from .evicting import EvictingAllocator
 from .eviction import PromptEviction
+from .examples import learning
 
 NAME = "kvloom_flash"
 """The attention implementation: transformers makes no masks for a name with "flash", and reads no
@@ -170,7 +172,13 @@ class PackedManager(ContinuousBatchingManager):
         """Run the thread with the settings of `kvloom.kernels.use_backend` where it was started."""
         (blocks,) = self.batch_processor.cache.cache_allocators.values()
         eviction: Any = blocks.eviction
-        with nullcontext() if eviction is None else input_norms(self.model, eviction):
+        with ExitStack() as hooks:
+            if eviction is not None:
+                batching = self.batching
+                hooks.enter_context(input_norms(self.model, eviction))
+                hooks.enter_context(
+                    learning(self.model, batching.cache, blocks, batching.outside_pages)
+                )
             self.context.run(super()._run_generation_loop)
 
     def _create_batch_processor(self) -> Any:
@@ -232,13 +240,20 @@ def _prepare(cache: Any) -> None:
 class PackedBatching:
     """The packed pages of a model in a block of `continuous`.
 
-    engine: what errors call continuous batching. stored: as for `PackedAllocator`.
+    cache: an empty one of the model and the recipe. engine: what errors call continuous batching.
+    stored: as for `PackedAllocator`.
     """
 
     def __init__(
-        self, model: PreTrainedModel, recipe: Recipe, engine: str, stored: StoredPages | None
+        self,
+        model: PreTrainedModel,
+        cache: RoutedCache,
+        recipe: Recipe,
+        engine: str,
+        stored: StoredPages | None,
     ) -> None:
-        self.model, self.recipe, self.engine, self.stored = model, recipe, engine, stored
+        self.model, self.cache, self.recipe = model, cache, recipe
+        self.engine, self.stored = engine, stored
         self.managers: list[PackedManager] = []
         self.using: set[PackedManager] = set()  # kvloom's attention
         self.former: list[tuple[Any, str]] = []  # configs, and their attention without kvloom
@@ -299,6 +314,18 @@ class PackedBatching:
             for config, former in self.former:
                 vars(config)[FIELD] = former
         self.using.discard(manager)
+
+    @contextmanager
+    def outside_pages(self) -> Iterator[None]:
+        """Let the model run with a cache of kvloom, in the middle of a manager's step."""
+        for config, former in self.former:
+            vars(config)[FIELD] = former
+        try:
+            with use_kvloom([config for config, _ in self.former]):
+                yield
+        finally:
+            for config, _ in self.former:
+                vars(config)[FIELD] = NAME
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model is another than at the beginning of the block."""

@@ -66,7 +66,6 @@ def test_keys_and_values_are_packed_by_page_and_sinks_stay():
         ("streaming", "every token after the prompt"),
         ("small:block=256", "every token after the prompt"),
         ("kvzip", "use another, such as rotated"),
-        ("tiny", "use examples=0, or a recipe such as small"),
         ("snapkv:positions=renumbered", "use positions=original"),
         (replace(resolve("knorm"), store=resolve("skvq").store), "each head packs its own tokens"),
         ("skvq:span=head@0=snapkv", "tokens of any positions; use pre_rope=false"),

@@ -38,13 +38,19 @@ def small(
     head_share: float = 0.2,
     block: int = 0,
 ) -> Recipe:
-    """Four tenths of the prompt by its rotated queries, with fitted values, at 4 bits.
+    """Four tenths of the prompt by queries that examples of it predict, fitted values, at 4 bits.
 
     head_share: the share of its budget that every head is certain of; with 1, heads do not compete.
-    block: evict from later text, too, in blocks of so many tokens; 0: later tokens stay. Models
-    whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit no values.
+    block: evict from later text, too, in blocks of so many tokens, by its own queries; 0: later
+    tokens stay. Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit
+    no values.
     """
-    chosen = rotated(fraction=fraction, block=block, **_eviction(recent, chunk, sinks, head_share))
+    learned: dict[str, Any] = {} if block else {"examples": 256, "neighbors": 0.1}
+    layers = "uniform" if head_share == 1 else "joint"
+    chosen = rotated(
+        fraction=fraction, recent=recent, chunk=chunk, sinks=sinks, head_share=head_share,
+        layers=layers, fit=True, block=block, **learned,
+    )  # fmt: skip
     return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
 
 
@@ -57,12 +63,8 @@ def tiny(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """A quarter of the prompt by queries that examples of it predict; else as `small`."""
-    chosen = rotated(
-        fraction=fraction, contribution=False, examples=256, neighbors=0.1,
-        **_eviction(recent, chunk, sinks, head_share),
-    )  # fmt: skip
-    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
+    """As `small`, with a quarter of the prompt."""
+    return small(fraction, recent, chunk, group, residual, sinks, head_share)
 
 
 def micro(
@@ -74,17 +76,8 @@ def micro(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """As `tiny`, with 15% of the prompt."""
-    return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
-
-
-def _eviction(recent: int, chunk: int, sinks: int, head_share: float) -> dict[str, Any]:
-    """Return the options that recipes with an eviction share."""
-    layers = "uniform" if head_share == 1 else "joint"
-    return {
-        "recent": recent, "chunk": chunk, "sinks": sinks, "head_share": head_share,
-        "layers": layers, "fit": True,
-    }  # fmt: skip
+    """As `small`, with 15% of the prompt."""
+    return small(fraction, recent, chunk, group, residual, sinks, head_share)
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

@@ -98,8 +98,6 @@ FEW: dict[str, Shares] = {
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
     **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
-    # the budgets of `tiny` and `micro`, without examples
-    "small:fraction=0.25": OWN, "small:fraction=0.15": OWN,
 }  # fmt: skip
 PAPERS: dict[str, Shares] = {  # other papers' own recipes
     **dict.fromkeys(("clusterkv", "skvq:group=32"), OWN),
@@ -158,8 +156,7 @@ MIXED_TASKS = (  # 32 texts; 300 needles; 128 questions; 10 samples of each part
 )
 FREE_TASKS = (  # 32 texts
     TaskPlan("free", 8, 256, dict.fromkeys((
-        "near-lossless", "balanced", "small", "small-kvzip.toml", "small:fraction=0.25", "tiny",
-        "micro", "kivi",
+        "near-lossless", "balanced", "small", "small-kvzip.toml", "tiny", "micro", "kivi",
     ), OWN)),
 )  # fmt: skip
 GROWING_TASKS = (  # 8 texts

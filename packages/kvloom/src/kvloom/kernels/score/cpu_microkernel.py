@@ -90,18 +90,6 @@ def products(
 
 
 @intrinsic
-def mask_first(ctx: Any, x: Any, count: Any) -> Any:
-    """Return x, with -inf in its first `count` lanes."""
-
-    def emit(b: Any, x: Any, count: Any) -> Any:
-        lane = ir.Constant(VI, list(range(WIDTH)))
-        few = broadcast(b, b.trunc(count, I32))
-        return b.select(b.icmp_signed(">=", lane, few), x, constant(float("-inf")))
-
-    return lowered(Lanes(Lanes, types.int64), emit)
-
-
-@intrinsic
 def mask_not_below(ctx: Any, x: Any, address: Any, end: Any) -> Any:
     """Return x where the sixteen int32 at address are below `end`, else inf."""
 

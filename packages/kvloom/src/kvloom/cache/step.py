@@ -17,7 +17,6 @@ from torch import Tensor
 from ..keep.fit import Fit
 from ..keep.query_predictor import QueryPredictor
 from ..positions.alibi import Alibi
-from ..registry.fields import renamed
 from ..state import Stateful
 
 _BY_QUERY = "ids", "norms", "later_seen"  # fields [B, T]; also of `keep.Step`
@@ -234,7 +233,6 @@ class Uncommitted(Stateful):
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: see `Stateful`."""
         super().load_state(state, like)
-        state = renamed(state, "ahead", "later_seen")
         self.queries = Queries(**{name: state[name] for name in _SAVED})
 
 

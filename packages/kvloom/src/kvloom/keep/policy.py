@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole, renamed
+from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
 from .fit import Fit
 from .reconstruction import Reconstruction
@@ -100,12 +99,6 @@ class Budget:
             raise RecipeError(
                 'layers="joint" divides a budget over heads; give head_share, such as 0.2, too'
             )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have former names of two."""
-        table = renamed(table, "apart", "round_shares")
-        return renamed(table, "heads", "head_share")
 
     @property
     def recent_tokens(self) -> int | None:
@@ -282,11 +275,6 @@ class Keep:
                 f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
                 f"use {smallest} or more"
             )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `query_heads`."""
-        return renamed(table, "group", "query_heads")
 
     def _check_blocks(self) -> None:
         """Check what eviction from blocks cannot do."""
@@ -501,11 +489,6 @@ class Outliers:
                 "use another score for outliers"
             )
         check_choice("query_heads", self.query_heads, REDUCTIONS)
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `query_heads`."""
-        return renamed(table, "group", "query_heads")
 
     @property
     def reads_ids(self) -> bool:

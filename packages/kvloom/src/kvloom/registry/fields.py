@@ -55,13 +55,6 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         raise RecipeError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
 
-def renamed(table: dict[str, Any], former: str, new: str) -> dict[str, Any]:
-    """Return the fields of a table that may have the former name of one."""
-    if new in table:
-        return table
-    return {new if name == former else name: x for name, x in table.items()}
-
-
 @cache
 def field_types(part: Any) -> dict[str, Any]:
     """The annotations of a class, resolved."""

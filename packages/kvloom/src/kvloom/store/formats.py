@@ -233,29 +233,6 @@ class Packed(Encoding, Format):
                 f"groups of tokens are packed; use {self.group}"
             )
 
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that a former version may have written.
-
-        Its transforms are fields now; its `boost` and `balance` are formats of `kvloom-formats`.
-        """
-        table = dict(table)
-        transform = table.pop("transform", None) or {}
-        if not isinstance(transform, dict):
-            raise RecipeError(f"transform={transform!r} is not a table; give one, or leave it out")
-        transform = dict(transform)
-        for name, rotation in (("rotate", "group"), ("hadamard", "head")):
-            if transform.pop(name, False):
-                transform["rotation"] = rotation
-        table |= transform
-        for name, kind in (("boost", "kitty"), ("balance", "kvarn")):
-            if table.pop(name, 0):
-                raise RecipeError(
-                    f"{name} is not a field of Packed any more; install kvloom-formats and use "
-                    f"its format {kind!r}"
-                )
-        return table
-
     @cached_property
     def encoding(self) -> Encoding:
         """How tokens are packed, without when; one object for all equal encodings."""

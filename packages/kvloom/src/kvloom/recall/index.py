@@ -159,7 +159,7 @@ class Recall:
             raise RecipeError(
                 f"index={self.index!r} is not an index; use Clusters, Pages, PartialKeys or TopK"
             )
-        check_fields(self, "query_heads", "tier")
+        check_fields(self, "tier")
         check_whole("budget tokens", self.tokens, 1)
         check_whole("full_layers", self.full_layers, 0)
         check_choice("query_heads", self.query_heads, HEAD_CHOICES)

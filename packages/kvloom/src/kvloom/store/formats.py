@@ -20,7 +20,7 @@ from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.packed_view import PackedView
 from ..kernels.select.reference import gather_packed
 from ..registry import Registry
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from .buffer import take_units
 
 F = TypeVar("F", bound="Format")
@@ -214,10 +214,7 @@ class Packed(Encoding, Format):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "unit")
-        if type(self.residual) is not int or self.residual < 1:
-            raise RecipeError(
-                f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
-            )
+        check_whole("residual", self.residual, 1, " of tokens")
         if self.axis == "channel" and self.residual % self.group:
             raise RecipeError(
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "

@@ -104,10 +104,8 @@ class Queries(NamedTuple):
         q = self.q[:, :, :0].clone()
         return self._replace(q=q, products=None, lse=None, repeated=None, **cleared)
 
-    def after(self, earlier: Queries | None) -> Queries:
+    def after(self, earlier: Queries) -> Queries:
         """Return the queries of an earlier step, and these after them."""
-        if earlier is None:
-            return self
         q, before, joined = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
         if earlier.later_seen is not None or self.later_seen is not None:
             before["later_seen"], joined["later_seen"] = earlier._later_seen, self._later_seen

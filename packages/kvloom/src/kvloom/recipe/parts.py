@@ -110,9 +110,9 @@ class Protect:
 
 
 class BudgetGroup(NamedTuple):
-    """The index of a layer among the `size` layers that share its budget or its score."""
+    """The place of a layer among the `size` layers that share its budget or its score."""
 
-    layer_index: int
+    place: int
     size: int
 
 

@@ -255,7 +255,7 @@ def _storage(
 def _tile(
     x: Tensor, bits: float, begin: int, group: int = 0, whole: bool = False
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the shape of a tile of tokens like x after `at`, and the grid."""
+    """Return the shape of a tile of tokens like x after `begin`, and the grid."""
     n, d, per_block = x.shape[2], x.shape[3], PACK_BLOCK[bits][0]
     p, db, blocks = (
         cuda.padded_size(per_block, 1),

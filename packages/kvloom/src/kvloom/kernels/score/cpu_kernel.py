@@ -116,7 +116,7 @@ def _exp_logits(  # type: ignore[no-untyped-def]
 
 @kernel_step
 def _add_up(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
-    """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `to`."""
+    """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `out`."""
     for c in range(0, keys, 64):
         a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
         a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
@@ -133,7 +133,7 @@ def _add_up(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def
 
 @kernel_step
 def _take_largest(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
-    """Write the largest of `to` and of the rows as `_add_up` reads them."""
+    """Write the largest of `out` and of the rows as `_add_up` reads them."""
     for c in range(0, keys, 64):
         a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
         a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
@@ -173,7 +173,7 @@ def panels(vectors: int) -> Any:
     """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 after the last.
 
     Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile.
-    See `mass.column_mass` for the call.
+    See `score.cpu.column_mass` for the call.
     """
     panel = 16 * vectors
     layout = PANELS.dtype
@@ -199,7 +199,7 @@ def panels(vectors: int) -> Any:
 
 @cache
 def mass(once: int, vectors: int, pairs: bool) -> Any:
-    """Compile the kernel that sums attention by key; see `mass.column_mass` for the call.
+    """Compile the kernel that sums attention by key; see `score.cpu.column_mass` for the call.
 
     once: query rows whose products with 16 * vectors keys are taken at once. pairs: numbers of
     queries and keys are pairs of bf16 numbers.
@@ -309,7 +309,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
 
 @cache
 def step() -> Any:
-    """Compile the kernel that turns a step's products into mass; see `mass.step_mass` for the call.
+    """Compile the kernel that turns a step's products into mass; see `score.cpu.step_mass`.
 
     A task is a head.
     """
@@ -355,7 +355,7 @@ def step() -> Any:
 
 @cache
 def lowest() -> Any:
-    """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
+    """Compile the search for the slot of the lowest score; see `score.cpu.lowest` for the call."""
     layout = LOWEST.dtype
 
     def lowest(args):  # type: ignore[no-untyped-def]

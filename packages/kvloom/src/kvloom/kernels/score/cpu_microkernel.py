@@ -1,6 +1,6 @@
 """The inner loops of scoring: tiles of products, logarithms, and noise from counters.
 
-Decides instructions; what is summed over which rows is `mass`'s. Lanes are those of
+Decides instructions; what is summed over which rows is `cpu_kernel`'s. Lanes are those of
 `kernels.simd`. Importing this imports Numba.
 """
 

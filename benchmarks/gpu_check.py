@@ -194,7 +194,7 @@ def _score(bench: Bench, fast: bool) -> Iterator[Case]:
                 lambda t=t, n=n, d=d, r=r, dt=dtype: _mass(bench, t, n, d, r, dt, False),
             )  # fmt: skip
             yield (
-                "column_mass", f"{what}, padding, softcap, bias, window, noise", 1e-4,
+                "column_mass", f"{what}, padding, softcap, bias, noise", 1e-4,
                 lambda t=t, n=n, d=d, r=r, dt=dtype: _mass(bench, t, n, d, r, dt, True),
             )  # fmt: skip
     t = 30 if bench.dry else 500
@@ -221,7 +221,7 @@ def _mass(
         options |= {
             "visible": visible, "visible_queries": visible[..., -t:],
             "bias": torch.randn(1, 2 * r, n),
-            "softcap": 20.0, "window": n // 2, "tau": 1.5,
+            "softcap": 20.0, "tau": 1.5,
         }  # fmt: skip
     index = torch.arange(n).expand(1, 1, n)
     noise = Noise("gumbel", 7, index, n - t) if all_ else None

@@ -52,16 +52,15 @@ def column_mass(
     visible_queries=None,
     softcap=None,
     bias=None,
-    window=None,
     noise=None,
     tau=1.0,
     reduce_max=False,
 ):
     """Sum over query rows of softmax((logits + noise) / tau), one row at a time: [B, Hq, N].
 
-    Query i of T is token N - T + i; it sees no later token and, of those up to itself, the last
-    `window`. visible: bool [B, 1 or Hk, N]. visible_queries: bool [B, 1, T]. noise: [B, Hq, T, N].
-    reduce_max: the largest weight of any row in place of the sum.
+    Query i of T is token N - T + i; it sees no later token. visible: bool [B, 1 or Hk, N].
+    visible_queries: bool [B, 1, T]. noise: [B, Hq, T, N]. reduce_max: the largest weight of any row
+    in place of the sum.
     """
     b, hq, t, _ = q.shape
     hk, n = k.shape[1], k.shape[2]
@@ -83,8 +82,7 @@ def column_mass(
                 see = [
                     j
                     for j in range(itself + 1)
-                    if (window is None or j > itself - window)
-                    and (visible is None or visible[i, g % visible.shape[1], j])
+                    if visible is None or visible[i, g % visible.shape[1], j]
                 ]
                 if see:
                     w = np.exp((s[see] - s[see].max()) / tau)

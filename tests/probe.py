@@ -135,7 +135,7 @@ def tier(layer: LayerCache) -> OffloadStore:
 
 def read(layer: LayerCache) -> float:
     """The number of tokens that the last step read, of each row and head, on average."""
-    return layer._state.read
+    return layer._state.tokens_read
 
 
 def trace(layer: LayerCache) -> Trace | None:

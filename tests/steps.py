@@ -150,7 +150,7 @@ def state(cache: LayerCache, *without: str) -> dict[str, Any]:
             x = held[f"storage.{name}"]
             slot = free.view(*free.shape, *(1,) * (x.dim() - 3)).expand(*free.shape, *x.shape[3:])
             held[f"storage.{name}"] = x.scatter(2, slot, 0)
-    left_out = ("read", "recording", "observed", *without)
+    left_out = ("tokens_read", "recording", "observed", *without)
     return {name: x for name, x in held.items() if not name.startswith(left_out)}
 
 

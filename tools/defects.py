@@ -330,9 +330,9 @@ DEFECTS = [
     ),
     _defect(
         "kernels", "kernels/score/reference.py",
-        "pairs.tril(end - rows - window)",
-        "pairs.tril(end - rows - window - 1)",
-        "a query sees one token more than its window",
+        "pairs.triu(end - rows + 1)",
+        "pairs.triu(end - rows + 2)",
+        "a query sees the token after its own",
         "packages/kvloom/tests/kernels/test_column_mass.py",
     ),
     _defect(

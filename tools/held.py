@@ -140,9 +140,10 @@ class CheckedLayer(RoutedLayer):
         if out.isnan().any():
             self.findings.wrong.append(f"{self.cache.name}: NaN at token {seen}")
         if not repeats:
-            if not math.isclose(read, self.cache._state.read, rel_tol=1e-12):
+            said = self.cache._state.tokens_read
+            if not math.isclose(read, said, rel_tol=1e-12):
                 self.findings.wrong.append(
-                    f"{self.cache.name}: says it read {self.cache._state.read}, not {read} tokens"
+                    f"{self.cache.name}: says it read {said}, not {read} tokens"
                 )
             self.findings.steps += 1
             self.give(k, v)

@@ -278,7 +278,7 @@ def score() -> Iterator[Variant]:
     """Attention mass of a prompt and of a step, with no option and with all of them."""
     everything: dict[str, Any] = {
         "visible": _meta(1, 1, 256, dtype=torch.bool),
-        "softcap": 30.0, "bias": _meta(1, 8, 256), "window": 64, "tau": 2.0,
+        "softcap": 30.0, "bias": _meta(1, 8, 256), "tau": 2.0,
         "noise": Noise("gumbel", 1, _meta(1, 2, 256, dtype=torch.int64), 0), "reduce_max": True,
     }  # fmt: skip
     for d in (64, 80, 128, 256):

@@ -50,7 +50,6 @@ _NAMES = {
     "recipe": ("LayerOverride", "Protect", "Recipe", "Role", "register_recipe"),
     "store": ("Encoding", "Packed", "Store", "register_format"),
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
     "Budget",
     "Cache",
@@ -93,7 +92,7 @@ __all__ = [
     "register_score",
 ]
 
-__getattr__ = lazy_names(__name__, _MODULES)
+__getattr__ = lazy_names(__name__, _NAMES)
 
 
 def __dir__() -> list[str]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .errors import RecipeError
-from .registry.fields import check_fields
+from .registry.fields import check_choice, check_fields
 
 PACK_BLOCK = {8: (1, 1), 4: (2, 1), 3: (8, 3), 2: (4, 1), 1.5: (5, 1), 1: (8, 1)}
 META = {
@@ -95,14 +95,15 @@ class Encoding:
 
     def __post_init__(self) -> None:
         check_fields(self, "reorder", "smooth", "static", "pre_rope")
-        choice("bits", self.bits, tuple(sorted(PACK_BLOCK)))
-        choice("axis", self.axis, AXES)
-        choice("group", self.group, GROUP_SIZES if self.axis == "channel" else (*GROUP_SIZES, 0))
-        choice("meta", self.meta, tuple(META))
-        choice("span", self.span, SPANS)
-        choice("rotation", self.rotation, ROTATIONS)
+        check_choice("bits", self.bits, sorted(PACK_BLOCK))
+        check_choice("axis", self.axis, AXES)
+        sizes = GROUP_SIZES if self.axis == "channel" else (*GROUP_SIZES, 0)
+        check_choice("group", self.group, sizes)
+        check_choice("meta", self.meta, META)
+        check_choice("span", self.span, SPANS)
+        check_choice("rotation", self.rotation, ROTATIONS)
         if isinstance(self.clip, str):
-            choice("clip", self.clip, CLIPS)
+            check_choice("clip", self.clip, CLIPS)
         elif type(self.clip) not in (int, float) or not 0 < self.clip <= 1:
             raise RecipeError(
                 f"clip={self.clip!r} must be above 0 and at most 1, or calibrated: "
@@ -395,11 +396,3 @@ def unknown_fields(encoding: Any, known: Collection[str]) -> list[str]:
         if field.name not in known
         and (field.default is MISSING or getattr(encoding, field.name) != field.default)
     ]
-
-
-def choice(name: str, value: object, allowed: tuple) -> None:
-    """Raise `RecipeError` unless a value is one of those allowed, and of its type."""
-    same = [a for a in allowed if a == value and type(a) is type(value)]
-    if not same:
-        choices = ", ".join(map(str, allowed))
-        raise RecipeError(f"{name}={value!r} is not one of {choices}")

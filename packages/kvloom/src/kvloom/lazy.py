@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_names(package: str, names: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package.
 
-    modules: by public name, the module below the package that defines it; "module:name" where the
+    names: by module below the package, the public names that it defines; "own:public" where the
     module has another name for it.
     """
+    places: dict[str, tuple[str, str]] = {}
+    for module, defined in names.items():
+        for own_name, _, public in (name.partition(":") for name in defined):
+            places[public or own_name] = module, own_name
 
     def find(name: str) -> Any:
-        if name not in modules:
+        if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, own_name = modules[name].partition(":")
-        return getattr(import_module(f".{module}", package), own_name or name)
+        module, own_name = places[name]
+        return getattr(import_module(f".{module}", package), own_name)
 
     return find

@@ -326,14 +326,6 @@ def test_a_copy_does_not_point_into_the_original(again):
     agrees(x, copied)
 
 
-def test_pickles_of_a_former_version_load():
-    encoding = Encoding(4, "channel", rotation="head")
-    pickled = pickle.dumps(encoding, protocol=0)
-    former = pickled.replace(b"kvloom.encoding", b"kvloom.kernels.quantize.encoding")
-    assert former != pickled
-    assert pickle.loads(former) == encoding
-
-
 @pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "Python's threads"])
 def test_threads_share_the_work(monkeypatch, openmp):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)

@@ -145,7 +145,7 @@ if interpreter.INTERPRETED:
         gpu.pack(x, spec, held, 0, None, back)
         codes, scale, zero = ref.quantize(rope.rotate(x, -at), 4, "channel", 16, FP16)
         same(held.codes, ref.pack_codes(codes, 4))
-        want = rope.rotate(ref.dequantize(codes, scale, zero, "channel", 16, FP32), at)
+        want = rope.rotate(ref.dequantize(codes, scale, zero, "channel", 16), at)
         assert torch.equal(gpu.unpack(held, spec, 0, 32, FP32, there), want)
 
     def test_halves_are_rounded_to_even():

@@ -37,7 +37,6 @@ def options(t, n, hq, hk, g):
         "padding": padded,
         "each head sees its own": {"visible": some},
         "softcap and bias": {"softcap": 5.0, "bias": bias},
-        "window": {"window": 7},
         "noise": {"noise": Noise("gumbel", 3, keys, 11), "tau": 1.7},
         "fixed noise": {"noise": Noise("gumbel", 1, keys[:1, :1].int(), 1, True)},
         "noise of later heads": {"noise": Noise("gumbel", 3, keys, 11, head=5)},
@@ -48,7 +47,7 @@ def options(t, n, hq, hk, g):
             "reduce_max": True, "other_lse": 3 * torch.randn(2, hq, t, generator=g), "softcap": 5.0,
         },
         "everything": {
-            **padded, "softcap": 5.0, "bias": bias.expand(2, -1, -1), "window": 20, "tau": 0.8,
+            **padded, "softcap": 5.0, "bias": bias.expand(2, -1, -1), "tau": 0.8,
             "noise": Noise("gumbel", 2**31 + 5, keys, 2),
         },
     }  # fmt: skip

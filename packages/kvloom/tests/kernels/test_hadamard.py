@@ -57,7 +57,7 @@ def test_the_norm_of_every_vector_is_kept(subtests, dim, group):
             codes, scale = quantize_rotated(x, bits, group, dtype)
             assert codes.shape == x.shape
             assert scale.shape == (2, 3, 5, dim // group)
-            back = dequantize_rotated(codes, scale, bits, group, torch.float32)
+            back = dequantize_rotated(codes, scale, bits, group)
             norms = (y.unflatten(-1, (-1, group)).norm(dim=-1) for y in (back, x))
             torch.testing.assert_close(*norms, rtol=torch.finfo(dtype).eps / 2 + 1e-5, atol=0)
 
@@ -68,7 +68,7 @@ def test_the_error_is_the_tables_whatever_the_channels_are(bits):
     x = torch.randn(1, 1, 400, 128)
     for spoilt in (x, x + 50 * torch.eye(128)[7]):
         codes, scale = quantize_rotated(spoilt, bits, 128, torch.float32)
-        off = dequantize_rotated(codes, scale, bits, 128, torch.float32) - spoilt
+        off = dequantize_rotated(codes, scale, bits, 128) - spoilt
         error = (off.square().sum() / spoilt.square().sum()).item()
         # keeping the norm costs up to a factor 2 / (1 + sqrt(1 - e)) over the least error e
         e = TABLE[bits][1]
@@ -94,7 +94,7 @@ def test_zero_vectors_and_tiny_ones_stay_finite(subtests, meta):
     for bits in BITS:
         with subtests.test(bits=bits):
             codes, scale = quantize_rotated(x, bits, 32, META[meta])
-            back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
+            back = dequantize_rotated(codes, scale, bits, 32)
             assert torch.isfinite(back).all()
             assert not back[:, :, 0].any()
             assert back.abs().max() < 0.02
@@ -107,6 +107,6 @@ def test_the_largest_numbers_let_in_do_not_overflow_the_scale(subtests, meta):
         with subtests.test(bits=bits):
             x = Packed(bits, "token", 32, meta, rotation="group").max_abs * signs
             codes, scale = quantize_rotated(x, bits, 32, META[meta])
-            back = dequantize_rotated(codes, scale, bits, 32, torch.float32)
+            back = dequantize_rotated(codes, scale, bits, 32)
             assert torch.isfinite(back).all()
             assert 0 < back.norm() <= 1.1 * x.norm()

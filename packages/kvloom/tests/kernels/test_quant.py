@@ -38,7 +38,7 @@ def drawn(axis: str, group: int, dim: int, dtype: torch.dtype, seed: int = 0) ->
 def check_against_naive(x, bits, axis, group, meta):
     """One head x [1, 1, N, D]: metadata, codes, error and inverse, all against float64."""
     codes, scale, zero = ref.quantize(x, bits, axis, group, META[meta])
-    back = ref.dequantize(codes, scale, zero, axis, group, torch.float32)
+    back = ref.dequantize(codes, scale, zero, axis, group)
     every = max(1, x.shape[3] // 32) if axis == "channel" else 1  # channels are independent: some
     exact, scale, zero, back, codes = (
         a[0, 0, :, ::every].double().numpy() for a in (x, scale, zero, back, codes)
@@ -89,7 +89,7 @@ def test_quantize_is_the_formula(axis, group, dim, meta, dtype):
 def test_error_is_at_most_half_a_step_with_exact_metadata(bits, axis):
     x = torch.rand(2, 3, 64, 64)
     codes, scale, zero = ref.quantize(x, bits, axis, 32, torch.float32)
-    back = ref.dequantize(codes, scale, zero, axis, 32, torch.float32)
+    back = ref.dequantize(codes, scale, zero, axis, 32)
     dim = 2 if axis == "channel" else 3
     step = scale.repeat_interleave(32, dim=dim)
     assert ((x - back).abs() <= step / 2 + 2**-22).all()
@@ -127,7 +127,7 @@ def test_a_constant_group_comes_back_as_its_zero(axis, bits):
     codes, scale, zero = ref.quantize(x, bits, axis, 16, torch.float16)
     assert not codes.any()
     assert not scale.any()
-    assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16, x.dtype), x)
+    assert torch.equal(ref.dequantize(codes, scale, zero, axis, 16), x)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -138,7 +138,7 @@ def test_padding_does_not_widen_a_groups_range(bits, pads):
     above = torch.tensor([10.0, -10.0, 10.0]).view(3, 1, 1)  # or below, so that 0 is beyond an end
     x = (torch.randn(2, 3, 48, 20) + above).masked_fill(~real[..., None], 0.0)
     codes, scale, zero = ref.quantize(x, bits, "channel", 16, torch.float32, real)
-    back = ref.dequantize(codes, scale, zero, "channel", 16, torch.float32)
+    back = ref.dequantize(codes, scale, zero, "channel", 16)
     for row, pad in enumerate(pads):
         for g in range(3):
             group = x[row, :, max(pad, 16 * g) : 16 * (g + 1)]
@@ -253,7 +253,7 @@ def test_scattered_groups_are_the_formula(subtests, bits, alpha):
             assert codes.shape == x.shape
             assert scale.shape == zero.shape == (2, 1, x.shape[2], 6)
             assert int(codes.max()) <= naive.top(bits)
-            back = ref.dequantize_mapped(codes, scale, zero, group_of, torch.float32)
+            back = ref.dequantize_mapped(codes, scale, zero, group_of)
             clip = np.asarray(alpha, dtype=np.float32)
             want, true_scale, true_zero = naive.mapped(
                 x[0].double().numpy(), bits, group_of.numpy(), meta, clip
@@ -282,7 +282,7 @@ def test_consecutive_groups_of_a_head_are_a_case_of_scattered_ones(bits):
 def test_error_of_clipped_groups_is_half_a_step_inside_and_the_overhang_outside():
     x, group_of = torch.rand(1, 2, 9, 32) * 4 - 2, scattered(2, 32)
     codes, scale, zero = ref.quantize_mapped(x, 3, group_of, torch.float32, 0.8)
-    back = ref.dequantize_mapped(codes, scale, zero, group_of, torch.float32)
+    back = ref.dequantize_mapped(codes, scale, zero, group_of)
     step, low = ref.per_channel(scale, group_of), ref.per_channel(zero, group_of)
     beyond = (low - x).clamp_min(0) + (x - low - 7 * step).clamp_min(0)
     assert ((x - back).abs() <= torch.maximum(step / 2, beyond) + 1e-5).all()

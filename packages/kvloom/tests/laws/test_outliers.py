@@ -179,7 +179,7 @@ def test_rules_are_written_down_by_name():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Outliers(0), "tokens=0 of outliers must be a whole number, 1 or more"),
+        (lambda: Outliers(0), "outliers tokens=0 must be a whole number, 1 or more"),
         (lambda: Outliers(4, "mass"), "scorer='mass' is not a score: give one of recent"),
         (lambda: Outliers(4, query_heads="all"), "query_heads='all' is not one of sum, mean, max"),
         (lambda: Recipe(protect=Protect(outliers=Outliers(4))), "combine it with a packed store"),

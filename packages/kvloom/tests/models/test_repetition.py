@@ -269,7 +269,7 @@ def test_what_cannot_be_repeated_is_refused():
         ("kvzip:compress_after=100", "leave out compress_after"),
         ("kvzip@0=h2o", "does not allow other layers that evict by score at every step"),
         ("kvzip:instruction=a b", "must be token ids separated by spaces"),
-        ("kvzip:chunk=0", "must be 1 token or more"),
+        ("kvzip:chunk=0", "must be a whole number of tokens, 1 or more"),
         ("kvzip:store=h2o", "also selects tokens"),
         ("kvzip:store=lzma", "is not a recipe; use one that packs"),
         ("evict:score=reconstruction", 'use when="prompt"'),

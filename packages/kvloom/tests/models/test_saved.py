@@ -11,7 +11,6 @@ import pytest
 import torch
 import zoo
 from safetensors.torch import load_file
-from test_saved_refused import rewrite
 
 import kvloom
 import probe
@@ -255,21 +254,6 @@ def test_an_empty_cache_comes_back_empty(llama, tmp_path):
     loaded = kvloom.Cache.load(model, tmp_path / "none.kv")
     assert (loaded.nbytes, loaded.get_seq_length()) == (0, 0)
     assert torch.equal(step(model, loaded, 0, 70), step(model, kvloom.Cache(model, KIVI), 0, 70))
-
-
-@by_reference
-def test_a_file_whose_recipe_has_former_fields_goes_on(llama, tmp_path):
-    model, path = llama[0], tmp_path / "former.kv"
-    cache = kvloom.Cache(model, "rotated:tokens=40,recent=8,store=kivi-4")
-    step(model, cache, 0, 180)
-    cache.save(path)
-    recipe = cache.recipe.to_dict()
-    recipe["keep"]["scorer"]["sinks"] = recipe["protect"]["sinks"]
-    recipe["protect"]["recent"] = recipe["protect"].pop("exact_recent")
-    rewrite(path, recipe=recipe)
-    loaded = kvloom.Cache.load(model, path)
-    assert loaded.recipe == cache.recipe
-    assert same(go_on(model, loaded), go_on(model, cache))
 
 
 @by_reference

@@ -30,7 +30,7 @@ from kvloom.hf import (
     supported_model,
 )
 from kvloom.recipe import Recipe
-from kvloom.store import LayerFacts, calibrated_groups
+from kvloom.store import LayerFacts
 
 KINDS = {"keys": "keys", "raw_keys": "keys before RoPE", "values": "values"}
 
@@ -156,5 +156,5 @@ def _calibrated_groups(recipe: Recipe, layer: LayerFacts, kind: str) -> Tensor |
     """Return the calibrated group of each channel of all heads; None without calibration."""
     of_keys = "raw_keys" if recipe.store.pre_rope else "keys"
     sides = {of_keys: "keys", "values": "values"}
-    groups = calibrated_groups(layer, sides[kind]) if kind in sides else None
-    return None if groups is None else groups.flatten().cpu()
+    encoding = getattr(layer, sides[kind]) if kind in sides else None
+    return None if encoding is None else encoding.group_of.flatten().cpu()

@@ -16,7 +16,7 @@ def attention_table(layers: Sequence[LayerAttention], environment: dict[str, Any
     """Return a table of the layers."""
     title = f"{environment['model']} ({environment['dtype']}), {environment['recipe']}"
     columns = "sparsity", "90% of mass\nin tokens", "variance\nof mass", "tokens\nin cache"
-    rows = FigureTable(title, "layer", [*columns, "mass\nkept"], numbers=True)
+    rows = FigureTable(title, "layer", [*columns, "mass\nkept"])
     for x in layers:
         rows.add(
             str(x.number), f"{x.sparsity:.1%}", f"{x.most:.1%}", f"{x.variance:.4g}",

@@ -118,9 +118,6 @@ def read_head(path: Path) -> dict[str, Any]:
             raise InputError(
                 f"{part!r} in {str(file)!r} is no table; run kvloom eval again into another folder"
             )
-    settings = run.get("settings", {})
-    if "bytes" in settings:  # its former name
-        settings["share"] = settings.pop("bytes")
     return run
 
 

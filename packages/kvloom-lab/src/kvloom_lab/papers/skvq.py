@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvloom.hf import load_layer_facts
 from kvloom.recipe import Geometry, Protect, Recipe, resolve
-from kvloom.store import calibrated_groups
 
 from . import simulated
 from .claim import (
@@ -103,7 +102,7 @@ def _table2(lab: Lab) -> Finding:
 
     def nats(method: str, bits: int) -> np.ndarray:
         quantizers = {
-            (layer, side): _quantizer(method, bits, x, side, calibrated_groups(facts[layer], side))
+            (layer, side): _quantizer(method, bits, x, side, getattr(facts[layer], side).group_of)
             for (layer, side), x in outputs.items()
         }
         return np.array(simulated.losses(lab.model, texts, quantizers))

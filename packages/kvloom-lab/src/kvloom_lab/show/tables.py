@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod
+from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -22,13 +22,9 @@ _NAME_WIDTH = 24  # characters of a row name that are kept on one line
 class FigureTable:
     """A table of figures that rich can print."""
 
-    def __init__(self, title: str, first: str, columns: Sequence[str], *, numbers: bool = False):
-        """Create an empty table.
-
-        first: heading of the row names. numbers: whether the row names are numbers, which are
-        right-aligned.
-        """
-        self.title, self.first, self.columns, self.numbers = title, first, columns, numbers
+    def __init__(self, title: str, first: str, columns: Sequence[str]):
+        """Create an empty table; first: heading of the row names."""
+        self.title, self.first, self.columns = title, first, columns
         self.rows: list[tuple[Text, tuple[str, ...]] | None] = []
         self.notes: list[Text] = []
 
@@ -71,10 +67,7 @@ class FigureTable:
     def _table(self, block: list[int], min_width: int, max_width: int | None = None) -> Table:
         """Return the columns of a block as a table; min_width, max_width: of the row names."""
         table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-        justify: JustifyMethod = "right" if self.numbers else "left"
-        table.add_column(
-            self.first, justify=justify, overflow="fold", min_width=min_width, max_width=max_width
-        )
+        table.add_column(self.first, overflow="fold", min_width=min_width, max_width=max_width)
         no_wrap = len(block) > 1  # a single column that is too wide wraps its lines
         for column in block:
             table.add_column(

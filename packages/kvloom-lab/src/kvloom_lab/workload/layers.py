@@ -93,9 +93,9 @@ def short_name(dtype: torch.dtype) -> str:
 _QUERIES = 64
 
 
-def random_qkv(shape: LayerShape, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def random_qkv(shape: LayerShape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return random q [B, Hq, min(tokens, 64), D], and k and v [B, Hk, tokens, D]."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     b, d = shape.batch, shape.head_dim
     sizes = ((shape.q_heads, min(tokens, _QUERIES)), (shape.kv_heads, tokens))
     q, k = (torch.randn(b, h, n, d, generator=g).to(shape.dtype) for h, n in sizes)

@@ -25,13 +25,9 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "LayerCache": "layer",
-        "LayerContents": "inspection",
-        "build_layers": "build",
-        "fill": "inspection",
-        "holds_packed": "inspection",
-        "layer_contents": "inspection",
-        "read_nbytes": "inspection",
-        "rehearse": "rehearsal",
+        "build": ("build_layers",),
+        "inspection": ("LayerContents", "fill", "holds_packed", "layer_contents", "read_nbytes"),
+        "layer": ("LayerCache",),
+        "rehearsal": ("rehearse",),
     },
 )

@@ -83,8 +83,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
         _score(state, queries, new)
         return
     _store(state, segment, queries, new, prompt)
-    if retriever is not None:
-        index_due(state)
+    index_due(state)
 
 
 def end_repetition(state: LayerState) -> None:
@@ -105,8 +104,7 @@ def evict(state: LayerState, decision: Decision) -> None:
     """Evict by a decision, then pack and index."""
     evictor, trace = state.score_evictor, state.trace
     state.storage = evictor.evict(state.storage, decision, trace, state.recording)
-    if state.retriever is not None:
-        index_due(state)
+    index_due(state)
 
 
 def index_due(state: LayerState) -> None:

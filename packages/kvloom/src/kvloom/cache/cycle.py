@@ -57,14 +57,14 @@ def begin(state: LayerState, inputs: StepInputs) -> tuple[Tensor, OpenStep]:
     step = checked_step(state, inputs)
     stored = _append(state, step)
     if step.attended is not None:
-        state.read = step.tokens
+        state.tokens_read = step.tokens
         return step.attended, OpenStep(step, stored, [])
     assert state.window is None or step.tokens == 1, "the model attends to more tokens of a window"
     regions = step_regions(state, step, stored)
     queries, evictor = step.queries, state.evictor
     scores_step = evictor is not None and evictor.scores_steps and not state.recording
     products_score = scores_step and state.seen > 0 and queries.later_seen is None
-    state.read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
+    state.tokens_read = regions[0].tokens if len(regions) == 1 else sum(x.tokens for x in regions)
     to_later = None if queries.later_seen is None else attention_to_later(state, step)
     out, products, lse = _attend(state, step, regions, to_later, state.plan, products_score)
     if products is not None or lse is not None or queries.q.requires_grad:
@@ -104,7 +104,7 @@ def prefill(state: LayerState, inputs: StepInputs) -> None:
     check_ids(state, inputs.queries.ids)
     step = checked_step(state, inputs)
     check_range(state.name, state.recipe.store, state.max_abs, step.k, step.v)
-    state.seen = state.read = step.tokens
+    state.seen = state.tokens_read = step.tokens
     queries = step.queries._replace(q=step.queries.q.detach())
     end_step(state, queries, (step.k.detach(), step.v.detach()), [])
 

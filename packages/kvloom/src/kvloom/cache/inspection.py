@@ -133,4 +133,4 @@ def read_nbytes(layer: LayerCache) -> int:
         return layer.nbytes
     index = retriever.finder.nbytes
     stored = layer.seen - layer.dropped
-    return index + round((layer.nbytes - index) * layer._state.read / stored)
+    return index + round((layer.nbytes - index) * layer._state.tokens_read / stored)

@@ -132,7 +132,7 @@ class LayerCache:
     @property
     def tokens_read(self) -> float:
         """Tokens that the last step read, of each row and head, on average."""
-        return self._state.read
+        return self._state.tokens_read
 
     @property
     def traffic(self) -> Traffic:

@@ -33,7 +33,7 @@ from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 from .step_evictor import StepEvictor
 
-VERSION = 9
+VERSION = 10
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 _MOST_SEEN = 1 << 27  # tokens of a saved state: every step makes a mask of them
@@ -66,7 +66,7 @@ class LayerState(Stateful):
     """
 
     tensors = ("like",)
-    counters = ("seen", "read", "recording", "prompt_done")
+    counters = ("seen", "tokens_read", "recording", "prompt_done")
     children = ("storage", "sinks", "evictor", "retriever", "outliers", "uncommitted")
 
     def __init__(
@@ -118,7 +118,7 @@ class LayerState(Stateful):
         self.uncommitted: Uncommitted | None = None
         self.prompt_done = False  # whether the first prompt was stored
         self.seen = 0
-        self.read: float = 0  # tokens that the last step read, of each row and head, on average
+        self.tokens_read: float = 0  # by the last step, of each row and head, on average
         self.like: Tensor | None = None  # an empty tensor with the keys' shape, dtype and device
         self.traits: tuple[Any, ...] = ()  # shape, dtype and device of the last keys
         if self.trace is not None:

@@ -163,8 +163,8 @@ class ScoreEvictor(Evictor):
 
         variances: those of each layer's scores (None: the recipe does not divide by variance).
         """
-        index, size = self.budget_group
-        return self.keep.budget.heavy(self.prompt_tokens, size, variances)[index]
+        place, size = self.budget_group
+        return self.keep.budget.heavy(self.prompt_tokens, size, variances)[place]
 
     # --- its scores -------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..keep.fit import Fit
 from ..keep.query_predictor import QueryPredictor
 from ..positions.alibi import Alibi
-from ..registry.fields import renamed
 from ..state import Stateful
 
 _BY_QUERY = "ids", "norms", "later_seen"  # fields [B, T]; also of `keep.Step`
@@ -105,10 +104,8 @@ class Queries(NamedTuple):
         q = self.q[:, :, :0].clone()
         return self._replace(q=q, products=None, lse=None, repeated=None, **cleared)
 
-    def after(self, earlier: Queries | None) -> Queries:
+    def after(self, earlier: Queries) -> Queries:
         """Return the queries of an earlier step, and these after them."""
-        if earlier is None:
-            return self
         q, before, joined = torch.cat([earlier.q, self.q], dim=2), earlier.by_query, self.by_query
         if earlier.later_seen is not None or self.later_seen is not None:
             before["later_seen"], joined["later_seen"] = earlier._later_seen, self._later_seen
@@ -234,7 +231,6 @@ class Uncommitted(Stateful):
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
         """Load a state that `state` returned; like: see `Stateful`."""
         super().load_state(state, like)
-        state = renamed(state, "ahead", "later_seen")
         self.queries = Queries(**{name: state[name] for name in _SAVED})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from .scorer import Scorer, Step
 
 
@@ -35,10 +34,9 @@ class Expected(Scorer):
     needs_rope: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "future", "epsilon")
-        if self.future < 1:
-            raise RecipeError(f"future={self.future} must be 1 position or more")
-        if not 0 <= self.epsilon < math.inf:
+        check_whole("future", self.future, 1, " of positions")
+        check_fields(self, "epsilon")
+        if self.epsilon < 0:
             raise RecipeError(f"epsilon={self.epsilon} must be 0 or more")
 
     def __call__(self, step: Step) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,11 +51,6 @@ class Fit:
         check_whole("chunk", self.chunk, 1)
         check_whole("queries", self.queries, 1)
         check_whole("values", self.values, 1)
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table without the former `ridge` and `every`, of other units."""
-        return {name: x for name, x in table.items() if name not in ("ridge", "every")}
 
     def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
         """Return the queries of the regression [B, Hq, M, D], of a prompt's queries q.

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole, renamed
+from ..registry.fields import check_choice, check_fields, check_whole
 from . import budgets, head_budgets
 from .fit import Fit
 from .reconstruction import Reconstruction
@@ -65,7 +64,7 @@ class Budget:
     head_share: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "recent", "layers", "round_shares", "head_share")
+        check_fields(self, "fraction", "recent", "layers", "round_shares", "head_share")
         if (self.tokens is None) == (self.fraction is None):
             raise RecipeError(
                 "a budget is either tokens or a fraction of the prompt, not "
@@ -73,8 +72,7 @@ class Budget:
             )
         if self.tokens is not None:
             check_whole("budget tokens", self.tokens, 1)
-        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
-        if self.fraction is not None and not (number and 0 < self.fraction <= 1):
+        if self.fraction is not None and not 0 < self.fraction <= 1:
             raise RecipeError(f"budget fraction={self.fraction!r} must lie in (0, 1]")
         window, share = self.recent_tokens, self.recent_share
         if share is not None and not 0 <= share <= 1:
@@ -100,12 +98,6 @@ class Budget:
             raise RecipeError(
                 'layers="joint" divides a budget over heads; give head_share, such as 0.2, too'
             )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have former names of two."""
-        table = renamed(table, "apart", "round_shares")
-        return renamed(table, "heads", "head_share")
 
     @property
     def recent_tokens(self) -> int | None:
@@ -226,7 +218,7 @@ class Keep:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "budget", "when", "query_heads", "shared", "positions", "seed", "fit")
+        check_fields(self, "budget", "shared", "seed", "fit")
         if self.block is not None:
             check_whole("block", self.block, 1, " of tokens")
         if not isinstance(self.scorer, Scorer):
@@ -276,17 +268,9 @@ class Keep:
             self._check_age()
         if self.shared and not self.scores_once:
             self._check_shared()
-        smallest = self.budget.tokens or 1
-        if self.limit is not None and (type(self.limit) is not int or self.limit < smallest):
-            raise RecipeError(
-                f"limit={self.limit!r} must be a whole number of tokens, and not below the budget; "
-                f"use {smallest} or more"
-            )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `query_heads`."""
-        return renamed(table, "group", "query_heads")
+        if self.limit is not None:
+            least = self.budget.tokens or 1
+            check_whole("limit", self.limit, least, " of tokens, not below the budget")
 
     def _check_blocks(self) -> None:
         """Check what eviction from blocks cannot do."""
@@ -480,10 +464,7 @@ class Outliers:
     query_heads: str = "sum"
 
     def __post_init__(self) -> None:
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise RecipeError(
-                f"tokens={self.tokens!r} of outliers must be a whole number, 1 or more"
-            )
+        check_whole("outliers tokens", self.tokens, 1)
         if not callable(self.scorer):
             raise RecipeError(
                 f"scorer={self.scorer!r} is not a score: give one of {', '.join(SCORERS)}, or a "
@@ -501,11 +482,6 @@ class Outliers:
                 "use another score for outliers"
             )
         check_choice("query_heads", self.query_heads, REDUCTIONS)
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `query_heads`."""
-        return renamed(table, "group", "query_heads")
 
     @property
     def reads_ids(self) -> bool:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from .scorer import Scorer, Step
 
 
@@ -35,9 +35,8 @@ class Reconstruction(Scorer):
     of_prompt: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "instruction")
-        if self.chunk < 1:
-            raise RecipeError(f"chunk={self.chunk} must be 1 token or more")
+        check_whole("chunk", self.chunk, 1, " of tokens")
+        check_fields(self, "instruction")
         ids = self.instruction.split()
         if self.instruction != "none" and not (ids and all(map(_is_id, ids))):
             raise RecipeError(

@@ -57,7 +57,7 @@ class Rotated(Scorer):
     supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "chunk", "contribution", "examples", "neighbors")
+        check_fields(self, "contribution", "neighbors")
         check_whole("chunk", self.chunk, 1)
         if self.examples != 0:
             check_whole("examples", self.examples, 16, ", or 0")

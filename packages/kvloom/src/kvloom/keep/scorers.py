@@ -6,7 +6,6 @@ should stay a high number. Decides nothing about how many tokens stay.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -106,12 +105,11 @@ class Observation(Scorer):
     sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "window", "kernel")
         check_choice("pool", self.pool, ("avg", "max", "none"))
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(
-                f"window={self.window} must be 1 or more, and kernel={self.kernel} odd"
-            )
+        check_whole("window", self.window, 1, " of queries")
+        check_whole("kernel", self.kernel, 1)
+        if self.kernel % 2 == 0:
+            raise RecipeError(f"kernel={self.kernel} must be odd; use {self.kernel + 1}")
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""
@@ -147,14 +145,13 @@ class Noisy(Scorer):
     sums_attention: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "fixed", "tau_begin", "tau_end", "steps")
+        check_fields(self, "fixed", "tau_begin", "tau_end")
         check_choice("noise", self.noise, (*KINDS, "none"))
-        if not (0 < self.tau_begin < math.inf and 0 < self.tau_end < math.inf):
+        if self.tau_begin <= 0 or self.tau_end <= 0:
             raise RecipeError(
                 f"tau_begin={self.tau_begin} and tau_end={self.tau_end} must be numbers above 0"
             )
-        if self.steps < 1:
-            raise RecipeError(f"steps={self.steps} must be 1 or more")
+        check_whole("steps", self.steps, 1)
 
     def __call__(self, step: Step) -> Tensor:
         """Return fp32 [B, Hk, N]."""

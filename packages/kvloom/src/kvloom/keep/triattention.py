@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..positions.rope import Rope
-from ..registry.fields import check_fields, check_whole
+from ..registry.fields import check_whole
 from .scorer import Scorer, Step
 
 
@@ -37,7 +37,6 @@ class TriAttention(Scorer):
     supports_alibi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_fields(self, "furthest")
         check_whole("furthest", self.furthest, 1)
 
     def __call__(self, step: Step) -> Tensor:

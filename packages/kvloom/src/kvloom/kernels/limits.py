@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 
-from ..encoding import Encoding
+from ..encoding import Encoding, LayerEncoding, unknown_fields
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of exact tokens that kernels read."""
+
+READ_FIELDS = (
+    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
+    "pre_rope",
+)  # fmt: skip
+"""Fields of an `Encoding` that kernels read."""
 
 MAX_STEP = 8
 """Queries, and new tokens, of a step that decoding kernels take: with more, reading keys no longer
@@ -52,6 +58,11 @@ def _joined_heads(encoding: Encoding) -> str | None:
 
 OF_ONE_HEAD: Limit = ("groups of one head, not clipped, divided or static", _joined_heads)
 """Encodings of tokens that each head keeps in a number of its own."""
+
+
+def unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
+    """Return which fields of an encoding kernels do not read."""
+    return "; ".join(unknown_fields(layer_encoding.encoding, READ_FIELDS)) or None
 
 
 def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:

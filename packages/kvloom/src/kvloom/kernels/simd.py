@@ -27,7 +27,7 @@ SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 # exp(r) on |r| <= ln(2) / 2, to fp32: 1 + r + r^2 * polynomial (Cephes)
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
@@ -350,8 +350,8 @@ def exp(ctx: Any, x: Any) -> Any:
         low = b.fcmp_unordered("<", x, constant(-87.0))
         x = b.select(low, constant(0.0), x)
         n = call(b, "llvm.nearbyint.v16f32", VF, b.fmul(x, constant(1.4426950408889634)))
-        r = muladd(b, n, constant(-_LN2_HIGH), x)
-        r = muladd(b, n, constant(-_LN2_LOW), r)
+        r = muladd(b, n, constant(-LN2_HIGH), x)
+        r = muladd(b, n, constant(-LN2_LOW), r)
         y = constant(_EXP[0])
         for c in _EXP[1:]:
             y = muladd(b, y, r, constant(c))

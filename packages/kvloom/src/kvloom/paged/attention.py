@@ -48,16 +48,16 @@ class PagedAttention:
 
         tails: int64, the block of each row's tail, by `PagedRow.table_row`.
         """
-        spans = [slice(row.batch_begin, row.batch_end) for row in step.many]
+        spans = [slice(row.batch_begin, row.batch_end) for row in step.multi_token_rows]
         exact = [
             self.store(row, tails[row.table_row], k[span], v[span])
-            for row, span in zip(step.many, spans, strict=True)
+            for row, span in zip(step.multi_token_rows, spans, strict=True)
         ]
         if (rows := step.single_rows) is not None:
             index = rows.tokens
             attended = self.decode(rows, rows.table(tails), q[index], k[index], v[index])
             out[index] = attended if isinstance(index, slice) else attended.to(out.dtype)
-        for row, span, (seen_k, seen_v) in zip(step.many, spans, exact, strict=True):
+        for row, span, (seen_k, seen_v) in zip(step.multi_token_rows, spans, exact, strict=True):
             out[span] = self.attend(row, q[span], seen_k, seen_v)
             self.keep(row, tails[row.table_row], seen_k, seen_v)
 

@@ -34,20 +34,21 @@ class PagedRow:
 
 @dataclass
 class PagedStep:
-    """All rows of a step; `single` are those of one token, in the order of `Rows` of them."""
+    """All rows of a step; those of one token have the order of `SingleTokenRows`."""
 
     rows: list[PagedRow]
     page: int
-    many: list[PagedRow] = field(init=False)
+    multi_token_rows: list[PagedRow] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.single = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
-        self.many = [row for row in self.rows if row.batch_end - row.batch_begin > 1]
+        self.single_token_rows = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
+        self.multi_token_rows = [row for row in self.rows if row.batch_end - row.batch_begin > 1]
 
     @cached_property
     def single_rows(self) -> SingleTokenRows | None:
         """The rows of one token, or None."""
-        return SingleTokenRows.of_rows(self.single, self.page) if self.single else None
+        rows = self.single_token_rows
+        return SingleTokenRows.of_rows(rows, self.page) if rows else None
 
 
 class SingleTokenRows:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RecipeError
-from ..registry.fields import check_choice, check_fields, check_whole, renamed
+from ..registry.fields import check_choice, check_fields, check_whole
 from ..state import Stateful
 from .tiers import Tier
 
@@ -124,9 +124,7 @@ class Finder(Stateful):
         return {**super().state(), "tokens": self.tokens}
 
     def load_state(self, state: dict[str, Any], like: Tensor | None) -> None:
-        """Load a state that `state` returned, or one of a former version."""
-        if "tensors" in state:
-            state = {**dict.fromkeys(self.tensors), **state["tensors"], "tokens": state["tokens"]}
+        """Load a state that `state` returned."""
         super().load_state(state, like)
         self.tokens = state["tokens"]
 
@@ -161,7 +159,7 @@ class Recall:
             raise RecipeError(
                 f"index={self.index!r} is not an index; use Clusters, Pages, PartialKeys or TopK"
             )
-        check_fields(self, "query_heads", "tier")
+        check_fields(self, "tier")
         check_whole("budget tokens", self.tokens, 1)
         check_whole("full_layers", self.full_layers, 0)
         check_choice("query_heads", self.query_heads, HEAD_CHOICES)
@@ -170,11 +168,6 @@ class Recall:
                 f"index={self.index.kind!r} reads every key to find some, and would copy them all "
                 "from the tier at every step; use clusters or pages"
             )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `query_heads`."""
-        return renamed(table, "group", "query_heads")
 
 
 def grown_mask(old: Tensor | None, nonpadding: Tensor, tokens: int) -> Tensor | None:

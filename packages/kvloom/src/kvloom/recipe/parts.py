@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..keep import Keep, Outliers
 from ..recall import Recall
-from ..registry.fields import check_fields, check_whole, renamed
+from ..registry.fields import check_fields, check_whole
 from ..store import Store
 from .layers import UNCHANGED, Unchanged, format_where
 from .role import Role
@@ -69,11 +69,6 @@ class Protect:
         for tokens in self.exact_recents:
             check_whole("exact_recent", tokens, 0, " of tokens")
 
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `exact_recent`."""
-        return renamed(table, "recent", "exact_recent")
-
     @property
     def exact_recents(self) -> tuple[int, int]:
         """The number of exact newest tokens of keys and of values."""
@@ -115,9 +110,9 @@ class Protect:
 
 
 class BudgetGroup(NamedTuple):
-    """The index of a layer among the `size` layers that share its budget or its score."""
+    """The place of a layer among the `size` layers that share its budget or its score."""
 
-    layer_index: int
+    place: int
     size: int
 
 
@@ -194,8 +189,3 @@ class Tuned:
 
     def __post_init__(self) -> None:
         check_fields(self, *(field.name for field in fields(self)))
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that may have the former name of `text_sha256`."""
-        return renamed(table, "text", "text_sha256")

@@ -24,15 +24,6 @@ from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
 
-_FORMER_NAMES = {
-    "heavy": "outliers",
-    "filter": "outlier_score",
-    "group": "query_heads",
-    "heads": "head_share",
-    "start": "compress_after",
-}
-"""Former names of options, for recipes that have the new name and not the former one."""
-
 _GENERAL = {"compress_after": int, "sliding": str}
 """Options that every recipe has: fields of `Recipe`, and their types."""
 
@@ -107,11 +98,8 @@ def _parse_recipe(text: str) -> Recipe:
         raise RecipeError(
             f"no recipe named {name!r}{_nearest(name, RECIPES)}; there are {', '.join(RECIPES)}"
         )
-    has = options(name) | _GENERAL
-    present = {a: b for a, b in _FORMER_NAMES.items() if b in has and a not in has}
     texts: dict[str, str] = {}
-    for key, option_text in (_split_option(item) for item in rest.split(",") if item.strip()):
-        option = present.get(key, key)
+    for option, option_text in (_split_option(item) for item in rest.split(",") if item.strip()):
         if option in texts:
             raise RecipeError(f"option {option!r} of recipe {name!r} is given twice; give it once")
         texts[option] = option_text

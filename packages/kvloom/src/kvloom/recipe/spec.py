@@ -2,7 +2,7 @@
 
 Recipes are frozen plain data, validated when they are made: `combinations` says which parts do not
 combine, `model_problems` what does not fit a model. `predict` computes their bytes, `text` reads
-and writes them, and `upgrade` reads what former versions wrote.
+and writes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from ..errors import IncompatibleRecipe, RecipeError
 from ..keep import Budget, Keep
 from ..recall import Recall
-from ..registry.fields import check_choice, check_fields, check_whole, renamed
+from ..registry.fields import check_choice, check_fields, check_whole
 from ..store import Format, Store
 from . import text
 from .combinations import check_parts
@@ -26,7 +26,6 @@ from .layers import select
 from .model_problems import EXPIRED, model_problems
 from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
-from .upgrade import without_sinks_field
 
 
 @dataclass(frozen=True)
@@ -316,11 +315,6 @@ class Recipe:
         return predicted_token_nbytes(plain, tokens - before, layer.geometry, expired)
 
     # text
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that a former version may have written."""
-        return renamed(without_sinks_field(table), "start", "compress_after")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain nested data, which `from_dict` and TOML take.

@@ -76,8 +76,6 @@ def from_dict(cls: type, table: Any, where: str = "recipe") -> Any:
     has a wrong type.
     """
     names = [field.name for field in fields(cls)]
-    if isinstance(table, dict) and hasattr(cls, "upgraded"):
-        table = cls.upgraded(table)
     if not isinstance(table, dict):
         raise RecipeError(f"{where} must be a table of {', '.join(names)}, not {table!r}")
     unknown = sorted(set(table) - set(names), key=str)

@@ -49,17 +49,10 @@ def check_whole(name: str, value: Any, least: int, unit: str = "") -> None:
         raise RecipeError(f"{name}={value!r} must be a whole number{unit}, {least} or more")
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise `RecipeError` if a value is not one of the choices."""
-    if value not in choices:
-        raise RecipeError(f"{name}={value!r} is not one of {', '.join(choices)}")
-
-
-def renamed(table: dict[str, Any], former: str, new: str) -> dict[str, Any]:
-    """Return the fields of a table that may have the former name of one."""
-    if new in table:
-        return table
-    return {new if name == former else name: x for name, x in table.items()}
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise `RecipeError` if a value is not one of the choices, or not of its type."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(str, choices))}")
 
 
 @cache

@@ -6,7 +6,7 @@ from .calibration import Calibration
 from .formats import FORMATS, Format, FormatView, Packed, Store, register_format
 from .kv_side import KVSide
 from .layer_facts import LayerFacts
-from .measuring import PromptPacker, calibrated_groups, random_layer_facts, round_trip
+from .measuring import PromptPacker, random_layer_facts, round_trip
 
 __all__ = [
     "FORMATS",
@@ -21,7 +21,6 @@ __all__ = [
     "PackedView",
     "PromptPacker",
     "Store",
-    "calibrated_groups",
     "random_layer_facts",
     "register_format",
     "round_trip",

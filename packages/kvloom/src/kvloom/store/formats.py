@@ -20,7 +20,7 @@ from ..kernels.attend.reference import AttentionState
 from ..kernels.quantize.packed_view import PackedView
 from ..kernels.select.reference import gather_packed
 from ..registry import Registry
-from ..registry.fields import check_fields
+from ..registry.fields import check_fields, check_whole
 from .buffer import take_units
 
 F = TypeVar("F", bound="Format")
@@ -214,10 +214,7 @@ class Packed(Encoding, Format):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_fields(self, "unit")
-        if type(self.residual) is not int or self.residual < 1:
-            raise RecipeError(
-                f"residual={self.residual!r} must be a whole number of tokens, 1 or more"
-            )
+        check_whole("residual", self.residual, 1, " of tokens")
         if self.axis == "channel" and self.residual % self.group:
             raise RecipeError(
                 f"residual={self.residual} is not a multiple of group={self.group}: per channel, "
@@ -232,29 +229,6 @@ class Packed(Encoding, Format):
                 f"unit={self.unit} is not a multiple of group={self.group}: per channel, whole "
                 f"groups of tokens are packed; use {self.group}"
             )
-
-    @classmethod
-    def upgraded(cls, table: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of a table that a former version may have written.
-
-        Its transforms are fields now; its `boost` and `balance` are formats of `kvloom-formats`.
-        """
-        table = dict(table)
-        transform = table.pop("transform", None) or {}
-        if not isinstance(transform, dict):
-            raise RecipeError(f"transform={transform!r} is not a table; give one, or leave it out")
-        transform = dict(transform)
-        for name, rotation in (("rotate", "group"), ("hadamard", "head")):
-            if transform.pop(name, False):
-                transform["rotation"] = rotation
-        table |= transform
-        for name, kind in (("boost", "kitty"), ("balance", "kvarn")):
-            if table.pop(name, 0):
-                raise RecipeError(
-                    f"{name} is not a field of Packed any more; install kvloom-formats and use "
-                    f"its format {kind!r}"
-                )
-        return table
 
     @cached_property
     def encoding(self) -> Encoding:

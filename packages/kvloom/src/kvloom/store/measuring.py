@@ -37,17 +37,6 @@ def round_trip(x: Tensor, store: Store, side: str, facts: LayerFacts) -> Tensor:
     return torch.cat([packed.view(positions=positions).tensor(), x[:, :, whole:]], dim=2)
 
 
-def calibrated_groups(facts: LayerFacts, side: str) -> Tensor | None:
-    """Return the calibrated group of each channel, int64 [Hk, D]; None where there are none.
-
-    Args:
-        facts: Of one layer.
-        side: "keys" or "values".
-    """
-    encoding: LayerEncoding | None = getattr(facts, side)
-    return None if encoding is None else encoding.group_of
-
-
 def random_layer_facts(store: Store, heads: int, head_dim: int, rope: Rope | None) -> LayerFacts:
     """Return random calibrated numbers for a layer: the speed of a format does not depend on them.
 

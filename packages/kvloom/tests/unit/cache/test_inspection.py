@@ -17,7 +17,6 @@ from kvloom.store import (
     Packed,
     PromptPacker,
     Store,
-    calibrated_groups,
     random_layer_facts,
     round_trip,
 )
@@ -99,11 +98,11 @@ def test_a_round_trip_keeps_the_tokens_after_the_last_group_exact():
 def test_random_layer_facts_has_groups_where_a_format_is_calibrated():
     store = resolve("skvq:group=32").store
     facts = random_layer_facts(store, 2, 64, ROPE)
-    groups = calibrated_groups(facts, "keys")
+    groups = facts.keys.group_of
     assert groups.shape == (2, 64)
     assert groups.unique(return_counts=True)[1].tolist() == [32] * 4
     plain = random_layer_facts(resolve("kivi").store, 2, 64, ROPE)
-    assert calibrated_groups(plain, "keys") is None
+    assert plain.keys is None
 
 
 def test_a_packer_packs_as_a_layer_does():

@@ -31,14 +31,6 @@ def test_queries_that_wait_are_saved():
     assert_equal(saved.queries, loaded.queries)
 
 
-def test_queries_that_an_earlier_kvloom_saved_are_loaded():
-    saved, loaded = waiting(), Uncommitted(0, Queries(torch.empty(2, 4, 0, 8), 1.0))
-    state = saved.state()
-    state["ahead"] = state.pop("later_seen")  # its name before
-    loaded.load_state(state, None)
-    assert_equal(saved.queries, loaded.queries)
-
-
 def test_queries_that_wait_move_with_their_rows():
     moved = waiting()
     before = moved.queries

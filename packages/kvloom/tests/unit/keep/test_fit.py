@@ -141,9 +141,6 @@ def test_a_recipe_with_a_fit_is_written_down():
     assert recipe.keep.fit == Fit(512)
     assert Recipe.from_toml(recipe.to_toml()) == recipe
     assert resolve("rotated").keep.fit is None
-    former = recipe.to_toml().replace("[keep.fit]", "[keep.fit]\nridge = 0.01\nevery = 6")
-    assert "ridge" in former
-    assert Recipe.from_toml(former) == recipe
 
 
 @pytest.mark.parametrize(

@@ -97,14 +97,6 @@ def test_every_spelling_is_the_same_recipe(name):
     assert recipe.problems(GEOMETRY) == []
 
 
-def test_the_former_name_of_head_share_is_read():
-    recipe = resolve("snapkv:head_share=0.2,layers=joint")
-    assert resolve("snapkv:heads=0.2,layers=joint").keep == recipe.keep
-    text = recipe.to_toml()
-    assert Recipe.from_toml(text.replace("head_share = 0.2", "heads = 0.2")) == recipe
-    assert "head_share = 0.2" in text
-
-
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_heads_of_all_layers_compete_in_recommended_recipes(name):
     assert resolve(name).keep.budget.layers == "joint"

@@ -193,7 +193,7 @@ class Own(Mass):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Expected(future=0), "future=0 must be 1 position or more"),
+        (lambda: Expected(future=0), "future=0 must be a whole number of positions, 1 or more"),
         (lambda: Expected(epsilon=-1.0), "epsilon=-1.0 must be 0 or more"),
         (lambda: TriAttention(0), "furthest=0 must be a whole number, 1 or more"),
         (lambda: ValueAware(KeyNorm()), "must be one of kvloom's own scores of attention, such as"),

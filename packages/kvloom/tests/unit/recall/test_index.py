@@ -24,13 +24,3 @@ def test_a_saved_index_has_its_tokens_tensors_and_counters():
     loaded.load_state(finder.state(), None)
     assert (loaded.tokens, loaded.updates, loaded.later) == (5, 7, None)
     assert loaded.means is finder.means
-
-
-def test_a_state_of_a_former_version_loads():
-    class Former(Finder):
-        tensors = ("means", "later")
-
-    loaded = Former()
-    loaded.load_state({"tokens": 5, "tensors": {"means": torch.ones(1)}}, None)
-    assert (loaded.tokens, loaded.later) == (5, None)
-    assert loaded.means.item() == 1

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.errors import RecipeError
-from kvloom.keep import SCORERS, Budget, Fit, Keep
+from kvloom.keep import Budget, Keep
 from kvloom.recall import Clusters, Pages, Recall, TopK
-from kvloom.recipe import LayerOverride, Protect, Recipe, Tuned
+from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom.store import Packed, Store
 
@@ -157,88 +157,3 @@ def test_toml_that_python_does_not_parse_is_refused(text):
 def test_a_kind_alone_is_its_defaults():
     table = {"recall": {"index": "pages", "tokens": 500}}
     assert Recipe.from_dict(table) == Recipe(recall=Recall(Pages(), 500))
-
-
-@pytest.mark.parametrize(
-    ("transform", "fields"),
-    [
-        (
-            'span = "layer"\nreorder = true\nclip = "group"',
-            {"span": "layer", "reorder": True, "clip": "group"},
-        ),
-        ("rotate = true", {"rotation": "group"}),
-        ("hadamard = true", {"rotation": "head"}),
-        ("smooth = true\nrotate = false", {"smooth": True}),
-    ],
-)  # fmt: skip
-def test_a_table_of_transforms_still_loads(transform, fields):
-    text = f'[store.keys]\nbits = 2\naxis = "token"\n\n[store.keys.transform]\n{transform}\n'
-    assert Recipe.from_toml(text).store.keys == Packed(2, "token", **fields)
-
-
-def test_the_former_name_of_exact_recent_still_loads():
-    text = """
-        [protect]
-        recent = [0, 32]
-        [[layers]]
-        where = "first 1"
-        protect = {sinks = 4, recent = 8}
-        """
-    recipe = Recipe.from_toml(text)
-    assert recipe.protect == Protect(exact_recent=(0, 32))
-    assert recipe.layers[0].protect == Protect(4, 8)
-
-
-def test_the_former_name_of_compress_after_still_loads():
-    assert Recipe.from_toml("start = 64") == Recipe(compress_after=64)
-
-
-def test_the_former_name_of_text_sha256_still_loads():
-    tuned = Tuned("a", "b", "share=0.2", 512, 3, 64, 0, 0.1, 0.1, 0.1, 1, 1, 0.2)
-    table = Recipe(tuned=tuned).to_dict()
-    table["tuned"]["text"] = table["tuned"].pop("text_sha256")
-    assert Recipe.from_dict(table).tuned == tuned
-
-
-def former(kind: str, sinks: int, fit: dict | None = None) -> dict:
-    """The table of a recipe whose score, and its fit, have sinks of their own."""
-    keep = {"budget": {"tokens": 64}, "scorer": {"kind": kind, "sinks": sinks}, "when": "prompt"}
-    return {"keep": {**keep, **({"fit": fit} if fit else {})}, "protect": {"sinks": 4}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "fit"), [("rotated", {"sinks": 4, "values": 2}), ("rotated", None), ("expected", None)]
-)
-def test_former_sinks_still_load_where_they_are_those_of_protect(kind, fit):
-    keep = Keep(Budget(64), SCORERS[kind](), when="prompt", fit=Fit(values=2) if fit else None)
-    table = former(kind, 4, fit)
-    assert Recipe.from_dict(table) == Recipe(keep, protect=Protect(4))
-    override = Recipe.from_dict({"layers": [{"where": "first 1", **table}]}).layers[0]
-    assert override == LayerOverride("first 1", keep=keep, protect=Protect(4))
-
-
-@pytest.mark.parametrize(
-    ("table", "says"),
-    [
-        (former("rotated", 8), "sinks=8 of scorer differs from sinks=4 of protect"),
-        (former("rotated", 4, {"sinks": 0}), "sinks=0 of fit differs from sinks=4 of protect"),
-        (
-            former("expected", 4) | {"layers": [{"where": "0", "protect": {"sinks": 2}}]},
-            "sinks=4 of scorer differs from sinks=2 of protect",
-        ),
-        (
-            {"layers": [{"where": "0", **former("rotated", 5)}]},
-            "sinks=5 of scorer differs from sinks=4 of protect",
-        ),
-        (former("mass", 4), "Mass has no field 'sinks'"),
-    ],
-)
-def test_former_sinks_that_differ_from_those_of_protect_are_refused(table, says):
-    with pytest.raises(RecipeError) as refused:
-        Recipe.from_dict(table)
-    assert says in str(refused.value)
-
-
-def test_a_transform_that_is_no_table_is_refused():
-    with pytest.raises(RecipeError, match="transform=3 is not a table"):
-        Recipe.from_dict({"store": {"keys": {"bits": 2, "axis": "token", "transform": 3}}})

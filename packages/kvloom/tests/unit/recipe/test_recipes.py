@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.errors import RecipeError
-from kvloom.keep import Budget, Keep, Mass, Outliers
+from kvloom.keep import Budget, Keep, Mass
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import RECIPES, options, resolve, summary
 from kvloom.store import Packed, Store
@@ -216,31 +216,7 @@ def test_three_recipes_by_their_options():
     assert options("full") == {}
 
 
-def test_former_names_of_options_are_read():
-    former = resolve("skvq:heavy=8,filter=key-norm")
-    assert former.protect == resolve("skvq:outliers=8,outlier_score=key-norm").protect
-    recipe = resolve("minikv")
-    data = recipe.to_dict()
-    data["keep"]["budget"]["apart"] = data["keep"]["budget"].pop("round_shares")
-    assert Recipe.from_dict(data) == recipe
-    outliers = Protect(outliers=Outliers(3))
-    for recipe, part in (
-        (resolve("expected"), ["keep"]),
-        (resolve("quest:query_heads=max"), ["recall"]),
-        (Recipe(store=resolve("kivi").store, protect=outliers), ["protect", "outliers"]),
-    ):
-        data = table = recipe.to_dict()
-        for name in part:
-            table = table[name]
-        table["group"] = table.pop("query_heads")
-        assert Recipe.from_dict(data) == recipe
-    assert resolve("kivi:start=64") == replace(
-        resolve("kivi:compress_after=64"), name="kivi:start=64"
-    )
-    assert resolve("quest:group=max").recall == resolve("quest:query_heads=max").recall
-
-
-@pytest.mark.parametrize("spec", ["kivi:bits=4,bits=2", "skvq:heavy=8,outliers=4"])
+@pytest.mark.parametrize("spec", ["kivi:bits=4,bits=2", "skvq:outliers=8,outliers=4"])
 def test_an_option_that_is_given_twice_is_refused(spec):
     with pytest.raises(RecipeError, match="given twice; give it once"):
         resolve(spec)

@@ -39,6 +39,12 @@ class AttentionState(NamedTuple):
     products: Tensor | None = None
 
 
+def nothing(q: Tensor) -> AttentionState:
+    """Return the state of attention of q [B, Hq, T, D] to no tokens."""
+    out = torch.zeros_like(q, dtype=torch.float32)
+    return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))
+
+
 def attend_regions(
     q: Tensor,
     regions: Sequence[Region],

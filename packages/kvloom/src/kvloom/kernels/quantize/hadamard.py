@@ -41,13 +41,11 @@ def quantize_rotated(
     return codes.to(torch.uint8).view(x.shape), scale.squeeze(-1)
 
 
-def dequantize_rotated(
-    codes: Tensor, scale: Tensor, bits: float, group: int, dtype: torch.dtype
-) -> Tensor:
-    """Invert `quantize_rotated`: levels times scale in fp32, rotated back, cast to `dtype`."""
+def dequantize_rotated(codes: Tensor, scale: Tensor, bits: float, group: int) -> Tensor:
+    """Invert `quantize_rotated`: levels times scale, rotated back, in fp32."""
     rounded = levels(bits).to(codes.device)[codes.long()].unflatten(-1, (-1, group))
     rotated = rounded * scale.float().unsqueeze(-1)
-    return unrotate(rotated).flatten(-2).to(dtype)
+    return unrotate(rotated).flatten(-2)
 
 
 @lru_cache

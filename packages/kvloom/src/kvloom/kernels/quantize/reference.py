@@ -141,13 +141,13 @@ def from_codes(codes: Tensor, scale: Tensor, zero: Tensor, layer_encoding: Layer
     """Invert `to_codes`: fp32 [B, Hk, N, D]."""
     encoding = layer_encoding.encoding
     if encoding.rotation == "group":
-        return dequantize_rotated(codes, scale, encoding.bits, layer_encoding.group, torch.float32)
+        return dequantize_rotated(codes, scale, encoding.bits, layer_encoding.group)
     if layer_encoding.static is not None:
         x = torch.addcmul(layer_encoding.static[1], codes.float(), layer_encoding.static[0])
     elif layer_encoding.group_of is not None:
-        x = dequantize_mapped(codes, scale, zero, layer_encoding.group_of, torch.float32)
+        x = dequantize_mapped(codes, scale, zero, layer_encoding.group_of)
     else:
-        x = dequantize(codes, scale, zero, encoding.axis, layer_encoding.group, torch.float32)
+        x = dequantize(codes, scale, zero, encoding.axis, layer_encoding.group)
     if encoding.rotation == "head":
         x = unrotate(x)
     return x if layer_encoding.divisor is None else x * layer_encoding.divisor[:, None, :]
@@ -175,13 +175,11 @@ def quantize(
     return codes.reshape(x.shape), scale.squeeze(dim), zero.squeeze(dim)
 
 
-def dequantize(
-    codes: Tensor, scale: Tensor, zero: Tensor, axis: str, group: int, dtype: torch.dtype
-) -> Tensor:
-    """Invert `quantize`: code * scale + zero in fp32, cast to `dtype`, [B, Hk, N, D]."""
+def dequantize(codes: Tensor, scale: Tensor, zero: Tensor, axis: str, group: int) -> Tensor:
+    """Invert `quantize`: code * scale + zero, fp32 [B, Hk, N, D]."""
     grouped, dim = _grouped(codes.float(), axis, group)
     x = torch.addcmul(zero.float().unsqueeze(dim), grouped, scale.float().unsqueeze(dim))
-    return x.reshape(codes.shape).to(dtype)
+    return x.reshape(codes.shape)
 
 
 def quantize_mapped(
@@ -209,12 +207,10 @@ def quantize_mapped(
     return codes, scale, zero
 
 
-def dequantize_mapped(
-    codes: Tensor, scale: Tensor, zero: Tensor, group_of: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """Invert `quantize_mapped`: code * scale + zero in fp32, cast to `dtype`, [B, Hk, N, D]."""
+def dequantize_mapped(codes: Tensor, scale: Tensor, zero: Tensor, group_of: Tensor) -> Tensor:
+    """Invert `quantize_mapped`: code * scale + zero, fp32 [B, Hk, N, D]."""
     scale, zero = per_channel(scale, group_of), per_channel(zero, group_of)
-    return torch.addcmul(zero, codes.float(), scale).to(dtype)
+    return torch.addcmul(zero, codes.float(), scale)
 
 
 def encode(x: Tensor, scale: Tensor, zero: Tensor, bits: float) -> Tensor:

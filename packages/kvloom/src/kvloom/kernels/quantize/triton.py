@@ -13,21 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
+from ...encoding import META, PACK_BLOCK, LayerEncoding, top
 from .. import triton_runtime as cuda
-from ..limits import Coverage, dtype_problem
+from ..limits import Coverage, dtype_problem, unread_fields
 from .hadamard import ends, levels, parts
 from .reference import PackedTensors, RopeAngles, apply_rope
 
-_KNOWN = (
-    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "pre_rope",
-    "rotation",
-)  # fmt: skip
 _TILE = 2048  # numbers a program owns, about
-
-
-def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
-    return "; ".join(unknown_fields(layer_encoding.encoding, _KNOWN)) or None
 
 
 def _other_rotations(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
@@ -38,7 +30,7 @@ def _other_rotations(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str |
 
 
 COVERAGE = Coverage(
-    ("every encoding", _unread_fields),
+    ("every encoding", unread_fields),
     ("rotations of 2<sup>k</sup> channels", _other_rotations),
     ("tokens in fp32, fp16, bf16", lambda layer_encoding, dtype: dtype_problem(dtype)),
 )
@@ -263,7 +255,7 @@ def _storage(
 def _tile(
     x: Tensor, bits: float, begin: int, group: int = 0, whole: bool = False
 ) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the shape of a tile of tokens like x after `at`, and the grid."""
+    """Return the shape of a tile of tokens like x after `begin`, and the grid."""
     n, d, per_block = x.shape[2], x.shape[3], PACK_BLOCK[bits][0]
     p, db, blocks = (
         cuda.padded_size(per_block, 1),

@@ -47,7 +47,6 @@ MASS = Arguments(
     mass=int,  # fp32 [splits, B, Hq, tiles of keys]
     scratch=int,  # one area per thread
     scratch_bytes=int,
-    window=int,  # keys that a query sees, 0: all
     other_lse=int,  # fp32 [B, Hq, T] of other keys, or 0: causal
     reduce_max=int,  # 1: the largest weight of any row in place of the sum
     scale=float,

@@ -81,7 +81,6 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     size = rows * blocks * (tiles * (kernels.tile + 1) + d + 2)
     scratch = q.new_empty(threads, size, dtype=torch.float32)
     packed_options, tensors = _options(b, hq, hk, t, n, settings)
-    assert settings.other_lse is None or settings.window is None, "a window is causal"
     other_lse = None if settings.other_lse is None else settings.other_lse.float().contiguous()
     for h0 in range(0, hk, heads):
         h1 = min(hk, h0 + heads)
@@ -94,7 +93,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
             batch=b, group=hq // hk, queries=t, tokens=n, head_dim=d, first_head=h0, end_head=h1,
             query_heads=hq, splits=splits, blocks=blocks, dtype_code=dtype_code, q=queries,
             panels=panels.data_ptr(), mass=mass.data_ptr(), scratch=scratch.data_ptr(),
-            scratch_bytes=4 * size, window=settings.window or 0, other_lse=address(other_lse),
+            scratch_bytes=4 * size, other_lse=address(other_lse),
             reduce_max=settings.reduce_max, scale=scale, softcap=settings.softcap or 0.0,
             inverse_tau=1 / settings.tau, options=packed_options,
         )  # fmt: skip
@@ -113,7 +112,6 @@ def _has_pairs(x: Tensor) -> bool:
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Sum as `reference.step_mass` does; products are padded to whole vectors of 16 keys."""
     settings = MassOptions(**options)
-    assert settings.window is None, "a step sees all keys"
     assert not settings.reduce_max, "a step sums weights"
     b, hq, t, width = products.shape
     if not (b and hq and t and n):
@@ -160,7 +158,7 @@ def _options(
     b: int, hq: int, hk: int, t: int, n: int, options: MassOptions
 ) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
     """Pack the options, and return the tensors that must outlive the call."""
-    visible, visible_queries, _, bias, _, noise, *_ = options
+    visible, visible_queries, _, bias, noise, *_ = options
     if visible is None and visible_queries is None and bias is None and noise is None:
         return (0,) * OPTIONS.numbers, ()
     keys, kind, seed, first, fixed = None, 0, 0, 0, 0

@@ -41,7 +41,6 @@ from .cpu_microkernel import (
     gaussian,
     gumbel,
     hash_u32,
-    mask_first,
     mask_not_below,
     products,
 )
@@ -78,12 +77,11 @@ def _state(options, head, row):  # type: ignore[no-untyped-def]
 
 @kernel_step
 def _exp_logits(  # type: ignore[no-untyped-def]
-    s, out, lo, begin, end, scale, softcap, inverse_tau, bias, visible, keys, noise_kind, state
+    s, out, lo, end, scale, softcap, inverse_tau, bias, visible, keys, noise_kind, state
 ):  # fmt: skip
     """Turn a row's products s into exp(logit - top); returns (top, their sum).
 
-    s, to: fp32 [end - lo], of the keys lo to end, of which the row sees those from begin. scale:
-    factor of the products.
+    s, out: fp32 [end - lo], of the keys lo to end. scale: factor of the products.
     inverse_tau: 1 / tau. bias, visible, keys: addresses of key 0's, or 0.
     """
     best = splat(np.float32(-np.inf))
@@ -102,8 +100,6 @@ def _exp_logits(  # type: ignore[no-untyped-def]
         x = x * splat(inverse_tau)
         if visible != 0:
             x = masked_lanes(x, visible + j)
-        if j < begin:
-            x = mask_first(x, begin - j)
         if j + 16 > end:
             x = first_lanes(x, end - j)
         store(out + 4 * (j - lo), x)
@@ -120,7 +116,7 @@ def _exp_logits(  # type: ignore[no-untyped-def]
 
 @kernel_step
 def _add_up(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
-    """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `to`."""
+    """Add rows of s, fp32 [keys] and `stride` bytes apart, times their factors, to `out`."""
     for c in range(0, keys, 64):
         a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
         a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
@@ -137,7 +133,7 @@ def _add_up(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def
 
 @kernel_step
 def _take_largest(s, stride, rows, factors, out, keys):  # type: ignore[no-untyped-def]
-    """Write the largest of `to` and of the rows as `_add_up` reads them."""
+    """Write the largest of `out` and of the rows as `_add_up` reads them."""
     for c in range(0, keys, 64):
         a0, a1 = load(out + 4 * c), load(out + 4 * c + 64)
         a2, a3 = load(out + 4 * c + 128), load(out + 4 * c + 192)
@@ -177,7 +173,7 @@ def panels(vectors: int) -> Any:
     """Compile the kernel that lays out keys as fp32 [N / panel, D, panel], 0 after the last.
 
     Pairs of bf16 numbers count as fp32 numbers. panel: 16 * vectors. A task is a head and a tile.
-    See `mass.column_mass` for the call.
+    See `score.cpu.column_mass` for the call.
     """
     panel = 16 * vectors
     layout = PANELS.dtype
@@ -203,7 +199,7 @@ def panels(vectors: int) -> Any:
 
 @cache
 def mass(once: int, vectors: int, pairs: bool) -> Any:
-    """Compile the kernel that sums attention by key; see `mass.column_mass` for the call.
+    """Compile the kernel that sums attention by key; see `score.cpu.column_mass` for the call.
 
     once: query rows whose products with 16 * vectors keys are taken at once. pairs: numbers of
     queries and keys are pairs of bf16 numbers.
@@ -215,7 +211,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
     def mass(args):  # type: ignore[no-untyped-def]
         a = read_arguments(args, layout)
         options, r, t, n, d = a.options, a.group, a.queries, a.tokens, a.head_dim
-        heads, splits, window = a.end_head - a.first_head, a.splits, a.window
+        heads, splits = a.end_head - a.first_head, a.splits
         scale, softcap = np.float32(a.scale), np.float32(a.softcap)
         inverse_tau, noisy = np.float32(a.inverse_tau), options.noise
         tiles, room = -(-n // TILE), once * a.blocks  # rows of a block
@@ -257,9 +253,8 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                 if a.other_lse != 0:
                     last_key, next_key = n - 1, 0
                 reach = last_key + (rows - 1) * next_key + 1
-                tile0 = max(0, last_key - window + 1) // TILE if window > 0 else 0
-                tile1 = -(-reach // TILE)
-                for tile in range(tile0, tile1):
+                seen_tiles = -(-reach // TILE)
+                for tile in range(seen_tiles):
                     lo = tile * TILE
                     tile_logits = s + tile * room * srow
                     for j in range(0, min(TILE, reach - lo), panel):
@@ -271,11 +266,10 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                             )  # fmt: skip
                     for i in range(rows):
                         end = min(lo + TILE, last_key + i * next_key + 1)
-                        begin = max(lo, last_key + i - window + 1) if window > 0 else lo
                         top, weight_sum, done = np.float32(-np.inf), np.float32(0.0), 0
-                        if end > begin:
+                        if end > lo:
                             top, weight_sum = _exp_logits(
-                                tile_logits + i * srow, tile_logits + i * srow, lo, begin, end,
+                                tile_logits + i * srow, tile_logits + i * srow, lo, end,
                                 scale, softcap, inverse_tau, bias, visible, index, noisy,
                                 _state(options, head, row0 + i),
                             )  # fmt: skip
@@ -294,7 +288,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                             else:
                                 held += weight_sum * _exp(top - was)
                             store_one(sums + 4 * i, held)
-                for tile in range(tile0, tile1):
+                for tile in range(seen_tiles):
                     factors = tops + 4 * tile * room
                     for i in range(rows):
                         top, factor = load_one(factors + 4 * i, FP32), np.float32(0.0)
@@ -315,7 +309,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
 
 @cache
 def step() -> Any:
-    """Compile the kernel that turns a step's products into mass; see `mass.step_mass` for the call.
+    """Compile the kernel that turns a step's products into mass; see `score.cpu.step_mass`.
 
     A task is a head.
     """
@@ -340,7 +334,7 @@ def step() -> Any:
                 end = n - t + i + 1
                 row = out if i == 0 else scratch
                 top, weight_sum = _exp_logits(
-                    s, row, 0, 0, end, np.float32(1.0), softcap, inverse_tau, bias, visible, index,
+                    s, row, 0, end, np.float32(1.0), softcap, inverse_tau, bias, visible, index,
                     options.noise, _state(options, head, i),
                 )  # fmt: skip
                 factor = np.float32(0.0)
@@ -361,7 +355,7 @@ def step() -> Any:
 
 @cache
 def lowest() -> Any:
-    """Compile the search for the slot of the lowest score; see `mass.lowest` for the call."""
+    """Compile the search for the slot of the lowest score; see `score.cpu.lowest` for the call."""
     layout = LOWEST.dtype
 
     def lowest(args):  # type: ignore[no-untyped-def]

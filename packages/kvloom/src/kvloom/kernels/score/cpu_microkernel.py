@@ -1,6 +1,6 @@
 """The inner loops of scoring: tiles of products, logarithms, and noise from counters.
 
-Decides instructions; what is summed over which rows is `mass`'s. Lanes are those of
+Decides instructions; what is summed over which rows is `cpu_kernel`'s. Lanes are those of
 `kernels.simd`. Importing this imports Numba.
 """
 
@@ -17,6 +17,8 @@ from ..simd import (
     F32,
     I32,
     I64,
+    LN2_HIGH,
+    LN2_LOW,
     VF,
     VI,
     WIDTH,
@@ -43,7 +45,6 @@ _LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # erfinv(x) = x * polynomial of w = -log(1 - x^2): of w - 2.5 below 5, of sqrt(w) - 3 above
 # (Giles, Approximating the erfinv function, 2011)
 _NEAR = (
@@ -90,18 +91,6 @@ def products(
 
 
 @intrinsic
-def mask_first(ctx: Any, x: Any, count: Any) -> Any:
-    """Return x, with -inf in its first `count` lanes."""
-
-    def emit(b: Any, x: Any, count: Any) -> Any:
-        lane = ir.Constant(VI, list(range(WIDTH)))
-        few = broadcast(b, b.trunc(count, I32))
-        return b.select(b.icmp_signed(">=", lane, few), x, constant(float("-inf")))
-
-    return lowered(Lanes(Lanes, types.int64), emit)
-
-
-@intrinsic
 def mask_not_below(ctx: Any, x: Any, address: Any, end: Any) -> Any:
     """Return x where the sixteen int32 at address are below `end`, else inf."""
 
@@ -138,9 +127,9 @@ def _log(b: Any, x: Any) -> Any:
         y = muladd(b, y, f, constant(c))
     square = b.fmul(f, f)
     y = b.fmul(b.fmul(y, f), square)
-    y = muladd(b, n, constant(_LN2_LOW), y)
+    y = muladd(b, n, constant(LN2_LOW), y)
     y = muladd(b, square, constant(-0.5), y)
-    return muladd(b, n, constant(_LN2_HIGH), b.fadd(f, y))
+    return muladd(b, n, constant(LN2_HIGH), b.fadd(f, y))
 
 
 def _signed(x: int) -> int:

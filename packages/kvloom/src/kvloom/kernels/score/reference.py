@@ -24,18 +24,16 @@ class MassOptions(NamedTuple):
     """What changes logits and rows before they are summed.
 
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
-    a query row out (padding). softcap and bias as in `attend`. window: a query sees only the last
-    `window` of the keys up to its own. noise is added to the logits, and tau divides them.
-    reduce_max: take the largest weight of any row, not the sum. later_seen: int64 [B, T], how many
-    keys after its own a query sees, too. other_lse: fp32 [B, Hq, T], the log-sum-exp of the logits
-    of keys that are not in k; if set, attention is not causal.
+    a query row out (padding). softcap and bias as in `attend`. noise is added to the logits, and
+    tau divides them. reduce_max: take the largest weight of any row, not the sum. later_seen: int64
+    [B, T], how many keys after its own a query sees, too. other_lse: fp32 [B, Hq, T], the
+    log-sum-exp of the logits of keys that are not in k; if set, attention is not causal.
     """
 
     visible: Tensor | None = None
     visible_queries: Tensor | None = None
     softcap: float | None = None
     bias: Tensor | None = None
-    window: int | None = None
     noise: Noise | None = None
     tau: float = 1.0
     reduce_max: bool = False
@@ -76,8 +74,7 @@ def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
     """Compute `column_mass` of a step whose attention has left its products behind.
 
     products: fp32 [B, Hq, T, N or more], scale * q @ k before softcap, bias and masks; what is
-    after the first n keys may be anything. hk: key/value heads. options: as in `column_mass`, but
-    no window.
+    after the first n keys may be anything. hk: key/value heads. options: as in `column_mass`.
     """
     b, hq = products.shape[:2]
     logits = products[..., :n].unflatten(1, (hk, hq // hk)).clone()
@@ -101,7 +98,7 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
     The last row's own key is the last, but for `later_seen`.
     """
     _, hk, r, rows, end = logits.shape
-    visible, visible_queries, softcap, bias, window, noise, tau, reduce_max, later_seen, _ = options
+    visible, visible_queries, softcap, bias, noise, tau, reduce_max, later_seen, _ = options
     other_lse = options.other_lse
     logits = softcapped(logits, softcap)
     if bias is not None:
@@ -121,8 +118,6 @@ def _combined(logits: Tensor, lo: int, n: int, options: MassOptions) -> Tensor:
             first, first + rows, device=logits.device
         ).unsqueeze(1)
         hidden = (after > later_seen[:, lo : lo + rows, None])[:, None, None]
-    if window is not None:
-        hidden = hidden | pairs.tril(end - rows - window)
     logits = logits.masked_fill(hidden, -torch.inf)
     if visible is not None:
         logits = logits.masked_fill(~visible[:, :, None, None, :end], -torch.inf)

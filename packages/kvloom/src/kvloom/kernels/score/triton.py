@@ -41,7 +41,6 @@ class Changes(NamedTuple):
     noise: int  # 0: none; else 1 + its place in `_KINDS`
     fixed: bool
     visible: bool
-    window: bool
     causal: bool
 
 
@@ -56,7 +55,7 @@ COVERAGE = Coverage(
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     """Sum attention as `reference.column_mass` does; up to `MAX_STEP` queries in one pass."""
     given_options = MassOptions(**options)
-    visible, visible_queries, softcap, bias, window, noise, tau, reduce_max, *_ = given_options
+    visible, visible_queries, softcap, bias, noise, tau, reduce_max, *_ = given_options
     other_lse = given_options.other_lse
     (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
     mass = q.new_empty(b, hq, n, dtype=torch.float32)
@@ -72,12 +71,12 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     if noise is not None:
         seed = (noise.first_seed(hq // hk) + (1 << 31)) % (1 << 32) - (1 << 31)
         first = noise.first
-    numbers = (float(scale), capped, 1.0 / tau, seed, first, window or 0)
+    numbers = (float(scale), capped, 1.0 / tau, seed, first)
     strides = (*q.stride()[:3], *k.stride()[:3], *steps)
     kind = 0 if noise is None else 1 + _KINDS.index(noise.kind)
     changes = Changes(
         softcap is not None, bias is not None, kind, noise is not None and noise.fixed,
-        visible is not None, window is not None, other_lse is None,
+        visible is not None, other_lse is None,
     )  # fmt: skip
     form: dict[str, Any] = {"DB": cuda.padded_size(d), "CHANGES": changes}
     module = kernels()

@@ -22,7 +22,7 @@ import triton.language as tl
 
 # Do not compile again for what changes from step to step.
 _VARY = [
-    "seed", "first", "window", "t", "n", "nonpadding_row",
+    "seed", "first", "t", "n", "nonpadding_row",
     "visible_row", "visible_head", "bias_row", "bias_head", "number_row", "number_head",
 ]  # fmt: skip
 
@@ -58,8 +58,7 @@ def load_rows(x, i, count, step, channel, D):
 @triton.jit
 def masked_logits(
     queries, keys, scale, head, query, token, bias, bias_head, numbers, first, seed, softcap,
-    inverse_tau, visible, n, window, back,
-    CHANGES: tl.constexpr,
+    inverse_tau, visible, n, back, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Return logits [ROWS, KEYS] after softcap, bias, noise, temperature and masks.
 
@@ -87,8 +86,6 @@ def masked_logits(
     mask = tl.broadcast_to(inside[None, :], s.shape)
     if CHANGES.causal:
         mask = mask & (after <= 0)
-    if CHANGES.window:
-        mask = mask & (after > -window)
     if CHANGES.visible:
         mask = mask & (tl.load(visible + token, mask=inside, other=0) != 0)[None, :]
     return tl.where(mask, s, float("-inf"))
@@ -96,7 +93,7 @@ def masked_logits(
 
 @triton.jit(do_not_specialize=_VARY)
 def row_lse(
-    q, k, visible, bias, numbers, lse, scale, softcap, inverse_tau, seed, first, window,
+    q, k, visible, bias, numbers, lse, scale, softcap, inverse_tau, seed, first,
     hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
@@ -115,17 +112,14 @@ def row_lse(
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    begin = 0
-    if CHANGES.window:
-        begin = tl.maximum(0, n - t + tl.program_id(0) * ROWS - window + 1) // KEYS * KEYS
     end = n
     if CHANGES.causal:
         end = tl.minimum(n, n - t + (tl.program_id(0) + 1) * ROWS)
-    for lo in range(begin, end, KEYS):
+    for lo in range(0, end, KEYS):
         j = lo + tl.arange(0, KEYS)
         s = masked_logits(
             queries, load_rows(k, j, n, k_token, channel, D), scale, heads, i, j, bias, bias_head,
-            numbers, first, seed, softcap, inverse_tau, visible, n, window, n - t, CHANGES,
+            numbers, first, seed, softcap, inverse_tau, visible, n, n - t, CHANGES,
         )  # fmt: skip
         new = tl.maximum(top, tl.max(s, axis=1))
         base = tl.where(new == float("-inf"), 0.0, new)
@@ -138,8 +132,7 @@ def row_lse(
 @triton.jit(do_not_specialize=_VARY)
 def column_mass(
     q, k, visible, bias, numbers, lse, visible_queries, mass, scale, softcap, inverse_tau, seed,
-    first, window,
-    hq, r, t, n, D,
+    first, hq, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head, nonpadding_row,
     DB: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHANGES: tl.constexpr,
@@ -157,17 +150,14 @@ def column_mass(
     visible += row * visible_row + head // r * visible_head
     heads = tl.zeros([ROWS], tl.int32) + head.to(tl.int32)
     masses = tl.zeros([KEYS], tl.float32)
-    end = t
-    if CHANGES.window:
-        end = tl.minimum(t, (tl.program_id(0) + 1) * KEYS + window - (n - t))
     begin = 0
     if CHANGES.causal:
         begin = tl.maximum(0, tl.program_id(0) * KEYS - (n - t)) // ROWS * ROWS
-    for lo in range(begin, end, ROWS):
+    for lo in range(begin, t, ROWS):
         i = lo + tl.arange(0, ROWS)
         s = masked_logits(
             load_rows(q, i, t, q_token, channel, D), keys, scale, heads, i, j, bias, bias_head,
-            numbers, first, seed, softcap, inverse_tau, visible, n, window, n - t, CHANGES,
+            numbers, first, seed, softcap, inverse_tau, visible, n, n - t, CHANGES,
         )  # fmt: skip
         counts = i < t
         if HAS_PADDING:
@@ -186,7 +176,7 @@ def column_mass(
 
 @triton.jit(do_not_specialize=_VARY)
 def step_logits(
-    q, k, visible, bias, numbers, logits, parts, scale, softcap, inverse_tau, seed, first, window,
+    q, k, visible, bias, numbers, logits, parts, scale, softcap, inverse_tau, seed, first,
     hk, r, t, n, D,
     q_row, q_head, q_token, k_row, k_head, k_token, visible_row, visible_head, bias_row, bias_head,
     number_row, number_head,
@@ -214,7 +204,7 @@ def step_logits(
     s = masked_logits(
         queries, keys, scale, heads, i, j, bias + row * bias_row, bias_head,
         numbers + row * number_row + head * number_head, first, seed, softcap, inverse_tau,
-        visible + row * visible_row + head * visible_head, n, window, n - t, CHANGES,
+        visible + row * visible_row + head * visible_head, n, n - t, CHANGES,
     )  # fmt: skip
     offset = (line * rows + row_in_group)[:, None] * n + j[None, :]
     tl.store(logits + offset, s, mask=(row_in_group < rows)[:, None] & (j < n)[None, :])

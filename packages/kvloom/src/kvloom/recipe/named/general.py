@@ -99,7 +99,8 @@ def outlier_rule(tokens: int, score: str) -> Outliers | None:
 
 
 def _part(what: str, name: str, options: dict[str, Any]) -> Any:
-    check_choice(what, name, PARTS[what])
+    if name not in PARTS[what]:  # listing all names loads plugins
+        check_choice(what, name, PARTS[what])
     part = PARTS[what][name]
     missing = [x.name for x in fields(part) if _required(x) and x.name not in options]
     if missing:

@@ -14,8 +14,14 @@ import torch
 from ....encoding import Encoding, unknown_fields
 from ... import dispatch
 from ...arguments import DTYPE_CODES
-from ...limits import MAX_STEP, OF_ONE_HEAD, Coverage, dtype_problem, head_dim_problem
-from ...quantize.cpu.pack import READ_FIELDS
+from ...limits import (
+    MAX_STEP,
+    OF_ONE_HEAD,
+    READ_FIELDS,
+    Coverage,
+    dtype_problem,
+    head_dim_problem,
+)
 from ..regions import Paged, Region, Slots, Spans
 
 _PAGE_TILE = 128  # tokens of a kernel's tile, where pages are read

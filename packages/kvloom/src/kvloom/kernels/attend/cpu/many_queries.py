@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
-from ..reference import AttentionState, merge, with_sinks
+from ..reference import AttentionState, merge, nothing, with_sinks
 from ..regions import KVView, Region, Spans
 from .prompt import attend_tokens
 
@@ -85,7 +85,7 @@ def _states(q: Tensor, region: Region, scale: float) -> Iterator[AttentionState]
         k, v = keys.tensor(past), values.tensor(past)
         yield _part(q, k, v, scale, step_tokens > 1, visible, past)
     elif not past:
-        yield _nothing(q)
+        yield nothing(q)
 
 
 def _parts(keys: KVView, values: KVView, lo: int, hi: int) -> list[tuple[int, int]]:
@@ -107,15 +107,9 @@ def _spans(q: Tensor, region: Region, where: Spans, scale: float) -> AttentionSt
             k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
             mask = None if seen is None else seen[i : i + 1]
             parts.append(_part(row, k, v, scale, False, mask, lo - first))
-        states.append(merge(parts) if parts else _nothing(row))
+        states.append(merge(parts) if parts else nothing(row))
     out, lse = (torch.cat(x) for x in list(zip(*states, strict=True))[:2])
     return AttentionState(out.view(b, hq, t, d), lse.view(b, hq, t))
-
-
-def _nothing(q: Tensor) -> AttentionState:
-    """Return the attention of q to no tokens."""
-    out = torch.zeros_like(q, dtype=torch.float32)
-    return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))
 
 
 def _part(

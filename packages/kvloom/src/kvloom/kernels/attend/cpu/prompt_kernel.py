@@ -108,7 +108,7 @@ def _add_values(
 def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-untyped-def]
     """Turn a row's products s into weights in bf16; returns (largest logit so far, their sum).
 
-    s: fp32 [count], to: bf16 [room], 0 behind count. visible: address of the first key's, or 0.
+    s: fp32 [count]. out: bf16 [room], 0 behind count. visible: address of the first key's, or 0.
     best: the largest logit of former tiles.
     """
     most = splat(np.float32(-np.inf))

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from ...limits import OF_ONE_HEAD, Coverage
-from ..reference import AttentionState, merge, with_sinks
+from ..reference import AttentionState, merge, nothing, with_sinks
 from ..regions import KVView, Paged, Region, Slots, Spans
 from . import decode, paged
-from .decode import kernels, nothing, run
+from .decode import kernels, run
 
 __all__ = ["attend", "kernels", "problems"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ....encoding import Encoding, unknown_fields
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import MAX_STEP, Coverage, dtype_problem
+from ...limits import MAX_STEP, READ_FIELDS, Coverage, dtype_problem
 from ...quantize import triton as quantize
 from ...quantize.hadamard import rotate
 from ..reference import AttentionState
@@ -30,9 +30,7 @@ KEYS, VALUES = 1, 2  # the side that is packed, where only one is
 WAVES = 8  # programs for each multiprocessor
 WIDEST = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}  # head_dim that fits
 _IN_HALF = torch.float16, torch.float8_e4m3fn  # dtypes of scales that fp16 holds
-_KNOWN = (
-    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
-)  # fmt: skip
+_KNOWN = {*READ_FIELDS} - {"pre_rope"}
 
 
 def _narrow_or_wide(tokens: int, like: Tensor) -> str | None:
@@ -381,9 +379,3 @@ def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:
     matrix = _rotation(group, x.device)
     groups = x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)
     return groups.flatten(-2).to(x.dtype)
-
-
-def nothing(q: Tensor) -> AttentionState:
-    """Return the state of attention of q [B, Hq, T, D] to no tokens."""
-    out = torch.zeros_like(q, dtype=torch.float32)
-    return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))

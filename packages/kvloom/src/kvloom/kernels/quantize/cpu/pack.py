@@ -12,31 +12,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....encoding import META, PACK_BLOCK, LayerEncoding, top, unknown_fields
+from ....encoding import META, PACK_BLOCK, LayerEncoding, top
 from ... import dispatch
 from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, on_cpu, strides
-from ...limits import Coverage, dtype_problem
+from ...limits import Coverage, dtype_problem, unread_fields
 from .. import hadamard
 from ..reference import PackedTensors, RopeAngles
 from .arguments import CHANNEL, MAPPED, PACK, ROPE, ROTATED, ROTATION, SPEC, STATIC, TABLES, TOKEN
-
-READ_FIELDS = (
-    "bits", "axis", "group", "meta", "span", "reorder", "clip", "smooth", "static", "rotation",
-    "pre_rope",
-)  # fmt: skip
-"""Fields of an `Encoding` that CPU kernels read."""
 
 _NO_ROPE = (0,) * ROPE.numbers
 _TILE = 1 << 14  # numbers of a task: their fp32 copies stay in the core's cache
 _NUMBERS_PER_THREAD = 1 << 17
 
 
-def _unread_fields(layer_encoding: LayerEncoding, dtype: torch.dtype) -> str | None:
-    return "; ".join(unknown_fields(layer_encoding.encoding, READ_FIELDS)) or None
-
-
 COVERAGE = Coverage(
-    ("every encoding", _unread_fields),
+    ("every encoding", unread_fields),
     ("tokens in fp32, fp16, bf16", lambda layer_encoding, dtype: dtype_problem(dtype)),
 )
 

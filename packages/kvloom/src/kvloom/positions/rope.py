@@ -44,19 +44,20 @@ class Rope(NamedTuple):
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [..., D] with pairs rotated by cos and sin, fp32 [..., dims / 2]."""
-        dims = 2 * cos.shape[-1]
-        rotary = x[..., :dims].float()
-        if self.interleaved:
-            a, b = rotary[..., 0::2], rotary[..., 1::2]
-        else:
-            a, b = rotary.chunk(2, dim=-1)
-        rotated = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
-        if self.interleaved:
-            rotary = torch.stack(rotated, dim=-1).flatten(-2)
-        else:
-            rotary = torch.cat(rotated, dim=-1)
-        rotary = rotary.to(x.dtype)
-        return rotary if dims == x.shape[-1] else torch.cat([rotary, x[..., dims:]], dim=-1)
+        return rotate_pairs(x.float(), cos, sin, self.interleaved).to(x.dtype)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate pairs of the first channels of x fp32 [..., D]; (a, b) becomes (a c - b s, b c + a s).
+
+    cos, sin: fp32 [..., dims / 2]. Products and sums are rounded apart, as kernels do.
+    """
+    dims = 2 * cos.shape[-1]
+    part = x[..., :dims]
+    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, dim=-1)
+    pair = (a * cos).sub_(b * sin), (b * cos).add_(a * sin)
+    part = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return part if dims == x.shape[-1] else torch.cat([part, x[..., dims:]], dim=-1)
 
 
 def renumber(rope: Rope, k: Tensor, index: Tensor, newest: int) -> Tensor:

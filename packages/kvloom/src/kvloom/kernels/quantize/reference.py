@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ...encoding import PACK_BLOCK, LayerEncoding, metadata, per_channel, rows_for, top
+from ...positions.rope import rotate_pairs
 from .hadamard import dequantize_rotated, quantize_rotated, rotate, unrotate
 
 
@@ -67,7 +68,7 @@ def pack(
         return
     encoding = layer_encoding.encoding
     codes, scale, zero = to_codes(
-        x.float() if rope is None else apply_rope(x.float(), rope), layer_encoding, nonpadding
+        x.float() if rope is None else rotate_pairs(x.float(), *rope), layer_encoding, nonpadding
     )
     per_block, rows = PACK_BLOCK[encoding.bits]
     row, begun = begin // per_block * rows, begin % per_block
@@ -103,17 +104,7 @@ def unpack(
         for x in (packed.scale, packed.zero)
     )
     x = from_codes(codes, scale, zero, layer_encoding)[:, :, lo - first : hi - first]
-    return (x if rope is None else apply_rope(x, rope)).to(dtype)
-
-
-def apply_rope(x: Tensor, rope: RopeAngles) -> Tensor:
-    """Rotate the first channels of x fp32 [B, Hk, N, D]; products and sums are rounded apart."""
-    dims = 2 * rope.cos.shape[-1]
-    part, rest = x[..., :dims], x[..., dims:]
-    a, b = part.unflatten(-1, (-1, 2)).unbind(-1) if rope.interleaved else part.chunk(2, dim=-1)
-    pair = a * rope.cos - b * rope.sin, b * rope.cos + a * rope.sin
-    part = torch.stack(pair, dim=-1).flatten(-2) if rope.interleaved else torch.cat(pair, dim=-1)
-    return torch.cat([part, rest], dim=-1)
+    return (x if rope is None else rotate_pairs(x, *rope)).to(dtype)
 
 
 def to_codes(

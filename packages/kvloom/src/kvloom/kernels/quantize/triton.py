@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...encoding import META, PACK_BLOCK, LayerEncoding, top
+from ...positions.rope import rotate_pairs
 from .. import triton_runtime as cuda
 from ..limits import Coverage, dtype_problem, unread_fields
 from .hadamard import ends, levels, parts
-from .reference import PackedTensors, RopeAngles, apply_rope
+from .reference import PackedTensors, RopeAngles
 
 _TILE = 2048  # numbers a program owns, about
 
@@ -50,7 +51,7 @@ def pack(
     """
     if not x.numel():
         return
-    x = x if rope is None else apply_rope(x.float(), rope)
+    x = x if rope is None else rotate_pairs(x.float(), *rope)
     if layer_encoding.encoding.rotation == "group":
         _pack_levels(x, layer_encoding, out, begin)
         return
@@ -109,7 +110,8 @@ def unpack(
 ) -> Tensor:
     """Return tokens lo..hi of what `pack` wrote, [B, Hk, hi - lo, D]; torch rotates by `rope`."""
     if rope is not None:
-        return apply_rope(unpack(packed, layer_encoding, lo, hi, torch.float32), rope).to(dtype)
+        x = unpack(packed, layer_encoding, lo, hi, torch.float32)
+        return rotate_pairs(x, *rope).to(dtype)
     size = layer_encoding.rotation_size
     if size:
         x = _unpack(packed, layer_encoding, lo, hi, torch.float32)

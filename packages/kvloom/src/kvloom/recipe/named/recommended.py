@@ -12,10 +12,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...keep import Keep
 from ...store import Packed, Store
 from ..parts import Protect
 from ..spec import Recipe
 from .prompt_eviction import rotated
+
+LEARNS: dict[str, Any] = {"examples": 256, "neighbors": 0.1}
+"""How `small`, `tiny` and `micro` learn from a prompt how a repetition changes queries."""
 
 
 def near_lossless(group: int = 32, residual: int = 128, sinks: int = 4) -> Recipe:
@@ -45,13 +49,9 @@ def small(
     tokens stay. Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit
     no values.
     """
-    learned: dict[str, Any] = {} if block else {"examples": 256, "neighbors": 0.1}
-    layers = "uniform" if head_share == 1 else "joint"
-    chosen = rotated(
-        fraction=fraction, recent=recent, chunk=chunk, sinks=sinks, head_share=head_share,
-        layers=layers, fit=True, block=block, **learned,
-    )  # fmt: skip
-    return replace(near_lossless(group, residual, sinks), keep=chosen.keep)
+    learns = {} if block else LEARNS
+    keep = _evicting(fraction, recent, chunk, sinks, head_share, block=block, **learns)
+    return replace(near_lossless(group, residual, sinks), keep=keep)
 
 
 def tiny(
@@ -63,8 +63,9 @@ def tiny(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """As `small`, with a quarter of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks, head_share)
+    """A quarter of the prompt, whatever the norms of values; else as `small`."""
+    keep = _evicting(fraction, recent, chunk, sinks, head_share, contribution=False, **LEARNS)
+    return replace(near_lossless(group, residual, sinks), keep=keep)
 
 
 def micro(
@@ -76,8 +77,19 @@ def micro(
     sinks: int = 4,
     head_share: float = 0.2,
 ) -> Recipe:
-    """As `small`, with 15% of the prompt."""
-    return small(fraction, recent, chunk, group, residual, sinks, head_share)
+    """As `tiny`, with 15% of the prompt."""
+    return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
+
+
+def _evicting(
+    fraction: float, recent: int, chunk: int, sinks: int, head_share: float, **score: Any
+) -> Keep | None:
+    """Return which tokens stay by `rotated`, with fitted values; score: its other options."""
+    layers = "uniform" if head_share == 1 else "joint"
+    return rotated(
+        fraction=fraction, recent=recent, chunk=chunk, sinks=sinks, head_share=head_share,
+        layers=layers, fit=True, **score,
+    ).keep  # fmt: skip
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

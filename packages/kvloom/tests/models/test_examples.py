@@ -272,13 +272,30 @@ def test_predictions_wait_with_a_prompt_that_may_be_cropped():
         assert own[..., -6:].unique().tolist() == [*range(PROMPT - 9, PROMPT - 3)]
 
 
+@by_reference
+def test_a_prompt_that_waits_is_scored_by_its_own_queries():
+    model, ids = zoo.build("llama-gqa"), IDS["input_ids"][:1]
+    lengths = read_lengths(model)
+    waits = f"{LEARNED},compress_after={PROMPT + 2}"
+    caches = [kvloom.Cache(model, x) for x in (waits, waits.replace(EXAMPLES, "examples=0"))]
+    for cache in caches:
+        probe.observe(cache)
+        with torch.no_grad():
+            for x in (ids, *ids[:, :4].split(1, dim=1)):
+                model(x, past_key_values=cache)
+    assert PROMPT in lengths
+    assert max(lengths) == PROMPT
+    for own, its in zip(*map(logical, caches), strict=True):
+        assert own.shape[2] < PROMPT
+        assert torch.equal(own, its)
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
         ("rotated:examples=15", "examples=15 must be a whole number, or 0, 16 or more"),
         ("rotated:neighbors=2", "neighbors=2.0 must be a number from 0 to 1"),
         ("rotated:fraction=0.5,block=32,examples=16", 'use examples=0, or when="prompt"'),
-        ("rotated:examples=16,compress_after=99", "use examples=0, or leave out compress_after"),
     ],
 )
 def test_what_examples_do_not_combine_with_is_refused(recipe, message):

@@ -42,6 +42,37 @@ def test_a_fresh_cache_for_every_generate(model):
     assert torch.equal(first.sequences, second.sequences)
 
 
+@by_reference
+def test_the_tokenizer_of_stop_strings_reaches_no_layer():
+    model = zoo.build("llama-gqa")
+    plain = model.generate(**zoo.batch(), **GREEDY)
+    cache, ids = kvloom.Cache(model, "full"), zoo.batch()["input_ids"]
+    with torch.no_grad():
+        out = model(ids, past_key_values=cache, tokenizer="any")
+    assert out.logits.shape[:2] == ids.shape
+    assert torch.equal(model.generate(**zoo.batch(), **GREEDY), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "recipe",
+    ["quest:page=16,tokens=96", "skvq:group=16,window=16,reorder=false,clip=0.9", "clusterkv"],
+)
+def test_torchs_default_dtype_changes_nothing(recipe, dtype):
+    model, ids = zoo.build("llama-gqa"), zoo.batch(1, 160)["input_ids"]
+    found = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            cache = kvloom.Cache(model, recipe)
+            with torch.no_grad():
+                model(ids, past_key_values=cache)
+                found.append(model(ids[:, :1], past_key_values=cache).logits)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert torch.equal(*found)
+
+
 def test_explicit_cache_without_attach(model):
     expected = model.generate(**zoo.batch(), **GREEDY)
     cache = kvloom.Cache(model, "full")

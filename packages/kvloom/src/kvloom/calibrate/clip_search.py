@@ -59,7 +59,7 @@ class AttentionSample(NamedTuple):
     ) -> AttentionSample:
         """Sample about `queries` query rows, evenly spaced in the second half."""
         t = inputs.q.shape[2]
-        rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2)).long()
+        rows = torch.linspace(t // 2, t - 1, min(queries, t - t // 2), dtype=torch.float32).long()
         q = inputs.q[:, :, rows.to(inputs.q.device)]
         bias = None if inputs.bias is None else inputs.bias.cpu()
         kv = inputs.k.cpu(), inputs.v.cpu()
@@ -171,7 +171,7 @@ class QuantizedGroups:
         factors: int64 [groups], the index of each group's factor in `GRID`.
         """
         h, d, b, n = self._shape
-        delta = torch.empty(h * d, b * n)
+        delta = torch.empty(h * d, b * n, dtype=torch.float32)
         for group, i in enumerate(factors.tolist()):
             delta[self.members[group]] = self.delta(group, GRID[i])
         return delta
@@ -189,7 +189,7 @@ def search_clip(
     side: "keys" or "values". encoding: of the layer, without clip factors. rope: for keys that are
     quantized before RoPE, else None.
     """
-    grid = torch.tensor(GRID)
+    grid = torch.tensor(GRID, dtype=torch.float32)
     if side == "values":
         by_group, by_layer = _search_values(exact, QuantizedGroups(exact.v, encoding))
     else:
@@ -206,7 +206,7 @@ def _search_values(exact: ExactAttention, groups: QuantizedGroups) -> tuple[Tens
     def errors(indices: tuple[int, ...]) -> Tensor:
         delta = groups.tokens(groups.all_deltas(torch.tensor(indices)))
         by_channel = exact.error_of_values(delta).reshape(-1)
-        return torch.zeros(len(groups)).index_add_(0, groups.of, by_channel)
+        return torch.zeros(len(groups), dtype=torch.float32).index_add_(0, groups.of, by_channel)
 
     count = len(groups)
     by_layer, _ = _minimize(lambda factor: errors((int(factor),) * count).sum().view(1), 1)
@@ -249,7 +249,10 @@ def _minimize(
 
     start: indices and errors to improve on.
     """
-    best, least = start or (torch.zeros(count).long(), torch.full((count,), torch.inf))
+    best, least = start or (
+        torch.zeros(count).long(),
+        torch.full((count,), torch.inf, dtype=torch.float32),
+    )
     for i in range(0, len(GRID), _COARSE):
         best, least = _better(errors, torch.full_like(best, i), best, least)
     center = best

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from ..errors import CacheMisuse
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -133,6 +134,8 @@ def attach(
         IncompatibleRecipe: The recipe does not fit the model.
     """
     before = attachment(unwrap(model))
+    if not isinstance(store, PromptStore | None):
+        raise CacheMisuse(f"store={store!r} is no prompt store; give kvloom.PromptStore(folder)")
     cache = Cache(model, recipe, check)  # which refuses what does not fit
     read_prompt = None if store is None else partial(reading.read, store)
     set_attachment(cache.owner.model, Attached(cache.recipe, Cache, read_prompt))

@@ -29,9 +29,12 @@ from .routed_layer import RoutedLayer
 _KNOWN = frozenset({
     "cache_position", "is_causal", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "sliding_window",
-    "use_cache", "s_aux", "softcap",
+    "use_cache", "s_aux", "softcap", "tokenizer",
 })  # fmt: skip
-"""Arguments that change nothing under a plainly causal mask, and two that kvloom computes."""
+"""Arguments that change nothing under a plainly causal mask, and two that kvloom computes.
+
+`generate()` passes on the `tokenizer` of stop strings.
+"""
 
 
 def attention(

@@ -161,8 +161,9 @@ def _learning(cache: RoutedCache, tokens: int) -> dict[Rotated, set[int]]:
     """Return the scores that learn from a prompt of `tokens` tokens, and their layers."""
     found: dict[Rotated, set[int]] = {}
     for layer_index, layer in cache.by_index.items():
-        keep = layer.cache.recipe.keep
-        if keep is not None and keep.needs_examples(tokens):
+        recipe = layer.cache.recipe
+        keep = recipe.keep
+        if keep is not None and keep.needs_examples(tokens) and not recipe.compress_after:
             assert isinstance(keep.scorer, Rotated)
             found.setdefault(keep.scorer, set()).add(layer_index)
     return found

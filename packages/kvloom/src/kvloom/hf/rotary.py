@@ -101,7 +101,9 @@ def _positions(model: PreTrainedModel) -> Positions:
 def _without_weights(model: PreTrainedModel, count: int) -> Positions:
     """Return embeddings of the right size for a model on the meta device, which runs no step."""
     first = next(_candidates(model), None)
-    rope = None if first is None else Rope(torch.ones(first.rope.inv_freq.shape), False)
+    rope = (
+        None if first is None else Rope(torch.ones_like(first.rope.inv_freq, device="cpu"), False)
+    )
     return Positions((rope,) * count, learned=rope is None)
 
 

@@ -40,8 +40,9 @@ class Rotated(Scorer):
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt, at most a quarter of it, that the model reads three
             times, before the prompt. They show how a repetition changes queries; those of all
-            tokens are then changed likewise (`QueryPredictor`). 0 (or a prompt with images, or a
-            layer that runs without its model): the queries stay as they are. Otherwise 16 or more.
+            tokens are then changed likewise (`QueryPredictor`). 0 (or a prompt with images, a
+            layer that runs without its model, or `compress_after`): the queries stay as they are.
+            Otherwise 16 or more.
         neighbors: The share of both neighbors' scores that is added to a score: tokens often belong
             together, as the digits of a number.
     """

@@ -34,11 +34,6 @@ def check_parts(recipe: AnyRecipe) -> None:
         _check_keep(recipe, recipe.keep)
     if recipe.repeats_prompt:
         _check_repeats(recipe)
-    if recipe.compress_after and recipe.keep is not None and recipe.keep.uses_examples:
-        raise RecipeError(
-            f"with compress_after={recipe.compress_after}, a prompt is scored with the text after "
-            "it, of which examples say nothing; use examples=0, or leave out compress_after"
-        )
 
 
 def _check_sliding(recipe: AnyRecipe) -> None:

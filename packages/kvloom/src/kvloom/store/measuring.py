@@ -66,15 +66,15 @@ def _random_encoding(fmt: Format | None, heads: int, head_dim: int) -> LayerEnco
     groups = int(group_of.max()) + 1
     clip = None
     if isinstance(fmt.clip, str):
-        clip = torch.full((groups if fmt.clip == "group" else 1,), 0.95)
+        clip = torch.full((groups if fmt.clip == "group" else 1,), 0.95, dtype=torch.float32)
     return LayerEncoding(
         fmt.encoding,
         *size,
         group_of,
         clip,
-        torch.ones(size) if fmt.smooth else None,
-        torch.full((groups,), -4.0) if fmt.static else None,
-        torch.full((groups,), 4.0) if fmt.static else None,
+        torch.ones(size, dtype=torch.float32) if fmt.smooth else None,
+        torch.full((groups,), -4.0, dtype=torch.float32) if fmt.static else None,
+        torch.full((groups,), 4.0, dtype=torch.float32) if fmt.static else None,
     )
 
 

@@ -90,7 +90,7 @@ def unrotate(x: Tensor) -> Tensor:
 @on_cpu
 def matrix(group: int) -> Tensor:
     """Return M fp32 [group, group] with x M = R x: faster than butterflies for few vectors."""
-    return rotate(torch.eye(group))
+    return rotate(torch.eye(group, dtype=torch.float32))
 
 
 def _hadamard(x: Tensor) -> Tensor:

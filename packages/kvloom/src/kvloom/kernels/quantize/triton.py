@@ -214,7 +214,7 @@ def _table(layer_encoding: LayerEncoding, heads: int, d: int, device: torch.devi
         columns = (
             each if layer_encoding.encoding.axis == "channel" else each // layer_encoding.group
         )
-        nothing = torch.ones(1, device=device)
+        nothing = torch.ones(1, dtype=torch.float32, device=device)
         clip, divisor, static = nothing, nothing, None
         if layer_encoding.group_of is not None:
             columns, groups = layer_encoding.group_of, layer_encoding.scales[1]

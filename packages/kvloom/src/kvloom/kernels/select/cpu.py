@@ -154,7 +154,7 @@ def _select(
 def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Find bounds as `reference.page_bounds` does."""
     b, h, n, d = x.shape
-    low, high = torch.empty(2, b, h, n // page, d, device="cpu").unbind(0)
+    low, high = torch.empty(2, b, h, n // page, d, dtype=torch.float32, device="cpu").unbind(0)
     x = _flat(x)
     if nonpadding is not None:
         nonpadding = None if bool(nonpadding.all()) else nonpadding[:, 0].contiguous()

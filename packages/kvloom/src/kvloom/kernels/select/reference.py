@@ -75,7 +75,7 @@ def means(x: Tensor, labels: Tensor, centroids: Tensor) -> Tensor:
     """
     b, h, c, d = centroids.shape
     part = torch.arange(b * h, device=x.device).view(b, h, 1) * (c + 1)
-    total = torch.zeros(b * h * (c + 1), d, device=x.device)
+    total = torch.zeros(b * h * (c + 1), d, dtype=torch.float32, device=x.device)
     total.index_add_(0, (labels + part).view(-1), x.reshape(-1, d).float())
     total = total.view(b, h, c + 1, d)[:, :, :c]
     count = sizes(labels, c).unsqueeze(-1)

@@ -269,7 +269,7 @@ def _tables(inv_freq: tuple[float, ...], interleaved: bool, d: int, far: int) ->
 
 def _rows(inv_freq: tuple[float, ...], interleaved: bool, d: int, steps: Tensor) -> Tensor:
     angle = steps.double()[:, None] * torch.tensor(inv_freq, dtype=torch.float64)
-    half, table = len(inv_freq), torch.zeros(len(steps), 2, d)
+    half, table = len(inv_freq), torch.zeros(len(steps), 2, d, dtype=torch.float32)
     table[:, 0] = 1.0
     if interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)

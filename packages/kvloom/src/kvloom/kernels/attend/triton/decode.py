@@ -371,7 +371,7 @@ def processors(device: torch.device) -> int:
 @cache
 def _rotation(group: int, device: torch.device) -> Tensor:
     """Return the matrix whose product with a row is the row rotated, fp32 [group, group]."""
-    return rotate(torch.eye(group)).to(device)
+    return rotate(torch.eye(group, dtype=torch.float32)).to(device)
 
 
 def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:

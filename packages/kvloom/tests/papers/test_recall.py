@@ -109,7 +109,7 @@ SPECS = {
 @pytest.mark.parametrize("kind", SPECS)
 def test_every_step_is_attention_over_the_listed_tokens(kind, group):
     spec, find, recent = SPECS[kind]
-    recipe = resolve(f"{spec},group={group}")
+    recipe = resolve(f"{spec},query_heads={group}")
     if kind == "clusters":
         recipe = with_blocks(recipe, 24, 3)
     cache = LayerCache(recipe, "layer 2", 2, 3)

@@ -258,7 +258,8 @@ def test_predictions_wait_with_a_prompt_that_may_be_cropped():
     model, ids = zoo.build("llama-gqa"), IDS["input_ids"][:1]
     waiting = kvloom.Cache(model, LEARNED)
     probe.observe(waiting)
-    waiting.activate_past_recording()
+    for layer in waiting.compressed:
+        layer.cache.recording = True
     with torch.no_grad():
         model(ids, past_key_values=waiting)
     cropped = copy.deepcopy(waiting)

@@ -36,8 +36,7 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
     ):
         evictor.check_prompt(tokens)
     alibi = queries.alibi
-    if queries.visible is not None:
-        step = without_padding(step, state.seen)
+    step = without_padding(step, state.seen)
     if alibi is not None:
         keep = state.recipe.keep
         if keep is not None and keep.positions != "original":
@@ -49,7 +48,8 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
 
 def without_padding(step: StepInputs, seen: int = 0) -> StepInputs:
     """Return a step after `seen` tokens with the keys and values of its padding set to 0."""
-    assert step.queries.visible is not None
+    if step.queries.visible is None:
+        return step
     padding = ~step.queries.visible[:, :, seen:, None]
     return step._replace(k=step.k.masked_fill(padding, 0.0), v=step.v.masked_fill(padding, 0.0))
 

@@ -91,10 +91,10 @@ class Queries(NamedTuple):
         if alibi is not None:
             position = alibi.position
             alibi = replace(alibi, position=position[..., : position.shape[-1] - after])
-        repeated = None if self.repeated is None else self.repeated[:, :, begin:end]
         return self._replace(
-            q=self.q[:, :, begin:end], visible=visible, alibi=alibi, products=None, lse=None,
-            predictor=None if begin else self.predictor, repeated=repeated,
+            visible=visible, alibi=alibi, products=None, lse=None,
+            predictor=None if begin else self.predictor,
+            **self._map_queries(lambda x: x[:, :, begin:end]),
             **self._map_by_query(lambda x: x[:, begin:end]),
         )  # fmt: skip
 
@@ -120,12 +120,11 @@ class Queries(NamedTuple):
     def without_newest(self, tokens: int) -> Queries:
         """Return the queries without those of the newest `tokens` tokens."""
         count = max(0, self.tokens - tokens)
-        q, visible = self.q[:, :, :count], self.visible
+        visible = self.visible
         visible = None if visible is None else visible[:, :, : visible.shape[2] - tokens]
-        repeated = None if self.repeated is None else self.repeated[:, :, :count]
         # ALiBi may count from a removed token
         return self._replace(
-            q=q, visible=visible, lse=None, repeated=repeated,
+            visible=visible, lse=None, **self._map_queries(lambda x: x[:, :, :count]),
             **self._map_by_query(lambda x: x[:, :count]),
         )  # fmt: skip
 
@@ -134,12 +133,11 @@ class Queries(NamedTuple):
         visible = None if self.visible is None else fn(self.visible)
         alibi = None if self.alibi is None else self.alibi.map(fn)
         return self._replace(
-            q=fn(self.q),
             visible=visible,
             alibi=alibi,
             products=None,
             lse=None,
-            repeated=None if self.repeated is None else fn(self.repeated),
+            **self._map_queries(fn),
             **self._map_by_query(fn),
         )
 
@@ -149,6 +147,11 @@ class Queries(NamedTuple):
         if self.later_seen is not None:
             return self.later_seen
         return self.q.new_zeros(self.q.shape[0], self.tokens, dtype=torch.long)
+
+    def _map_queries(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """Apply fn to the queries [B, Hq, T, D], and to those that a repetition would have."""
+        repeated = None if self.repeated is None else fn(self.repeated)
+        return {"q": fn(self.q), "repeated": repeated}
 
     def _map_by_query(self, fn: Callable[[Tensor], Tensor | None]) -> dict[str, Any]:
         """Apply fn to the tensors [B, T]."""

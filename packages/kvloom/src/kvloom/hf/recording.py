@@ -60,9 +60,7 @@ class RecordingLayer(RoutedLayer):
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend causally; padding is hidden."""
-        step = on_one_device(step)
-        if step.queries.visible is not None:
-            step = without_padding(step)
+        step = without_padding(on_one_device(step))
         if self.arrived():
             return attend_causally(step)
         queries, k, v, *_ = step

@@ -103,8 +103,8 @@ class LayerInput:
 class PromptChoice:
     """The tokens of one prompt that stay.
 
-    evictors: of the layers that evict. tokens: of the prompt. ids: those known so far, int64
-    [1, T] for each chunk, if layers learn from them. predictors: what layers have learned.
+    evictors: of the layers that evict. tokens: of the prompt. ids: of its first chunks, int64
+    [1, T] each, until layers learn from them. predictors: what layers have learned.
     """
 
     def __init__(

@@ -37,12 +37,11 @@ def learning(
             return
         for request_id, row, _ in blocks.rows:
             choice = blocks.choices.get(request_id)
-            if choice is None or not examples.needed(cache, choice.tokens):
+            if choice is None or choice.predictors or not examples.needed(cache, choice.tokens):
                 continue
             new_ids = kwargs["input_ids"][:, row.batch_begin : row.batch_end]
             choice.ids.append(new_ids.clone())  # transformers writes over them
-            known = sum(ids.shape[1] for ids in choice.ids)
-            if not choice.predictors and known >= choice.tokens // examples.SHARE:
+            if sum(ids.shape[1] for ids in choice.ids) >= choice.tokens // examples.SHARE:
                 with outside_pages():
                     _learn(model, cache, blocks.layer_indices, choice)
 
@@ -64,3 +63,4 @@ def _learn(
         layer = cache.by_index[layer_index]
         if layer.predictor is not None:
             choice.predictors[i], layer.predictor = layer.predictor, None
+    choice.ids.clear()

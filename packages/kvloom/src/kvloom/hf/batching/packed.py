@@ -305,27 +305,28 @@ class PackedBatching:
         if not self.using:
             self.former = [(x, vars(x)[FIELD]) for x in attention_configs(self.model)]
         self.using.add(manager)
-        for config, _ in self.former:
-            vars(config)[FIELD] = NAME
+        self._name(pages=True)
 
     def switch_back(self, manager: PackedManager) -> None:
         """Set the model's own attention when no manager uses kvloom's."""
         if self.using == {manager}:
-            for config, former in self.former:
-                vars(config)[FIELD] = former
+            self._name(pages=False)
         self.using.discard(manager)
 
     @contextmanager
     def outside_pages(self) -> Iterator[None]:
         """Let the model run with a cache of kvloom, in the middle of a manager's step."""
-        for config, former in self.former:
-            vars(config)[FIELD] = former
+        self._name(pages=False)
         try:
             with use_kvloom([config for config, _ in self.former]):
                 yield
         finally:
-            for config, _ in self.former:
-                vars(config)[FIELD] = NAME
+            self._name(pages=True)
+
+    def _name(self, pages: bool) -> None:
+        """Name the attention of pages in the configs, or the model's own."""
+        for config, former in self.former:
+            vars(config)[FIELD] = NAME if pages else former
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model is another than at the beginning of the block."""

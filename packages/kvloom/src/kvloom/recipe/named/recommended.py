@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...keep import Keep
 from ...store import Packed, Store
 from ..parts import Protect
 from ..spec import Recipe
@@ -50,8 +49,8 @@ def small(
     no values.
     """
     learns = {} if block else LEARNS
-    keep = _evicting(fraction, recent, chunk, sinks, head_share, block=block, **learns)
-    return replace(near_lossless(group, residual, sinks), keep=keep)
+    stored = near_lossless(group, residual, sinks)
+    return _evicting(stored, fraction, recent, chunk, head_share, block=block, **learns)
 
 
 def tiny(
@@ -64,8 +63,8 @@ def tiny(
     head_share: float = 0.2,
 ) -> Recipe:
     """A quarter of the prompt, whatever the norms of values; else as `small`."""
-    keep = _evicting(fraction, recent, chunk, sinks, head_share, contribution=False, **LEARNS)
-    return replace(near_lossless(group, residual, sinks), keep=keep)
+    stored = near_lossless(group, residual, sinks)
+    return _evicting(stored, fraction, recent, chunk, head_share, contribution=False, **LEARNS)
 
 
 def micro(
@@ -82,14 +81,15 @@ def micro(
 
 
 def _evicting(
-    fraction: float, recent: int, chunk: int, sinks: int, head_share: float, **score: Any
-) -> Keep | None:
-    """Return which tokens stay by `rotated`, with fitted values; score: its other options."""
+    stored: Recipe, fraction: float, recent: int, chunk: int, head_share: float, **score: Any
+) -> Recipe:
+    """Return a recipe that also evicts by `rotated` and fits values; score: its other options."""
     layers = "uniform" if head_share == 1 else "joint"
-    return rotated(
-        fraction=fraction, recent=recent, chunk=chunk, sinks=sinks, head_share=head_share,
-        layers=layers, fit=True, **score,
-    ).keep  # fmt: skip
+    chosen = rotated(
+        fraction=fraction, recent=recent, chunk=chunk, sinks=stored.protect.sinks,
+        head_share=head_share, layers=layers, fit=True, **score,
+    )  # fmt: skip
+    return replace(stored, keep=chosen.keep)
 
 
 def _store(value_bits: int, group: int, residual: int) -> Store:

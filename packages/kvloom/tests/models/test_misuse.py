@@ -286,12 +286,16 @@ def test_a_cache_on_a_model_that_is_not_routed(name, recipe):
     assert cache.get_seq_length() == 62
 
 
-def test_new_ids_alone_are_refused_with_both_lengths(model):
+@pytest.mark.parametrize("name", ["llama-gqa", "mpt"])  # MPT takes no positions
+def test_new_ids_alone_are_refused_with_both_lengths(name):
+    model = zoo.build(name)
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
     cache = kvloom.Cache(model, KIVI)
     model(input_ids=ids, past_key_values=cache)
     with pytest.raises(CacheMisuse, match=r"holds 61 tokens .* given 5 in all; .*the whole seq"):
         model.generate(ids[:, :5], max_new_tokens=3, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match=r"holds 61 tokens .* given 61 in all"):
+        model.generate(ids, max_new_tokens=3, past_key_values=cache)
     whole = torch.cat([ids, ids[:, :5]], dim=1)
     assert model.generate(whole, max_new_tokens=3, past_key_values=cache).shape[1] == 69
 

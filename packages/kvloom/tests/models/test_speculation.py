@@ -88,12 +88,14 @@ def test_an_assistant_generates_the_same_tokens(recipe, assistant):
     assert calls < most
 
 
-def test_a_second_turn_with_drafts_generates_the_same_tokens():
-    model = zoo.build("llama-gqa", head_dim=32)
+@pytest.mark.parametrize("name", ["llama-gqa", "mpt", "bloom"])
+@pytest.mark.parametrize("recipe", ["kivi:group=16,residual=32", "snapkv:fraction=0.5,window=8"])
+def test_a_second_turn_with_drafts_generates_the_same_tokens(name, recipe):
+    model = zoo.build(name, **({"head_dim": 32} if name == "llama-gqa" else {}))
     ids = zoo.batch(rows=1, tokens=90, padding=(0,))["input_ids"]
     outs = []
     for options in ({}, {"prompt_lookup_num_tokens": 5}):
-        cache = kvloom.Cache(model, "kivi:group=32,residual=32")
+        cache = kvloom.Cache(model, recipe)
         limits = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
         limits |= {"past_key_values": cache, "eos_token_id": NO_TOKEN}
         one = model.generate(ids[:, :50], **limits, **options)[:, :90]  # 5.10: one too many

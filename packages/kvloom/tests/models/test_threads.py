@@ -122,6 +122,34 @@ def test_a_step_of_another_thread_ends_no_running_one():
         assert vars(config)[FIELD] == "kvloom"
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_call_of_another_thread_survives_the_end_of_a_step(implementation):
+    model, prompt = zoo.build("llama-gqa"), zoo.batch(2, 30, (0, 9))
+    model.set_attn_implementation(implementation)
+    kvloom.attach(model, "full")
+    within, ended, got = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        within.set()
+        ended.wait()
+
+    def read():
+        with torch.no_grad():
+            got.append(model(**prompt, use_cache=False).logits)
+
+    with torch.no_grad():
+        want = model(**prompt, use_cache=False).logits
+    hook = model.model.layers[0].register_forward_pre_hook(wait)  # masks are made before
+    thread = threading.Thread(target=read)
+    with use_kvloom([model.config]):
+        thread.start()
+        within.wait()
+    ended.set()
+    thread.join()
+    hook.remove()
+    assert torch.equal(got[0], want)
+
+
 def test_a_layer_notes_the_inputs_of_its_own_thread_alone():
     model = zoo.build("llama-gqa")
     cache = kvloom.Cache(model, "rotated:fraction=0.5,recent=8")

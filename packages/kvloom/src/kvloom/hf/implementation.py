@@ -19,6 +19,12 @@ _LOCK = threading.Lock()
 _STOCK: dict[int, tuple[str, int, Any]] = {}
 """By the id of each config within `use_kvloom`: the model's own implementation, how many steps run,
 and the config, whose id stays its own for as long."""
+_THREAD = threading.local()
+
+
+def runs_step() -> bool:
+    """Return whether this thread is within `use_kvloom`; others may run the model meanwhile."""
+    return getattr(_THREAD, "steps", 0) > 0
 
 
 @contextmanager
@@ -34,9 +40,12 @@ def use_kvloom(configs: Sequence[Any]) -> Iterator[None]:
             implementation, steps, _ = _STOCK.get(id(config), (attributes[FIELD], 0, config))
             _STOCK[id(config)] = implementation, steps + 1, config
             attributes[FIELD] = NAME
+    before = getattr(_THREAD, "steps", 0)
     try:
+        _THREAD.steps = before + 1
         yield
     finally:
+        _THREAD.steps = before
         with _LOCK:
             for config in configs:
                 implementation, steps, _ = _STOCK.get(id(config), ("", 0, config))

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from ..errors import CacheMisuse
-from .implementation import stock_implementation
+from .implementation import runs_step, stock_implementation
 from .models import ADAPTERS
 from .routed_layer import RoutedLayer
 
@@ -98,7 +98,8 @@ def mask(
     """Return the padding mask of a plainly causal layer, bool [B, N]; [0, 0] without padding.
 
     Sliding and chunked layers, masks that are not plainly causal (image blocks), and masks that the
-    model itself reads get what the model's own implementation makes.
+    model itself reads get what the model's own implementation makes; so do the calls of other
+    threads, whose attention may find that implementation when this step has ended.
     """
     make = ALL_MASK_ATTENTION_FUNCTIONS[stock_implementation(config)]
     make_stock = partial(
@@ -106,6 +107,9 @@ def mask(
         mask_function=mask_function, attention_mask=attention_mask,
         allow_is_causal_skip=allow_is_causal_skip, local_size=local_size, **kwargs,
     )  # fmt: skip
+    if not runs_step():
+        made: Tensor | None = make_stock()
+        return made
     padding, visible = torch.empty(0, 0, dtype=torch.bool), None
     if attention_mask is not None and not attention_mask.all():
         padding = padding_mask(attention_mask, kv_offset + kv_length)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import CacheMisuse
@@ -23,6 +24,10 @@ from . import adapters, attention, compat
 from .forward import RoutedForward, nothing_new
 from .implementation import restore_stock
 from .routed_cache import RoutedCache
+
+
+_WHOLE = "attention_mask", "position_ids"
+"""Arguments of `generate()` that are as long as the whole sequence."""
 
 
 class Attached(NamedTuple):
@@ -171,17 +176,29 @@ def _prepare_cache(
         cache = model_kwargs["past_key_values"] = attached.new_cache(model, attached.recipe)
         cache.read_prompt = attached.read_prompt
     if isinstance(cache, RoutedCache):
-        tokens = [
-            model_kwargs[name].shape[-1]
-            for name in ("attention_mask", "position_ids")
-            if model_kwargs.get(name) is not None
-        ]
-        if tokens and "inputs_embeds" not in model_kwargs and tokens[0] <= cache.get_seq_length():
-            raise nothing_new(cache, tokens[0])
+        tokens = _sequence_length(generation_config, model_kwargs)
+        if tokens and "inputs_embeds" not in model_kwargs and tokens <= cache.get_seq_length():
+            raise nothing_new(cache, tokens)
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
         for layer in cache.compressed:
             layer.cache.recording = bool(records)
-            layer.cache.accepted_tokens = tokens[0] if records and tokens else 0
+            layer.cache.accepted_tokens = tokens if records else 0
+        if records and tokens and all(model_kwargs.get(name) is None for name in _WHOLE):
+            # by the mask, the first step shows whether it has the whole sequence
+            model_kwargs["attention_mask"] = torch.ones(
+                1, tokens, dtype=torch.long, device=model.device
+            )
     return type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, *args, **kwargs
     )
+
+
+def _sequence_length(generation_config: Any, model_kwargs: dict) -> int:
+    """Return the tokens that `generate()` was given in all; 0: unknown.
+
+    transformers drops a mask without padding, and notes its length.
+    """
+    for name in _WHOLE:
+        if model_kwargs.get(name) is not None:
+            return int(model_kwargs[name].shape[-1])
+    return getattr(generation_config, "_mask_length", None) or 0

@@ -131,6 +131,15 @@ def test_frequencies_that_change_are_kept_as_they_are_or_refused(kind):
     assert torch.equal(model.generate(**prompt, **settings), plain)
 
 
+def test_another_dtype_rounds_the_frequencies():
+    model = zoo.build("llama-gqa")
+    before = layer_ropes(model)[0].inv_freq
+    model.to(torch.bfloat16)
+    after = layer_ropes(model)[0].inv_freq
+    assert torch.equal(after, before.bfloat16().float())
+    assert not torch.equal(after, before)
+
+
 def test_keys_that_are_normalized_after_rotation_are_refused():
     config = tf.HunYuanDenseV1Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,

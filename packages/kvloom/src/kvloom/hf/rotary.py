@@ -30,7 +30,8 @@ _START, _END = 3, 40  # positions
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.03
 
-_FOUND: WeakKeyDictionary[PreTrainedModel, Positions] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[PreTrainedModel, tuple[list[Tensor], Positions]] = WeakKeyDictionary()
+"""What running each model has shown, and the frequencies that it had then."""
 
 
 class Positions(NamedTuple):
@@ -84,7 +85,10 @@ def renumbering(
 
 
 def _positions(model: PreTrainedModel) -> Positions:
-    """Return what an adapter says of the model, or what running it shows, once per model."""
+    """Return what an adapter says of the model, or what running it shows.
+
+    It runs once for the same frequencies: `model.to(dtype)` rounds them.
+    """
     config, count = compat.decoder_config(model), compat.geometry(model).layers
     adapter = models.adapter_of(config)
     if adapter is not None and adapter.rope is not None:
@@ -93,9 +97,10 @@ def _positions(model: PreTrainedModel) -> Positions:
         return Positions((None,) * count)
     if model.get_input_embeddings().weight.is_meta:
         return _without_weights(model, count)
-    if model not in _FOUND:
-        _FOUND[model] = _find(model, count)
-    return _FOUND[model]
+    frequencies = [rope.inv_freq.cpu() for rope, _ in _candidates(model)]
+    if model not in _FOUND or not all(map(torch.equal, frequencies, _FOUND[model][0])):
+        _FOUND[model] = frequencies, _find(model, count)
+    return _FOUND[model][1]
 
 
 def _without_weights(model: PreTrainedModel, count: int) -> Positions:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+
+import pytest
 import torch
 import zoo
 
@@ -20,3 +24,32 @@ def test_a_long_prompt_returns_what_it_freed_and_a_step_does_not(monkeypatch):
         for tokens, called in ((256, 1), (1, 1), (43, 1)):
             forward(model, ids[:, :tokens], cache)
             assert len(calls) == called
+
+
+def live_bytes() -> dict[int, int]:
+    """The bytes of each storage of a tensor that lives, by its address."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of objects that only isinstance touches
+        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
+    return {x.data_ptr(): x.nbytes() for x in storages if x.device.type == "cpu"}
+
+
+@pytest.mark.parametrize("recipe", [
+    "full", "kivi:group=32,residual=32", "h2o:fraction=0.25", "keyformer:fraction=0.25",
+    "vatp:fraction=0.25", "window:tokens=60", "streaming:tokens=60", "snapkv:fraction=0.25",
+    "minikv:residual=32", "small:recent=16", "tiny:recent=16", "triattention:fraction=0.25",
+    "quest:tokens=96,page=8", "clusterkv:tokens=64,size=8", "kvzip:fraction=0.3",
+])  # fmt: skip
+def test_a_cache_holds_no_tensor_that_it_does_not_count(recipe):
+    model = zoo.build("llama-gqa", head_dim=32)
+    ids = zoo.batch(1, 400, (0,))["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=kvloom.Cache(model, recipe))  # what is kept for each model
+        cache, before = kvloom.Cache(model, recipe), live_bytes()
+        for tokens in (ids, ids[:, :1], ids[:, :9], ids[:, :1]):
+            model(tokens, past_key_values=cache)
+            live = live_bytes()
+            held = sum(n for address, n in live.items() if address not in before)
+            assert held <= cache.nbytes + 3 * 1024  # 1 KiB of scratch in each layer

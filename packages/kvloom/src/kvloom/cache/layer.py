@@ -332,6 +332,8 @@ class LayerCache:
         if self.undo is not None:
             self.undo.forget()
             self.undo = None
+        if self._mutable is not None and self._mutable.tokens is not self._state.storage:
+            self._mutable = None  # the tokens have moved, and it refers to where they were
 
     def roll_back(self) -> None:
         """Undo the last step. Does nothing after `forget_undo`."""

@@ -307,6 +307,43 @@ def test_an_empty_prompt(model):
         model(input_ids=empty)
 
 
+def test_new_embeddings_alone_are_refused(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, KIVI)
+    model(input_ids=ids, past_key_values=cache)
+    new = model.get_input_embeddings()(ids[:, :5])
+    with pytest.raises(CacheMisuse, match="holds 61 tokens .* given 5 in all"):
+        model.generate(inputs_embeds=new, max_new_tokens=3, past_key_values=cache)
+
+
+def test_modules_that_see_later_tokens(model):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    cache = kvloom.Cache(model, "full")
+    with pytest.raises(CacheMisuse, match="or see later ones without a mask"):
+        model(input_ids=ids, past_key_values=cache)
+    model.set_attn_implementation("eager")  # makes a mask in any case
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want)
+
+
+def test_gradient_checkpointing_stores_no_tokens(model):
+    ids, cache = zoo.batch(rows=1, padding=(0,))["input_ids"], kvloom.Cache(model, KIVI)
+    model.train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(CacheMisuse, match="gradient_checkpointing_disable"):
+        model(input_ids=ids, past_key_values=cache)
+
+
+def test_autocast_is_named(model):
+    ids, cache = zoo.batch(rows=1, padding=(0,))["input_ids"], kvloom.Cache(model, KIVI)
+    with pytest.raises(CacheMisuse, match="float32 and values in .*16, as under torch.autocast"):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, past_key_values=cache)
+
+
 def test_a_4d_mask(model):
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
     kvloom.attach(model, KIVI)

@@ -71,10 +71,15 @@ def check_shapes(
     """
     if k.shape[2] == 0:
         raise CacheMisuse(f"{name}: no tokens to attend with; give at least one")
-    if v.shape != (*k.shape[:3], value_dim or k.shape[3]) or k.dtype != v.dtype:
+    if k.dtype != v.dtype:
         raise CacheMisuse(
-            f"{name}: keys {tuple(k.shape)} in {k.dtype} and values {tuple(v.shape)} in "
-            f"{v.dtype} do not match; pass keys and values with equal batch, heads and tokens"
+            f"{name}: keys are in {k.dtype} and values in {v.dtype}, as under torch.autocast; call "
+            "model.to(dtype) instead"
+        )
+    if v.shape != (*k.shape[:3], value_dim or k.shape[3]):
+        raise CacheMisuse(
+            f"{name}: keys {tuple(k.shape)} and values {tuple(v.shape)} do not match; pass keys "
+            "and values with equal batch, heads and tokens"
         )
     if like is not None and (cache_traits := _traits(like)) != (key_traits := _traits(k)):
         names = "batch size", "key/value heads", "head dimension", "dtype", "device"

@@ -159,6 +159,11 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
         )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise attention.no_weights(cache.compressed[0])
+    if model.training and model.is_gradient_checkpointing:
+        raise CacheMisuse(
+            "transformers stores no tokens in a cache under gradient checkpointing; call "
+            "model.gradient_checkpointing_disable() or model.eval()"
+        )
 
 
 def _check_positions(kwargs: dict[str, Any]) -> None:

@@ -177,7 +177,7 @@ def _prepare_cache(
         cache.read_prompt = attached.read_prompt
     if isinstance(cache, RoutedCache):
         tokens = _sequence_length(generation_config, model_kwargs)
-        if tokens and "inputs_embeds" not in model_kwargs and tokens <= cache.get_seq_length():
+        if tokens and tokens <= cache.get_seq_length():
             raise nothing_new(cache, tokens)
         records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
         for layer in cache.compressed:
@@ -198,6 +198,8 @@ def _sequence_length(generation_config: Any, model_kwargs: dict) -> int:
 
     transformers drops a mask without padding, and notes its length.
     """
+    if model_kwargs.get("inputs_embeds") is not None:
+        return int(model_kwargs["inputs_embeds"].shape[1])
     for name in _WHOLE:
         if model_kwargs.get(name) is not None:
             return int(model_kwargs[name].shape[-1])

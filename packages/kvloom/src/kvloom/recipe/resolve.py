@@ -110,6 +110,11 @@ def _parse_recipe(text: str) -> Recipe:
             f"recipe {name!r}: tokens={texts['tokens']} and fraction={texts['fraction']} are two "
             "sizes of one budget; give one of them"
         )
+    sizes = [f"{key}={texts[key]}" for key in ("tokens", "fraction") if key in values]
+    if sizes and not (values.get("tokens") or values.get("fraction")):
+        raise RecipeError(
+            f"recipe {name!r}: {' and '.join(sizes)} is no budget; give a number above 0"
+        )
     general = {key: values.pop(key) for key in _GENERAL if key in values}
     return replace(RECIPES[name](**values), **general)
 

@@ -107,6 +107,8 @@ def test_a_recipe_resolves_to_itself():
         ("kivi:residual=-32", ["residual=-32"]),
         ("snapkv:tokens=64,fraction=0.5", ["'snapkv': tokens=64 and fraction=0.5 are two sizes"]),
         ("evict:fraction=0.5,tokens=64", ["'evict': tokens=64 and fraction=0.5 are two sizes"]),
+        ("small:fraction=0", ["'small': fraction=0 is no budget"]),
+        ("h2o:tokens=0", ["'h2o': tokens=0 is no budget"]),
         ("evict:score=expected,epsilon=nan", ["epsilon=nan must be a finite number"]),
         ("h2o:recent=-inf", ["recent=-inf must be a finite number"]),
         (
@@ -114,7 +116,7 @@ def test_a_recipe_resolves_to_itself():
             ["budget of a fraction is 128 tokens", "sinks=128 would fill; use fewer sinks"],
         ),
         ("evict:score=reconstruction", ["'reconstruction' repeats the first prompt, and no later"]),
-        ("window:tokens=0", ["tokens=0", "1 or more"]),
+        ("window:tokens=0", ["tokens=0", "above 0"]),
         ("streaming:tokens=4", ["a budget of 4 tokens leaves nothing", "use 5 or more"]),
         ("evict:when=limit", ["limit=None with when='limit'", "give a limit"]),
         ("evict:limit=80,tokens=40", ["limit=80 with when='step'", 'with when="limit"']),

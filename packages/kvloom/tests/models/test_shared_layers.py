@@ -48,6 +48,18 @@ def test_a_prompt_attends_exactly_in_every_layer(model, recipe):
     assert len(stored(cache)) == 2
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_steps_within_inference_mode(model, recipe):
+    batch, logits = zoo.batch(1, 40, (0,)), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        cache = kvloom.Cache(model, recipe)
+        with mode():
+            for ids in batch["input_ids"].split([37, 1, 1, 1], dim=1):
+                out = model(ids, past_key_values=cache).logits
+        logits.append(out)
+    assert torch.equal(*logits)
+
+
 def test_bytes_are_counted_once(model):
     batch = zoo.batch(1, 40, (0,))
     cache = kvloom.Cache(model, "full")

@@ -142,6 +142,7 @@ class RoutedCache(transformers.Cache):
             for layer in self.compressed:
                 layer.cache.forget_undo()
 
+    @outside_inference_mode
     def finish_shared(self) -> None:
         """Store the step's tokens in layers that others share, once all have attended to them."""
         for layer in self.full_layers:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CalibrationError, IncompatibleRecipe, UnsupportedModel
 from ..positions.rope import Rope
+from ..recipe.geometry import Geometry
 from ..recipe.spec import Recipe
 from ..store import LayerFacts
 from ..store.calibration import Calibration, of_heads
@@ -39,9 +40,10 @@ def load_layer_facts(model: PreTrainedModel, recipe: Recipe) -> list[LayerFacts]
     recipe that was tuned for another model.
     """
     check_tuned(model, recipe)
-    layer_indices = compat.geometry(model).layer_indices
+    geometry = compat.geometry(model)
+    places = geometry.layer_indices
     try:
-        return [_layer_facts(model, recipe.for_layer(n, layer_indices), n) for n in layer_indices]
+        return [_layer_facts(model, geometry, recipe.for_layer(n, places), n) for n in places]
     except CalibrationError as error:
         raise IncompatibleRecipe(recipe.name, [str(error)]) from error
 
@@ -157,9 +159,11 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> Rop
         ) from error
 
 
-def _layer_facts(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> LayerFacts:
+def _layer_facts(
+    model: PreTrainedModel, geometry: Geometry, recipe: Recipe, layer_index: int
+) -> LayerFacts:
     """Return what one layer's formats need, given its plain recipe; read once per model."""
-    store, geometry = recipe.store, compat.geometry(model)
+    store = recipe.store
     shape: dict[str, Any] = {
         "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
     }  # fmt: skip

@@ -50,7 +50,8 @@ def _tried(module: Any) -> Rope | None:
     with torch.device("cpu"):
         rope = Rope(module._compute_inv_freq(module.base).float(), not module.is_neox_style)
         angles = module._compute_cos_sin_cache().float()
-    raw = torch.randn(1, module.head_size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randn(1, module.head_size, generator=generator, dtype=torch.float32)
 
     def at(position: int) -> Tensor:
         where = torch.tensor([position])

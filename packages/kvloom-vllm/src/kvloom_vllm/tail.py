@@ -82,7 +82,7 @@ class TailLayer(torch.nn.Module, AttentionLayerBase):
         )
         layers[self.prefix] = self
         self.heads, self.head_dim, self.dtype = heads, head_dim, dtype
-        self._memory = torch.tensor([])
+        self._memory = torch.empty(0, dtype=dtype)
 
     @property
     def kv_cache(self) -> torch.Tensor:

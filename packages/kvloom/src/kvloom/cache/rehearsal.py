@@ -47,7 +47,7 @@ def rehearse(layers: Iterable[Rehearsal], prompt: bool = False) -> None:
         )
         scale, d = spec.head_dim**-0.5, spec.head_dim
         q, k, v = (
-            torch.randn(1, heads, tokens, width).to(spec.dtype)
+            torch.randn(1, heads, tokens, width, dtype=torch.float32).to(spec.dtype)
             for heads, tokens, width in (
                 (spec.q_heads, _QUERIES, d),
                 (spec.kv_heads, _TOKENS, d),

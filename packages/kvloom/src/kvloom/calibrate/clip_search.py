@@ -250,7 +250,7 @@ def _minimize(
     start: indices and errors to improve on.
     """
     best, least = start or (
-        torch.zeros(count).long(),
+        torch.zeros(count, dtype=torch.long),
         torch.full((count,), torch.inf, dtype=torch.float32),
     )
     for i in range(0, len(GRID), _COARSE):

@@ -148,8 +148,9 @@ class PartialKeyFinder(TopKFinder):
         gram = sum(x.mT @ x for x in _doubles(queries))
         assert isinstance(gram, Tensor)
         rotation = torch.linalg.eigh(gram).eigenvectors.flip(-1)
+        identity = torch.eye(d, dtype=rotation.dtype, device=rotation.device)
         rows = nonpadding_queries.sum(dim=-1) * (q.shape[1] // hk)  # [B, 1]
-        rotation = torch.where((rows < d)[..., None, None], torch.eye(d).to(rotation), rotation)
+        rotation = torch.where((rows < d)[..., None, None], identity, rotation)
         mass = sum(
             (x @ rotation).abs().sum(dim=2) for part in (queries, keys) for x in _doubles(part)
         )

@@ -61,7 +61,7 @@ def _random_encoding(fmt: Format | None, heads: int, head_dim: int) -> LayerEnco
         order = torch.randperm(group_of.numel(), generator=generator)
         group_of = group_of.reshape(-1)[order].view(size)
     elif fmt.reorder:
-        order = torch.randn(size, generator=generator).argsort(dim=-1)
+        order = torch.randn(size, generator=generator, dtype=torch.float32).argsort(dim=-1)
         group_of = group_of.gather(-1, order)
     groups = int(group_of.max()) + 1
     clip = None

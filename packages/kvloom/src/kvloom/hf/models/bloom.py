@@ -46,4 +46,5 @@ def attend(
 @lru_cache
 def _slopes(heads: int, device: torch.device) -> Tensor:
     """The bias of token 1: fp32 [Hq]."""
-    return build_alibi_tensor(torch.ones(1, 2, device=device), heads, torch.float32)[:, 0, 1]
+    mask = torch.ones(1, 2, dtype=torch.long, device=device)
+    return build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]

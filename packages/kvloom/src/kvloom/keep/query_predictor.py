@@ -14,7 +14,7 @@ from torch import Tensor
 from ..positions.rope import Rope
 
 _UNSURE = 8  # first examples: the model does not know yet that it repeats
-_AT_ONCE = 2048  # tokens whose queries are predicted together
+_AT_ONCE = 512  # tokens whose queries are predicted together, so that they stay in the caches
 
 
 class Examples(NamedTuple):

@@ -1,10 +1,14 @@
-"""Peers' own code on samples of the published evidence: kvpress, and transformers' QuantizedCache.
+"""Peers' own code on samples of the published evidence.
+
+These are kvpress, transformers' QuantizedCache and llama.cpp.
 
     pip install --no-deps kvpress optimum-quanto hqq    # and the packages that they import
+    pip install llama-cpp-python gguf
     python benchmarks/peers_evidence.py --contexts 6    # an hour on one core; it can be resumed
 
-Plain transformers reads each context with a press of kvpress, or into a QuantizedCache. The tasks
-of the evaluator then ask, decode and score as they do with kvloom's recipes. The samples are those
+Plain transformers reads each context with a press of kvpress, or into a QuantizedCache; llama.cpp
+reads it with the same weights in bf16, and K and V in the format named. The tasks of the evaluator
+then ask, decode and score as they do with kvloom's recipes. The samples are those
 of a published run, whose answers the peers' are paired with: the hash of all texts must be the
 same. DynamicCache is what peers are without compression; `full` is kvloom's own attention.
 
@@ -28,6 +32,7 @@ import copy
 import json
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -49,7 +54,10 @@ from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Batch, Run, Source
 from kvloom_lab.eval.summary import paired_difference, summarize
 from kvloom_lab.eval.tasks import task_named
-from kvloom_lab.workload.passes import ForwardRequest, Measurement, Result
+from kvloom_lab.workload.passes import Measurement, Result
+
+sys.path.append(str(HERE / "peers"))
+from llama_cpp_cache import LlamaCache, LlamaModel
 
 RUN = "smollm2-2k-mixed"
 SPEC, TASK = "niah:multikey", task_named("niah:multikey")
@@ -74,10 +82,12 @@ QUANTIZED = {
     for bits in (4, 2)
     for backend, axis in (("quanto", 0), ("hqq", 1))
 }  # fmt: skip
-PEERS = (EXACT, *PRESSES, *QUANTIZED)
-KVLOOM = "full", "balanced", "small", "small-kvzip"
+LLAMA = {f"llama.cpp {kind}": kind for kind in ("f16", "q8_0", "q4_0")}
+PEERS = (EXACT, *PRESSES, *QUANTIZED, *LLAMA)
+KVLOOM = "full", "near-lossless", "balanced", "small", "small-kvzip"
 BESIDE = {  # the recipe that peers with this ending are paired with
     EXACT: "full", "1/4": "balanced", "4 bits": "balanced", "1/7": "small", "2 bits": "small",
+    "f16": "full", "q8_0": "full", "q4_0": "near-lossless",
 }  # fmt: skip
 Mask = tuple[Tensor, Tensor, Tensor]
 
@@ -99,6 +109,17 @@ class PeerCache:
         cache = copy.copy(self.cache)
         cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         return replace(self, cache=cache)
+
+    def logits(self, model: PreTrainedModel, ids: Tensor) -> Tensor:
+        """Append tokens at their positions in the text; return the logits of the last, [B, V]."""
+        for layer, mask in zip(model.model.layers, self.masks, strict=True):
+            layer.self_attn.masked_key_indices = mask
+        positions = torch.arange(self.tokens, self.tokens + ids.shape[1]).expand(ids.shape)
+        self.tokens += ids.shape[1]
+        output = model(
+            input_ids=ids, past_key_values=self.cache, position_ids=positions, logits_to_keep=1
+        )
+        return output.logits[:, -1]
 
     def batch_repeat_interleave(self, rows: int) -> None:
         """Repeat the only row."""
@@ -147,25 +168,12 @@ def read(model: PreTrainedModel, name: str, ids: Tensor) -> PeerCache:
     return PeerCache(cache, tokens, masks)
 
 
-def logits(model: PreTrainedModel, request: ForwardRequest) -> Tensor:
-    """Append tokens to a peer's cache at their positions in the text; return logits [B, V]."""
-    ids, cache = request.ids, request.cache
-    for layer, mask in zip(model.model.layers, cache.masks, strict=True):
-        layer.self_attn.masked_key_indices = mask
-    positions = torch.arange(cache.tokens, cache.tokens + ids.shape[1]).expand(ids.shape)
-    cache.tokens += ids.shape[1]
-    output = model(
-        input_ids=ids, past_key_values=cache.cache, position_ids=positions, logits_to_keep=1
-    )
-    return output.logits[:, -1]
-
-
 def finish(model: PreTrainedModel, measurement: Measurement[Result]) -> Result:
     """Run the forward passes that a measurement requests; return what it returns."""
     try:
         request = next(measurement)
         while True:
-            request = measurement.send(logits(model, request))
+            request = measurement.send(request.cache.logits(model, request.ids))
     except StopIteration as end:
         return end.value
 
@@ -176,6 +184,7 @@ class Peers:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.lab, self.folder = Lab(RUN), ResultFolder(folder)
+        self.llama = LlamaModel(Path(self.lab.model.config._name_or_path))
         files = sorted(record.RESULTS.glob(f"*/evidence_{RUN}.json"))
         self.texts = json.loads(files[0].read_text())["protocol"]["texts"][SPEC]
 
@@ -188,12 +197,12 @@ class Peers:
             sys.exit(f"{SPEC}: the texts are not those of the published run {RUN}")
         return source, batches
 
-    def measure(self, contexts: int) -> None:
-        """Ask the peers about the needles of some contexts, ten in each."""
+    def measure(self, contexts: int, names: Sequence[str]) -> None:
+        """Ask peers about the needles of some contexts, ten in each."""
         source, batches = self.samples()
         for batch in batches[:contexts]:
             finished = self.folder.outcomes(TASK.name)
-            for name in PEERS:
+            for name in names:
                 if (batch.samples[0].name, name) not in finished:
                     begun = time.perf_counter()
                     self.folder.append(TASK.name, self.lines(source, batch, name))
@@ -203,8 +212,12 @@ class Peers:
     @torch.inference_mode()
     def lines(self, source: Source, batch: Batch, name: str) -> list[dict[str, Any]]:
         """Return the lines of a peer on one context."""
-        cache = read(self.lab.model, name, batch.ids)
-        if name in QUANTIZED:  # its rows cannot be repeated
+        cache: Any
+        if name in LLAMA:
+            cache = LlamaCache(self.llama, LLAMA[name], batch.ids)
+        else:
+            cache = read(self.lab.model, name, batch.ids)
+        if name in QUANTIZED or name in LLAMA:  # its rows cannot be repeated
             source = replace(source, batch=1)
         run = Run(self.lab.model, source, cache, batch, None)
         outcomes, _ = finish(self.lab.model, TASK.measure(run))
@@ -230,14 +243,15 @@ class Peers:
         ]
         figures = figures_of([*others, *own])
         print(peers(figures))
-        packages = {name: version(name) for name in ("kvpress", "optimum-quanto", "hqq")}
+        installed = "kvpress", "optimum-quanto", "hqq", "llama_cpp_python"
+        packages = {name: version(name) for name in installed}
         result = {
             "environment": record.environment(dtype=DTYPE, **packages),
             "protocol": {
                 "run": RUN,
                 "texts": {SPEC: self.texts},
                 "presses": {name: repr(press) for name, press in PRESSES.items()},
-                "caches": QUANTIZED,
+                "caches": {**QUANTIZED, **LLAMA},
             },
             "figures": figures,
         }
@@ -269,6 +283,7 @@ def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, default=28, help="of ten needles each")
+    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--folder", type=Path, default=HERE / "out" / "peers")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -277,7 +292,7 @@ def main() -> None:
     plain.chat_template = None
     try:
         with mock.patch.object(AutoTokenizer, "from_pretrained", return_value=plain):  # for KVzip
-            measured.measure(options.contexts)
+            measured.measure(options.contexts, options.peers.split(","))
     finally:
         measured.publish()
 

@@ -312,7 +312,7 @@ def test_new_embeddings_alone_are_refused(model):
     cache = kvloom.Cache(model, KIVI)
     model(input_ids=ids, past_key_values=cache)
     new = model.get_input_embeddings()(ids[:, :5])
-    with pytest.raises(CacheMisuse, match="holds 61 tokens .* given 5 in all"):
+    with pytest.raises(CacheMisuse, match=r"holds 61 tokens .* given 5 in all"):
         model.generate(inputs_embeds=new, max_new_tokens=3, past_key_values=cache)
 
 
@@ -339,9 +339,9 @@ def test_gradient_checkpointing_stores_no_tokens(model):
 
 def test_autocast_is_named(model):
     ids, cache = zoo.batch(rows=1, padding=(0,))["input_ids"], kvloom.Cache(model, KIVI)
-    with pytest.raises(CacheMisuse, match="float32 and values in .*16, as under torch.autocast"):
-        with torch.autocast("cpu", torch.bfloat16):
-            model(input_ids=ids, past_key_values=cache)
+    refused = pytest.raises(CacheMisuse, match=r"values in torch.bfloat16, as under torch.autocast")
+    with refused, torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, past_key_values=cache)
 
 
 def test_a_4d_mask(model):

@@ -25,7 +25,6 @@ from .forward import RoutedForward, nothing_new
 from .implementation import restore_stock
 from .routed_cache import RoutedCache
 
-
 _WHOLE = "attention_mask", "position_ids"
 """Arguments of `generate()` that are as long as the whole sequence."""
 

@@ -220,6 +220,19 @@ def test_a_step_that_fails_is_undone(model, recipe, tokens):
 
 
 @pytest.mark.rare
+def test_an_error_between_storing_and_attention_keeps_its_name(model):
+    cache = filled(model, "near-lossless:group=16,residual=16")
+
+    def fail(*_):
+        raise ValueError("my adapter failed")
+
+    hook = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(fail)
+    with pytest.raises(ValueError, match="my adapter failed"):
+        model(torch.tensor([[5]]), past_key_values=cache)
+    hook.remove()
+    assert cache.get_seq_length() == 61
+
+
 def test_rows_of_a_batch_move(model):
     cache = kvloom.Cache(model, "kivi:group=16,residual=16")
     model(**zoo.batch(), past_key_values=cache)

@@ -344,6 +344,19 @@ def test_autocast_is_named(model):
         model(input_ids=ids, past_key_values=cache)
 
 
+@pytest.mark.parametrize("recipe", ["full", KIVI])
+def test_backward_to_stored_tokens_is_refused(model, recipe):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, recipe)
+    model(ids[:, :40], past_key_values=cache).logits.sum().backward()  # of one call
+    with pytest.raises(CacheMisuse, match="stores tokens without gradients"):
+        model(ids[:, 40:], past_key_values=cache).logits.sum().backward()
+    cache = kvloom.Cache(model, recipe)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+    model(ids[:, 40:], past_key_values=cache).logits.sum().backward()
+
+
 def test_a_4d_mask(model):
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
     kvloom.attach(model, KIVI)

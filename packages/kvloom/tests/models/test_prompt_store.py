@@ -142,7 +142,7 @@ def test_by_hand(tmp_path):
     with torch.no_grad():
         outs = [model(ids[None, 128:], past_key_values=x).logits for x in (cache, again)]
     assert equal(*[[x] for x in outs])
-    for wrong in (ids[:64], ids, ids[:0], ids[:128].reshape(2, 64), ids.float()):
+    for wrong in (ids[:64], ids, ids[:0], ids[:128].reshape(2, 64), ids.float(), ids.tolist()):
         with pytest.raises(CacheMisuse):
             store.put(again, wrong)
     two = kvloom.Cache(model, PACKED)
@@ -153,6 +153,54 @@ def test_by_hand(tmp_path):
     for options in ({"max_bytes": "20 apples"}, {"max_age": "old"}, {"max_bytes": 0}):
         with pytest.raises(InputError):
             kvloom.PromptStore(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda model, ids: {"input_ids": ids.flip(1)}, "the cache has read other token ids"),
+        (
+            lambda model, ids: {"input_ids": ids, "attention_mask": (ids * 0 + 1).index_fill(
+                1, torch.arange(3), 0
+            )},
+            "its prompt had padding",
+        ),
+        (
+            lambda model, ids: {"input_ids": ids, "position_ids": torch.arange(1, 129)[None]},
+            "its prompt had positions of its own",
+        ),
+        (
+            lambda model, ids: {"inputs_embeds": model.get_input_embeddings()(ids)},
+            r"its prompt had other inputs \(inputs_embeds\)",
+        ),
+    ],
+)  # fmt: skip
+def test_put_refuses_a_cache_of_another_prompt(tmp_path, change, says):
+    model, ids = zoo.build("llama-gqa"), prompt(150)[:, :128]
+    store = kvloom.PromptStore(tmp_path)
+    cache = kvloom.Cache(model, PACKED)
+    with torch.no_grad():
+        model(**change(model, ids), past_key_values=cache)
+    with pytest.raises(CacheMisuse, match=says):
+        store.put(cache, ids)
+
+
+def test_put_knows_the_ids_of_all_calls(tmp_path):
+    model, ids = zoo.build("llama-gqa"), prompt(150)[:, :128]
+    for cuts in ([127, 1], [1, 1, 126], [64, 64]):
+        store = kvloom.PromptStore(tmp_path / str(cuts))
+        cache, other = kvloom.Cache(model, PACKED), kvloom.Cache(model, PACKED)
+        with torch.no_grad():
+            for part in ids.split(cuts, dim=1):
+                model(part, past_key_values=cache)
+            for part in ids.flip(1).split(cuts, dim=1):
+                model(part, past_key_values=other)
+        with pytest.raises(CacheMisuse, match="other token ids"):
+            store.put(other, ids)
+        store.put(copy.deepcopy(cache), ids)
+        again, _ = store.longest(model, PACKED, torch.cat([ids, ids], dim=1))
+        with pytest.raises(CacheMisuse, match="other token ids"):
+            store.put(again, ids.flip(1))
 
 
 def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):

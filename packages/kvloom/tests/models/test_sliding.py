@@ -194,3 +194,18 @@ def test_windows_that_cannot_be_packed_are_refused(model, says):
     with pytest.raises(IncompatibleRecipe, match=says):
         kvloom.Cache(model, TWO_BITS)
     kvloom.Cache(model, TWO_BITS.replace("packed", "exact"))
+
+
+def test_windows_of_transformers_are_not_views_of_the_prompt():
+    model, ids = build("gemma3"), tokens(1, 500)
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        plain = model(ids, use_cache=True).past_key_values
+        model(ids, past_key_values=cache)
+        stored = [x for layer in cache.stock_layers for x in (layer.keys, layer.values)]
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in stored)
+        assert cache.nbytes == cache.full_nbytes
+        cache.crop(0)
+        new = tokens(1, 3, seed=1)
+        want = model(new, past_key_values=plain).logits
+        torch.testing.assert_close(model(new, past_key_values=cache).logits, want)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
-from . import attention, compat, examples, repetition
+from . import attention, compat, examples, repetition, stock
 from .freed import return_freed
 from .implementation import use_kvloom
 from .routed_cache import RoutedCache
@@ -84,7 +84,11 @@ class RoutedForward:
                 out = self._run(kwargs)
             if repeated is not None:
                 repeated.run()
-        return_freed(cache.get_seq_length() - seen)
+        tokens = cache.get_seq_length() - seen
+        cache.token_hash = cache.token_hash.after(kwargs, seen, tokens)
+        if tokens > 1:
+            stock.release(cache.stock_layers)
+        return_freed(tokens)
         return out
 
     def _run(self, kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ Decides what a step is, what its failure undoes, and which calls it refuses. Kno
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from . import compat, stock
 from .guard import Guard, ModelRef, outside_inference_mode
 from .hybrid import compressed_part, stock_part, with_compressed
 from .routed_layer import RoutedLayer, removed_tokens
+from .token_hash import TokenHash
 
 
 class RoutedCache(transformers.Cache):
@@ -49,6 +50,7 @@ class RoutedCache(transformers.Cache):
         self.guard = Guard()
         self.fingerprint = fingerprint  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
+        self.token_hash = TokenHash.empty()
 
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""
@@ -238,7 +240,7 @@ class RoutedCache(transformers.Cache):
             layer.cache.check_crop(tokens)
         for layer in self.stock_layers:
             stock.check_crop(layer, tokens, seen)
-        self._change("crop", tokens_to_remove)
+        self._change("crop", tokens_to_remove, self.stock_layers if tokens else ())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
@@ -255,18 +257,25 @@ class RoutedCache(transformers.Cache):
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
         self.guard.unusable = ""
+        self.token_hash = TokenHash.empty()
         with self.guard.change("reset"):
             for layer in self.stock_layers:
                 stock.reset(layer)
             for compressed in self.compressed:
                 compressed.reset()
 
-    def _change(self, method: str, argument: Any) -> None:
-        """Call a method of every layer, of transformers' own first: these can be restored."""
-        restore_stock = stock.remember(self.stock_layers)
+    def _change(
+        self, method: str, argument: Any, stock_layers: Sequence[Any] | None = None
+    ) -> None:
+        """Call a method of every layer, of transformers' own first: these can be restored.
+
+        stock_layers: those of transformers' layers that change; None: all.
+        """
+        stock_layers = self.stock_layers if stock_layers is None else stock_layers
+        restore_stock = stock.remember(stock_layers)
         with self.guard.change(method):
             try:
-                for layer in self.stock_layers:
+                for layer in stock_layers:
                     stock.change(layer, method, argument)
             except Exception as error:
                 restore_stock()
@@ -280,9 +289,13 @@ class RoutedCache(transformers.Cache):
 
 
 def _says_all(error: BaseException) -> bool:
-    """Return whether an error has nothing to do with attention that did not reach kvloom."""
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return memory or not isinstance(error, Exception) or "tried to allocate" in str(error)
+    """Return whether an error has nothing to do with attention that did not reach kvloom.
+
+    Attention to the present tokens alone is of another size than the model expects.
+    """
+    sizes = isinstance(error, (KvloomError, RuntimeError, IndexError, AssertionError))
+    memory = isinstance(error, torch.OutOfMemoryError) or "tried to allocate" in str(error)
+    return memory or not sizes
 
 
 def _values(cache: LayerCache) -> int:

@@ -40,6 +40,8 @@ class RoutedLayer(CacheLayerMixin):
             sets it, `with_inputs_of_call` takes it.
         repeated: The tokens of the prompt, first and end, that this call repeats.
             `Repetition.score` sets and clears them.
+
+    `cuts_gradients` says whether gradients should reach stored tokens, and do not.
     """
 
     is_compileable = False
@@ -61,6 +63,7 @@ class RoutedLayer(CacheLayerMixin):
         self.ids: Tensor | None = None
         self.predictor: QueryPredictor | None = None
         self.repeated: tuple[int, int] | None = None
+        self.cuts_gradients = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -160,7 +163,11 @@ class RoutedLayer(CacheLayerMixin):
             step = self.with_inputs_of_call(step)
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
-        return run(step)
+        out = run(step)
+        if out.requires_grad and self.cuts_gradients:
+            out.register_hook(_refuse_gradient)
+        self.cuts_gradients |= step.k.requires_grad or step.v.requires_grad
+        return out
 
     def with_inputs_of_call(self, step: StepInputs) -> StepInputs:
         """Return a step with the token ids, the norms and the predictor of this call, if any."""
@@ -250,3 +257,11 @@ def on_one_device(step: StepInputs) -> StepInputs:
 def removed_tokens(tokens: int, seen: int) -> int:
     """Return how many tokens `crop` removes; before 5.17 a positive number is what stays."""
     return -tokens if tokens <= 0 else max(0, seen - tokens)
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    """Refuse `backward` through a step after tokens that were stored without their graph."""
+    raise CacheMisuse(
+        "a kvloom cache stores tokens without gradients, so those of earlier calls would lack "
+        "theirs; read the whole text in one call, or read the earlier tokens in torch.no_grad()"
+    )

@@ -143,12 +143,21 @@ def _copied_attributes(layer: Any) -> dict[str, Any]:
 def nbytes(layer: Any) -> int:
     """Return the bytes of a layer's keys, values, states and index."""
     tensors = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-    # after a prompt keys and values are views of all of it, until the next step
+    # before `release`, keys and values are views of a whole prompt
     return sum(
         x.untyped_storage().nbytes()
         for x in (*tensors, *_state_tensors(layer))
         if isinstance(x, Tensor)
     )
+
+
+def release(layers: Sequence[Any]) -> None:
+    """Free the part of a prompt that sliding windows will not read, and of which they are views."""
+    for layer in layers:
+        for name in ("keys", "values"):
+            x = getattr(layer, name, None)
+            if isinstance(x, Tensor) and x.untyped_storage().nbytes() > x.nbytes:
+                setattr(layer, name, x.clone())
 
 
 def state_nbytes(layer: Any) -> int:

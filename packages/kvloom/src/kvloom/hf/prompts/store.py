@@ -27,6 +27,7 @@ from .. import save
 from ..cache import Cache
 from ..guard import outside_inference_mode
 from ..routed_cache import RoutedCache
+from ..token_hash import TokenHash
 from .folder import Entry, PromptFolder, read_entry
 from .identity import BLOCK, chain, seed
 
@@ -128,12 +129,14 @@ class PromptStore:
         """Store a cache of whole blocks of 64 tokens, unless it is stored.
 
         Args:
-            cache: A cache of one row, which has read exactly these tokens.
+            cache: A cache of one row, which has read exactly these tokens with the model as it is.
             ids: Their token ids, [n] or [1, n].
 
         Raises:
             StoreError: It cannot be written, or is larger than the store; nothing is stored then.
-            CacheMisuse: The cache does not hold these tokens, or not whole blocks.
+            CacheMisuse: The cache does not hold these tokens, or not whole blocks. kvloom sees
+                which tokens calls of the model have read since the cache was new, not those of a
+                loaded or cropped cache.
         """
         row = _row(ids)
         tokens, likes = row.shape[1], [x.cache.like for x in cache.compressed]
@@ -144,6 +147,8 @@ class PromptStore:
             )
         if any(like is not None and len(like) != 1 for like in likes):
             raise CacheMisuse("put takes a cache of one row; give one prompt at a time")
+        if problem := cache.token_hash.problem(row):
+            raise CacheMisuse(f"put: {problem}; give a cache that has read these ids alone")
         chain = self.chain(cache, row)
         self.store(cache, chain[-1].hex(), row)
 
@@ -164,6 +169,7 @@ class PromptStore:
                 chain = chain[: blocks - 1]
                 continue
             self.index.touch(key)
+            cache.token_hash = TokenHash.of(ids[:, :tokens])
             return tokens
         return 0
 
@@ -321,10 +327,13 @@ class PromptStore:
 
 def _row(ids: Tensor) -> Tensor:
     """Return token ids as int64 [1, N]; raises `CacheMisuse` for anything else."""
-    row = ids[None] if ids.dim() == 1 else ids
-    if row.dim() != 2 or row.shape[0] != 1 or row.dtype != torch.int64:
-        raise CacheMisuse(
-            f"a prompt store takes token ids int64 [N] or [1, N], and was given "
-            f"{ids.dtype} {list(ids.shape)}; give one prompt without padding"
-        )
-    return row
+    if not isinstance(ids, Tensor):
+        given = f"a {type(ids).__name__}"
+    else:
+        row, given = ids[None] if ids.dim() == 1 else ids, f"{ids.dtype} {list(ids.shape)}"
+        if row.dim() == 2 and row.shape[0] == 1 and row.dtype == torch.int64:
+            return row
+    raise CacheMisuse(
+        f"a prompt store takes token ids int64 [N] or [1, N], and was given {given}; give one "
+        "prompt without padding"
+    )

@@ -100,7 +100,7 @@ def out_of_range(
     if not torch.isfinite(x).all():
         return NotFinite(f"{name}: NaN or infinity in {what}; check the model")
     has_larger = getattr(fmt, "meta", None) in ("fp16", "fp8")
-    remedy = 'use meta="bf16"' if has_larger else "use a format for larger numbers, or none"
+    remedy = 'use meta="bf16" (such as "kivi-4:meta=bf16")' if has_larger else "use recipe full"
     return NotFinite(f"{name}: |x| > {max_abs[side]:g} in {what}; {remedy}")
 
 

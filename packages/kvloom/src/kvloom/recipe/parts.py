@@ -120,6 +120,8 @@ class BudgetGroup(NamedTuple):
 class LayerOverride:
     """Whole parts of a recipe that are different in some layers; the parts not given stay.
 
+    Of several overrides of one layer, the last one counts.
+
     Attributes:
         where: A layer's index (3 or "3"), a range ("0-3", both ends included), "first 2" or "last
             2". Indices are the model's; "first" and "last" count the layers that kvloom caches.

@@ -179,7 +179,7 @@ def test_no_other_metadata_is_advised_where_a_format_has_none_that_holds_more(fm
     (k if side == "keys" else v)[0, 0, 3, 3] = large
     cache = LayerCache(Recipe(store=Store(**{side: fmt})))
     message = refuses(cache, NotFinite, lambda: attend(cache, q, k, v))
-    assert f"in {side}; use a format for larger numbers, or none" in message
+    assert f"in {side}; use recipe full" in message
 
 
 def test_the_largest_numbers_that_are_let_in_come_back_finite():

@@ -204,6 +204,8 @@ def test_windows_of_transformers_are_not_views_of_the_prompt():
         model(ids, past_key_values=cache)
         stored = [x for layer in cache.stock_layers for x in (layer.keys, layer.values)]
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in stored)
+        recipe, g = cache.recipe, cache.geometry
+        assert cache.nbytes == recipe.nbytes(500, g) + recipe.sliding_nbytes(500, g)
         assert cache.nbytes == cache.full_nbytes
         cache.crop(0)
         new = tokens(1, 3, seed=1)

@@ -300,7 +300,7 @@ def _says_all(error: BaseException) -> bool:
 
 def _values(cache: LayerCache) -> int:
     """Return the count of numbers in all keys and values that a layer has seen."""
-    tokens = cache.seen if cache.window is None else min(cache.seen, cache.window)
+    tokens = cache.seen if cache.window is None else min(cache.seen, cache.window - 1)
     return cache.token_numbers * tokens
 
 

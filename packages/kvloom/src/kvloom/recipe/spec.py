@@ -290,7 +290,7 @@ class Recipe:
             raise IncompatibleRecipe(self.name, problems)
 
     def nbytes(self, tokens: int, geometry: Geometry, batch: int = 1) -> int:
-        """Return the bytes of all layers right after a prompt of `tokens` tokens, without padding.
+        """Return the bytes of layers of full attention after a prompt of `tokens` unpadded tokens.
 
         A budget that layers divide by their scores is counted as if it were uniform.
         """
@@ -308,7 +308,7 @@ class Recipe:
     def window_nbytes(self, tokens: int, layer: SlidingLayer) -> int:
         """Return the bytes that one row has in one of these layers right after such a prompt."""
         if not self.packs_windows:
-            return min(tokens, layer.window) * layer.geometry.layer_token_nbytes()
+            return min(tokens, layer.window - 1) * layer.geometry.layer_token_nbytes()
         plain = self.in_windows
         before = plain.expired(tokens, layer.window, prompt=True)
         expired = plain.expired(tokens, layer.window) - before

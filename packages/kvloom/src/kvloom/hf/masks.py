@@ -101,6 +101,8 @@ def mask(
     model itself reads get what the model's own implementation makes; so do the calls of other
     threads, whose attention may find that implementation when this step has ended.
     """
+    if isinstance(attention_mask, RoutedMask) and not attention_mask.numel():
+        attention_mask = None  # an outer model has made a mask without padding
     make = ALL_MASK_ATTENTION_FUNCTIONS[stock_implementation(config)]
     make_stock = partial(
         make, *args, config=config, kv_length=kv_length, kv_offset=kv_offset,

@@ -263,5 +263,5 @@ def _refuse_gradient(gradient: Tensor) -> None:
     """Refuse `backward` through a step after tokens that were stored without their graph."""
     raise CacheMisuse(
         "a kvloom cache stores tokens without gradients, so those of earlier calls would lack "
-        "theirs; read the whole text in one call, or read the earlier tokens in torch.no_grad()"
+        "theirs; give the whole text in one call, or read earlier tokens in torch.no_grad()"
     )

@@ -31,7 +31,7 @@ def live_bytes() -> dict[int, int]:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of objects that only isinstance touches
-        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
     return {x.data_ptr(): x.nbytes() for x in storages if x.device.type == "cpu"}
 
@@ -52,4 +52,4 @@ def test_a_cache_holds_no_tensor_that_it_does_not_count(recipe):
             model(tokens, past_key_values=cache)
             live = live_bytes()
             held = sum(n for address, n in live.items() if address not in before)
-            assert held <= cache.nbytes + 3 * 1024  # 1 KiB of scratch in each layer
+            assert held <= cache.nbytes + 3 * 1024 + 8  # scratch of each layer, hash of ids

@@ -382,7 +382,7 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert report.compressed == (2,)
     assert "1 of 3 layers compressed (2)" in str(report)
     assert "not compressed: layers 0-1: its sliding window" in str(report)
-    in_windows = 2 * 24 * report.geometry.token_nbytes()
+    in_windows = 2 * 23 * report.geometry.token_nbytes()
     assert report.full_nbytes == 32768 * report.geometry.token_nbytes() + in_windows
     assert report.nbytes == report.recipe.nbytes(32768, report.geometry) + in_windows
     full = kvloom.attach(zoo.build("llama-gqa"), "kivi-4:group=16")

@@ -271,7 +271,7 @@ def test_what_cannot_be_repeated_is_refused():
         ("kvzip:instruction=a b", "must be token ids separated by spaces"),
         ("kvzip:chunk=0", "must be a whole number of tokens, 1 or more"),
         ("kvzip:store=h2o", "also selects tokens"),
-        ("kvzip:store=lzma", "is no name of a recipe; use one that packs"),
+        ("kvzip:store=lzma", "names no recipe; use one that packs"),
         ("evict:score=reconstruction", 'use when="prompt"'),
     ],
 )

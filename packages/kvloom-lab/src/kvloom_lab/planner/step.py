@@ -118,8 +118,8 @@ class CacheBytes:
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
 
-        A sliding layer of transformers holds the whole prompt until the end of that step, and layers
-        that wait for each other's scores hold it exact.
+        A sliding layer of transformers holds the whole prompt until that step ends, and layers that
+        wait for each other's scores hold it exact.
         """
         total = sum(kind.layers * kind.prefill_nbytes(tokens) for kind in self.windows)
         for kind in self.kinds:

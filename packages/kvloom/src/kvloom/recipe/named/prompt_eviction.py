@@ -320,7 +320,7 @@ def _stored_as(name: str, recipe: Recipe) -> Recipe:
 
     if name not in RECIPES:
         raise RecipeError(
-            f"store={name!r} is no name of a recipe; use one that packs, such as kivi-4"
+            f"store={name!r} names no recipe; use one that packs, such as kivi-4"
         )
     other = RECIPES[name]()
     if other.keep is not None or other.recall is not None or other.protect.outliers is not None:

@@ -319,9 +319,7 @@ def _stored_as(name: str, recipe: Recipe) -> Recipe:
     from . import RECIPES  # the registry has this recipe's function too
 
     if name not in RECIPES:
-        raise RecipeError(
-            f"store={name!r} names no recipe; use one that packs, such as kivi-4"
-        )
+        raise RecipeError(f"store={name!r} names no recipe; use one that packs, such as kivi-4")
     other = RECIPES[name]()
     if other.keep is not None or other.recall is not None or other.protect.outliers is not None:
         raise RecipeError(

@@ -131,13 +131,20 @@ def test_frequencies_that_change_are_kept_as_they_are_or_refused(kind):
     assert torch.equal(model.generate(**prompt, **settings), plain)
 
 
-def test_another_dtype_rounds_the_frequencies():
+@pytest.mark.parametrize("recipe", ["rotated:tokens=60", Recipe(store=Store(BEFORE_ROPE, None))])
+def test_another_dtype_rounds_the_frequencies(recipe):
     model = zoo.build("llama-gqa")
-    before = layer_ropes(model)[0].inv_freq
+    before = [layer_ropes(model)[0], *ropes_of_formats(model, recipe)]
     model.to(torch.bfloat16)
-    after = layer_ropes(model)[0].inv_freq
-    assert torch.equal(after, before.bfloat16().float())
-    assert not torch.equal(after, before)
+    after = [layer_ropes(model)[0], *ropes_of_formats(model, recipe)]
+    assert len(before) == len(after) == 4
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(other.inv_freq, one.inv_freq.bfloat16().float())
+        assert not torch.equal(other.inv_freq, one.inv_freq)
+
+
+def ropes_of_formats(model, recipe):
+    return [layer.cache.facts.rope for layer in kvloom.Cache(model, recipe).compressed]
 
 
 def test_keys_that_are_normalized_after_rotation_are_refused():

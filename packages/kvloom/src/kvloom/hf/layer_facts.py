@@ -42,8 +42,10 @@ def load_layer_facts(model: PreTrainedModel, recipe: Recipe) -> list[LayerFacts]
     check_tuned(model, recipe)
     geometry = compat.geometry(model)
     places = geometry.layer_indices
+    plain = {n: recipe.for_layer(n, places) for n in places}
     try:
-        return [_layer_facts(model, geometry, recipe.for_layer(n, places), n) for n in places]
+        ropes = _ropes(model, plain)
+        return [_layer_facts(model, geometry, plain[n], n, ropes.get(n)) for n in places]
     except CalibrationError as error:
         raise IncompatibleRecipe(recipe.name, [str(error)]) from error
 
@@ -144,11 +146,26 @@ def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
     return adapted
 
 
-def _score_rope(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> Rope | None:
-    """Return the rotary embedding of a layer, for a score; None if it has none."""
+def _ropes(model: PreTrainedModel, plain: dict[int, Recipe]) -> dict[int, Rope | None]:
+    """Return the rotary embedding of each layer whose score or format needs it, if it has one.
+
+    plain: the plain recipe of each layer, by its index in the model.
+    """
+    scored = {i: x for i, x in plain.items() if x.keep is not None and x.keep.needs_rope}
+    ropes: dict[int, Rope | None] = {}
+    if scored:
+        of_layers = _score_ropes(model, next(iter(scored.values())))
+        ropes = {i: rope for i, rope in zip(plain, of_layers, strict=True) if i in scored}
+    if any(x.store.pre_rope for x in plain.values()):
+        undoable = undoable_ropes(model)
+        ropes |= {i: undoable[i] for i, x in plain.items() if x.store.pre_rope}
+    return ropes
+
+
+def _score_ropes(model: PreTrainedModel, recipe: Recipe) -> tuple[Rope | None, ...]:
+    """Return the rotary embedding of each layer, for a score of `recipe`."""
     try:
-        ropes = rotary.layer_ropes(model)
-        return dict(zip(compat.geometry(model).layer_indices, ropes, strict=True))[layer_index]
+        return rotary.layer_ropes(model)
     except UnsupportedModel as error:
         raise IncompatibleRecipe(
             recipe.name,
@@ -160,34 +177,31 @@ def _score_rope(model: PreTrainedModel, recipe: Recipe, layer_index: int) -> Rop
 
 
 def _layer_facts(
-    model: PreTrainedModel, geometry: Geometry, recipe: Recipe, layer_index: int
+    model: PreTrainedModel, geometry: Geometry, recipe: Recipe, layer_index: int, rope: Rope | None
 ) -> LayerFacts:
-    """Return what one layer's formats need, given its plain recipe; read once per model."""
+    """Return what one layer's formats need, given its plain recipe; files are read once per model.
+
+    rope: what a score or a format needs; the model may have other frequencies later.
+    """
     store = recipe.store
     shape: dict[str, Any] = {
         "head": geometry.first_head, "value_dim": geometry.value_dim, "latent": geometry.latent,
     }  # fmt: skip
-    needs_rope = recipe.keep is not None and recipe.keep.needs_rope
-    if not store.calibrated and not store.pre_rope and not needs_rope:
-        return LayerFacts(**shape)
-    path = _path(model, recipe) if store.calibrated else None
-    stamp = None if path is None or not path.exists() else path.stat().st_mtime_ns
+    if not store.calibrated:
+        return LayerFacts(rope=rope, **shape)
+    path = _path(model, recipe)
+    stamp = path.stat().st_mtime_ns if path.exists() else None
 
-    def read() -> LayerFacts:
-        rope = _score_rope(model, recipe, layer_index) if needs_rope else None
-        if store.pre_rope:
-            rope = undoable_ropes(model)[layer_index]
-        sides = {}
-        if path is not None:
-            calibration = _read_once(model, (path, stamp), lambda: _calibration(model, path))
-            sides = {s: calibration.encoding(layer_index, s, f) for s, f in store.quantized.items()}
+    def read() -> dict[str, Any]:
+        calibration = _read_once(model, (path, stamp), lambda: _calibration(model, path))
+        sides = {s: calibration.encoding(layer_index, s, f) for s, f in store.quantized.items()}
         if geometry.ranks > 1:
             heads = geometry.first_head, geometry.kv_heads
             sides = {s: None if x is None else of_heads(x, s, *heads) for s, x in sides.items()}
-        return LayerFacts(sides.get("keys"), sides.get("values"), rope, **shape)
+        return sides
 
-    facts: LayerFacts = _read_once(model, (store, path, stamp, layer_index, needs_rope), read)
-    return facts
+    sides: dict[str, Any] = _read_once(model, (store, path, stamp, layer_index), read)
+    return LayerFacts(sides.get("keys"), sides.get("values"), rope, **shape)
 
 
 def _read_once(model: PreTrainedModel, key: tuple, read: Callable[[], Any]) -> Any:

@@ -216,6 +216,7 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
+        self.cuts_gradients = False
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     def roll_back(self) -> None:

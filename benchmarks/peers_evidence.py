@@ -217,10 +217,12 @@ class Peers:
             cache = LlamaCache(self.llama, LLAMA[name], batch.ids)
         else:
             cache = read(self.lab.model, name, batch.ids)
-        if name in QUANTIZED or name in LLAMA:  # its rows cannot be repeated
+        if name not in (EXACT, *PRESSES):  # its rows cannot be repeated
             source = replace(source, batch=1)
         run = Run(self.lab.model, source, cache, batch, None)
         outcomes, _ = finish(self.lab.model, TASK.measure(run))
+        if name in LLAMA:
+            cache.close()
         return [
             {
                 "task": TASK.name, "sample": sample.name, "recipe": name,

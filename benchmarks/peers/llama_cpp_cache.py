@@ -14,13 +14,11 @@ from typing import Any
 import llama_cpp as ll
 import llama_cpp_steps as steps
 import torch
-from llama_cpp_throughput import CELLS, Sequences, shape_of, write_model
+from llama_cpp_throughput import BYTES_OF_32, CELLS, Sequences, shape_of, write_model
 from torch import Tensor
 
 from kvloom.recipe import resolve
 
-BYTES_OF_32 = {"f16": 64, "q8_0": 34, "q4_0": 18}
-"""Bytes of 32 values of a cache."""
 CHUNK = 1024  # tokens of a batch
 QUESTION = 256  # cells beside the context
 

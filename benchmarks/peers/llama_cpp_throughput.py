@@ -24,7 +24,7 @@ import llama_cpp_steps as steps
 import numpy as np
 from safetensors.numpy import load_file
 
-BYTES_OF_32 = {"f16": 64, "q4_0": 18}
+BYTES_OF_32 = {"f16": 64, "q8_0": 34, "q4_0": 18}
 """Bytes of 32 values of a cache."""
 CELLS = 256
 """llama.cpp rounds the cells of a sequence up to a multiple of this."""

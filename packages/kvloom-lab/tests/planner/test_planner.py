@@ -29,7 +29,7 @@ RECIPE_SPECS = (
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_real_cache_has_the_planned_bytes(name, monkeypatch):
     model, found = built(name), facts(name)
-    if name == "paligemma":  # whose sdpa shows text later tokens
+    if name == "paligemma":  # under sdpa, its text attends to later tokens
         model.set_attn_implementation("eager")
     release, before = stock.release, []
 

@@ -297,6 +297,7 @@ def measure(run: str, specs: Sequence[str], names: Sequence[str] | None, folder:
         texts, every, model=lab.plan.model, context=lab.plan.context, seed=lab.plan.seed,
         refused=refused, **record.environment(dtype=DTYPE),
     )  # fmt: skip
+    published_before(run, frozen)  # exits where it could not be published beside it
     protocol.freeze(frozen, folder / run)
     evaluation = lab.evaluation(folder / run)
     if any(store.calibrated for recipe in every for store in recipe.stores):
@@ -352,7 +353,11 @@ def publish(
         if kind := sample.fields.get("kind"):
             by_kind.setdefault(kind, []).append(line)
         raw = {name: line[name] for name in RAW if name in line}
-        published_lines[KEY(line)] = {**raw, "text": protocol.text_sha256(sample)}
+        published_lines[KEY(line)] = {
+            **raw,
+            "text": protocol.text_sha256(sample),
+            "commit": line.get("commit", frozen["commit"]),
+        }
     rows = [
         {"kind": kind, **asdict(row)} for kind, some in by_kind.items() for row in summarize(some)
     ]
@@ -361,7 +366,7 @@ def publish(
         tables.append(table_by_kind(rows))
     print("\n\n".join(tables))
     of_recipe = {(row["task"], row["recipe"]) for row in figures}
-    same = unchanged(before, frozen)
+    gone = redefined(before, frozen)
     result = {
         "environment": record.environment(dtype=DTYPE),
         "protocol": frozen,
@@ -370,7 +375,7 @@ def publish(
             *(
                 x
                 for x in before.get("figures", [])
-                if x["recipe"] in same and (x["task"], x["recipe"]) not in of_recipe
+                if x["recipe"] not in gone and (x["task"], x["recipe"]) not in of_recipe
             ),
             *figures,
         ],
@@ -463,15 +468,23 @@ def main() -> None:
         measure(run, tasks, names, options.folder)
 
 
-def published_before(run: str, frozen: dict[str, Any]) -> dict[str, Any]:
-    """Return this machine's published result of a run; {} where its samples or versions differ."""
+def published_before(run: str, frozen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this machine's published result of a run; {} without one.
+
+    Raises `SystemExit` where it has other samples, versions or threads.
+    """
     path = record.results() / f"evidence_{run}.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    conditions, former = (
-        {name: x for name, x in each.items() if name not in ("commit", "clean", "recipes")}
-        for each in (frozen, before.get("protocol", frozen))
-    )
-    return before if former == conditions else {}
+    if not path.exists():
+        return {}
+    before = json.loads(path.read_text())
+    former = before["protocol"]
+    names = {*former, *frozen} - {"commit", "clean", "recipes"}
+    if other := sorted(name for name in names if former.get(name) != frozen.get(name)):
+        sys.exit(
+            f"{path} was measured with other {', '.join(other)}: run it as its protocol says, or "
+            "remove it and its samples to measure all recipes again"
+        )
+    return before
 
 
 def earlier_protocols(before: dict[str, Any], frozen: dict[str, Any]) -> list[dict[str, Any]]:
@@ -489,34 +502,52 @@ def earlier_protocols(before: dict[str, Any], frozen: dict[str, Any]) -> list[di
 def earlier_lines(
     run: str, before: dict[str, Any], frozen: dict[str, Any], lines: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the published lines of recipes that have not changed since.
+    """Return the published lines, without those of a recipe that is another one now.
 
-    Raises `SystemExit` where a sample that was measured again, as of `full`, has another answer:
-    the earlier figures then count no more.
+    That is a recipe with another definition, and one that answered a sample of the task otherwise.
+    Raises `SystemExit` where that is `full`: then the machine differs.
     """
-    if "protocol" not in before:
+    if not before:
         return []
-    same = unchanged(before, frozen)
     published = read_samples(record.results() / f"evidence_{run}.samples.jsonl.gz")
-    published = [line for line in published if line["recipe"] in same]
     now = {KEY(line): line for line in lines}
-    for line in published:
-        if not equal_answers(now.get(KEY(line), line), line):
+    other = {
+        (line["task"], line["recipe"]): line["sample"]
+        for line in published
+        if not equal_answers(now.get(KEY(line), line), line)
+    }
+    for (task, recipe), sample in other.items():
+        if recipe.startswith("full"):
             sys.exit(
-                f"{line['recipe']} gave {line['sample']} of {line['task']} another answer than is "
-                f"published: measure all recipes of {run} again, without its published result"
+                f"{recipe} gave {sample} of {task} another answer than is published: measure all "
+                f"recipes of {run} again, without its published result"
             )
-    return published
+        print(f"{recipe} answers {sample} of {task} otherwise: its earlier samples of {task} go")
+    gone = redefined(before, frozen)
+    commits = {
+        name: each["commit"]
+        for each in earlier_protocols(before, {"recipes": {}})
+        for name in each["recipes"]
+    }
+    return [
+        {"commit": commits[line["recipe"]], **line}
+        for line in published
+        if line["recipe"] not in gone and (line["task"], line["recipe"]) not in other
+    ]
 
 
-def unchanged(before: dict[str, Any], frozen: dict[str, Any]) -> set[str]:
-    """Return the names of published recipes that have not changed since."""
-    if "protocol" not in before:
+def redefined(before: dict[str, Any], frozen: dict[str, Any]) -> set[str]:
+    """Return the names of published recipes that have another definition in `frozen`."""
+    if not before:
         return set()
-    former = {name: x for each in earlier_protocols(before, {"recipes": {}})
-              for name, x in each["recipes"].items()}  # fmt: skip
-    recipes = {**former, **frozen["recipes"]}
-    return {name for name, x in former.items() if recipes[name] == x}
+    former = {
+        name: recipe
+        for each in earlier_protocols(before, {"recipes": {}})
+        for name, recipe in each["recipes"].items()
+    }
+    return {
+        name for name, recipe in frozen["recipes"].items() if former.get(name, recipe) != recipe
+    }
 
 
 if __name__ == "__main__":

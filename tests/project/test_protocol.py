@@ -73,15 +73,24 @@ def test_what_was_published_of_other_recipes_stays(published):
     before = evidence.published_before("run", frozen)
     lines = [line("full", "full"), line("tiny", "other"), line("small", "small")]
     stay = evidence.earlier_lines("run", before, frozen, lines)
-    assert [x["recipe"] for x in stay] == ["full", "kivi"]
+    assert [(x["recipe"], x["commit"]) for x in stay] == [("full", "1"), ("kivi", "1")]
     (earlier,) = evidence.earlier_protocols(before, frozen)
     assert earlier == {**former, "recipes": {"kivi": "kivi as it was"}}
-    with pytest.raises(SystemExit, match="full gave a of niah another answer than is published"):
-        evidence.earlier_lines("run", before, frozen, [line("full", "wrong")])
 
 
-def test_what_was_published_of_other_samples_counts_no_more(published):
+def test_a_recipe_that_answers_otherwise_loses_its_published_samples(published, capsys):
     evidence, former = published
-    frozen = {**former, "seed": 1}
-    assert evidence.published_before("run", frozen) == {}
-    assert evidence.earlier_lines("run", {}, frozen, []) == []
+    before = evidence.published_before("run", former)
+    stay = evidence.earlier_lines("run", before, former, [line("kivi", "other")])
+    assert [x["recipe"] for x in stay] == ["full", "tiny"]
+    assert capsys.readouterr().out.startswith("kivi answers a of niah otherwise")
+    with pytest.raises(SystemExit, match="full gave a of niah another answer than is published"):
+        evidence.earlier_lines("run", before, former, [line("full", "wrong")])
+
+
+def test_a_run_under_other_conditions_is_refused_beside_published_ones(published):
+    evidence, former = published
+    with pytest.raises(SystemExit, match="measured with other seed, threads: run it as its"):
+        evidence.published_before("run", {**former, "seed": 1, "threads": 2})
+    assert evidence.published_before("another", former) == {}
+    assert evidence.earlier_lines("another", {}, former, []) == []

@@ -1,8 +1,8 @@
 """Random sequences of all that can happen to a cache, under any recipe, checked in float64.
 
 `case_of` draws a recipe, a batch and a list of operations. `run` applies them to the layers of a
-cache, without a model: numbers that a model or a calibration would give are random. For scores that
-repeat the prompt, the layers read random chunks, as many and as long as those of
+cache, without a model: numbers that a model, its examples or a calibration would give are random.
+For scores that repeat the prompt, the layers read random chunks, as many and as long as those of
 `hf.repetition.Repetition`, which itself is left out. After each operation `run` compares:
 
 - each step with attention in float64 over the tokens that the layer holds, and these with the
@@ -35,8 +35,9 @@ from kvloom.cache.step import Queries, StepInputs
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError
 from kvloom.hf.routed_cache import RoutedCache
 from kvloom.hf.save import flat, nested
-from kvloom.keep import SCORERS, Budget, Fit, Keep, Outliers, Reconstruction
+from kvloom.keep import SCORERS, Budget, Fit, Keep, Outliers, Reconstruction, Rotated
 from kvloom.keep.budgets import POLICIES
+from kvloom.keep.query_predictor import Examples
 from kvloom.positions.alibi import Alibi, positions
 from kvloom.positions.rope import Rope
 from kvloom.recall import HEAD_CHOICES, Clusters, Pages, PartialKeys, Recall, Tier, TopK
@@ -192,6 +193,10 @@ def _keep(draw: Random) -> Keep | None:
     scorer = SCORERS[draw.choice([*SCORERS, *2 * OF_PROMPT])]()
     if isinstance(scorer, Reconstruction):
         scorer = replace(scorer, chunk=draw.randint(5, 60))
+    if isinstance(scorer, Rotated):
+        scorer = Rotated(
+            draw.randint(5, 60), draw.random() < 0.5, draw.choice([0, 16]), draw.choice([0.0, 0.3])
+        )
     while True:
         tokens, when = draw.randint(8, 60), draw.choice(["step", "prompt", "limit", "block"])
         share = draw.choice([None, 0.0, 0.2, 0.5, 1.0]) if when in ("prompt", "block") else None
@@ -364,11 +369,27 @@ class Sequence:
     def _run(self, inputs: list[StepInputs], checked: bool = True) -> list[Tensor]:
         """Run a step of all layers, or of none; return their outputs."""
         repeats = not self.seen and any(layer.cache.repetition for layer in self.layers)
+        keep, tokens = self.case.recipe.keep, inputs[0].tokens
         with self.cache.step():
+            if not self.seen and keep is not None and keep.needs_examples(tokens):
+                for layer in self.layers:
+                    layer.predictor = layer.cache.fit_predictor(self._examples())
             outs = self._attend(inputs, checked)
             if repeats:
                 self._repeat_prompt(inputs[0].tokens, checked)
         return outs
+
+    def _examples(self) -> Examples:
+        """Return random examples, of which some rows have fewer."""
+        case, rows, count = self.case, len(self.pads), 16
+        hq, hk = case.heads
+        q, k, *repeated = (
+            torch.randn(rows, h, count, case.dim, generator=self.draw).to(DTYPES[case.dtype])
+            for h in (hq, hk, hq, hq)
+        )
+        distances = [torch.full((rows, 1), x) for x in (count, 3 * count)]
+        real = torch.arange(count) < count - self.pads[:, None]
+        return Examples(q, k, repeated, distances, torch.zeros(rows, 1, dtype=torch.long), real)
 
     def _attend(self, inputs: list[StepInputs], checked: bool) -> list[Tensor]:
         """Return the outputs of all layers."""

@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import time
@@ -303,6 +304,23 @@ def test_the_index_is_made_again_from_the_files(model, store, damage, while_open
     for used in stores:
         put(model, used, prompt(300, seed=4), 64)
     assert held(model, kvloom.PromptStore(store.folder), prompt(300, seed=4)) == 64
+
+
+def test_a_folder_that_was_deleted_is_an_empty_store(model, store):
+    shutil.rmtree(store.folder)
+    assert held(model, store) == 0
+    put(model, store, IDS, 256)
+    assert held(model, store) == 256
+
+
+def test_a_folder_in_place_of_an_entry_is_set_aside(model, store):
+    path = store.index.path(store.entries()[0].key)
+    path.unlink()
+    path.mkdir()
+    with pytest.warns(UserWarning, match="is a folder"):
+        assert held(model, store) == 0
+    put(model, store, IDS, 256)
+    assert held(model, store) == 256
 
 
 @pytest.mark.parametrize("method", ["longest", "touch", "last_seen", "note"])

@@ -187,6 +187,8 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
     whole: False: its header alone is read, and its checksum is not checked.
     """
     name = repr(str(path))
+    if os.path.isdir(path):
+        raise SavedCacheError(f"{name} is a folder; give the file of a saved cache")
     if not os.path.isfile(path):
         raise SavedCacheError(f"there is no saved cache {name}; make one with cache.save({name})")
     try:

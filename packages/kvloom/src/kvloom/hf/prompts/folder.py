@@ -245,10 +245,11 @@ class PromptFolder:
                 raise _unusable(self.folder, error) from error
 
     def _connected(self) -> sqlite3.Connection:
-        """Return the database; opens it again where its file was removed."""
+        """Return the database; makes it again where it was removed, or the whole folder."""
         if self._db is not None and self._opened != _inode(self.database):
             self._db.close()
             self._db = None
+            self.folder.mkdir(parents=True, exist_ok=True)
         if self._db is None:
             if not _may_be_database(self.database):  # else SQLite waits for those who have it open
                 self._discard()

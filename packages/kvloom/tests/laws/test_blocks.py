@@ -154,12 +154,21 @@ def test_a_crop_before_the_first_block_takes_back_its_queries(spec, prompt):
 
 
 def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
-    (cache,), qkv = layers(EXACT, 1), tokens(20, count=1)
-    run([cache], qkv, [3, 17])  # a budget of two tokens, one of them recent
+    (cache,), qkv = layers(EXACT.replace("0.4", "0.1"), 1), tokens(20, count=1)
+    run([cache], qkv, [20])  # a budget of two tokens, one of them recent
     assert not cache._state.evictor.ragged.stored
     with pytest.raises(CacheMisuse, match="the newest 1 can be removed"):
         cache.crop(2)
     cache.crop(1)
+
+
+@pytest.mark.parametrize("later", [[92], [1] * 92], ids=["one step", "single tokens"])
+def test_a_turn_after_a_short_first_prompt_keeps_its_share(later):
+    (cache,), qkv = layers(EXACT, 1), tokens(97, count=1)
+    run([cache], qkv, [5, *later])
+    evictor = cache._state.evictor
+    assert evictor.offered == (97 - SINKS - RECENT) // BLOCK * BLOCK
+    assert evictor.granted == int(HK * 0.4 * evictor.offered)
 
 
 def test_no_crop_takes_back_a_vote():

@@ -3,7 +3,8 @@
 Decides when a block is scored and which of its tokens stay. A layer's first tokens are in `Sinks`,
 and its newest ones are exact, in its segment. Once a block is older than the recent tokens, the
 queries since the last block score it. The tokens that stay go to `RaggedTokens`, in their final
-format. No token is scored or packed twice. The first block is that of the first prompt.
+format. No token is scored or packed twice. A first prompt is one block, if it has more than the
+recent tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class BlockEvictor(ScoreEvictor):
         if stored <= self.recent:
             return None
         heads = segment.exact_keys().shape[1]
-        if not self.offered:
+        if segment.first + stored == self.prompt_tokens:
             first = keep.first_block(self.prompt_tokens, self.sinks, stored, heads, unit)
             return DueBlock(*first, stored) if first[0] else None
         assert keep.block is not None

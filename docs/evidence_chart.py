@@ -20,27 +20,26 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from evidence_tables import published  # noqa: E402
 
-RUN = "smollm2-2k"
+RUN = "smollm2-2k-mixed"
 SHARES = 1 / 3, 1 / 4, 1 / 5, 1 / 8, 1 / 12
 LINES = {
     "near-lossless, balanced, small, tiny, micro": [
         "near-lossless",
         "balanced",
-        "small at 0.2",
         "small",
         "tiny",
         "micro",
     ],
-    "kivi 4, 3, 2 bit": ["kivi-4", "kivi:bits=3", "kivi"],
-    "turbo 4, 3, 2 bit, sinks": ["turbo:bits=4,sinks=4", "turbo:sinks=4", "turbo:bits=2,sinks=4"],
+    "small, tiny with random tokens": ["small-random", "tiny-random"],
+    "kivi 4, 2 bit": ["kivi-4", "kivi"],
+    "skvq 2 bit": ["skvq:group=32"],
     **{
-        f"{name} {what}": [f"{name} at {share:.3g}" for share in SHARES]
+        f"{name} {what}": [f"{name} at 0.2"]
         for name, what in (
-            ("snapkv+kivi-4", "(evict, then 4 bit)"),
             ("minikv", "(evict, then 2 bit)"),
             ("snapkv", "(evict)"),
             ("h2o", "(evict)"),
-            ("streaming", "(newest tokens)"),
+            ("keyformer", "(evict)"),
         )
     },
 }

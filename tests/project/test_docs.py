@@ -84,7 +84,7 @@ def tables():
 
 @pytest.fixture(scope="module")
 def figures(tables):
-    return tables.published("smollm2-2k")
+    return tables.published("smollm2-2k-mixed")
 
 
 def test_the_tables_of_evidence_are_those_of_the_results(tables):

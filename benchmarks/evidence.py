@@ -15,7 +15,7 @@ evidence_<run>.samples.jsonl.gz.
 
 --quick measures the first samples of `QUICK` again, and fails if a figure lies outside the 95%
 interval of the published samples. With the same processor, versions and number of threads, every
-answer and score is equal; another number of threads adds in another order.
+answer and score of one commit is equal; another number of threads adds in another order.
 """
 
 from __future__ import annotations

@@ -111,8 +111,9 @@ def page(data: dict[str, Any]) -> str:
         f"SmolLM2</title>\n<style>{STYLE}</style>\n<h1>The papers' claims on SmolLM2</h1>\n"
         f"<p>SmolLM2-135M-Instruct, {escape(about['dtype'])}, {about['context']:,} tokens, "
         f"{about['samples']} samples, {about['long_context']:,} tokens for recall, on an "
-        f"{escape(about['cpu'])}: <code>python benchmarks/papers.py</code>. Verdicts on a small "
-        f"model neither confirm nor refute what a paper measured on a large one.</p>\n{tables}"
+        f"{escape(about['cpu'])}: <code>python benchmarks/papers.py --quick</code>. Verdicts on a "
+        "small model neither confirm nor refute what a paper measured on a large one.</p>\n"
+        f"{tables}"
         "</html>\n"
     )
 

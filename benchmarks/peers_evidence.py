@@ -12,10 +12,11 @@ then ask, decode and score as they do with kvloom's recipes. The samples are tho
 of a published run, whose answers the peers' are paired with: the hash of all texts must be the
 same. DynamicCache is what peers are without compression; `full` is kvloom's own attention.
 
-Bytes are those of the tensors that a cache holds after the context. AdaKV and KVzip free nothing:
-they hide entries, and hold the indices of these as well; `freed_share` is that of the others.
-Presses have the settings of kvpress' board. Two things let kvpress run with this transformers,
-which is newer than the versions that it names:
+Bytes are those of the tensors that a cache holds after the context; of llama.cpp, those that its
+format takes for as many tokens. AdaKV and KVzip free nothing: they hide entries, and hold the
+indices of these as well; `freed_share` is that of the others. Presses have the settings of kvpress'
+board. Two things let kvpress run with this transformers, which is newer than the versions that it
+names:
 
 - The model gets `cache_position`, from which presses know that a pass reads a context.
 - KVzip repeats the context in the tokenizer's chat template. These contexts have none, so it gets a

@@ -1,4 +1,4 @@
-"""A million random tokens in one layer: memory is flat, and the outputs are those of a new layer.
+"""Up to a million random tokens in one layer: memory is flat, outputs are those of a new layer.
 
 Memory is what this process has for itself, without files. Its slope is compared with that of the
 bytes that the cache reports: the difference is what leaks. The last steps are compared with

@@ -1,6 +1,6 @@
 """Any sequence of steps, drafts, crops, moves of rows, copies and interruptions, under any recipe.
 
-`make soak` runs a million such cases; those that failed are below.
+`make soak` runs as many such cases as its time allows; those that failed are below.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The ladder asks 38 needle prompts of the reference model with the store off, cold, warm, in a new
 process, after kill -9 of a writer, and after another tenant. An answer must be the recipe's own,
 bit for bit: that of the same two calls without a store. Answers of one call are counted, too. Eight
-processes share a store for five minutes. The times are of SmolLM2. The trace is simulated:
+processes share a store for five minutes. The times are of SmolLM2 in bfloat16. The trace is simulated:
 questions are about documents whose frequencies follow Zipf's law. A store of 200 MiB holds the last
 used ones, whose bytes are those that the recipe predicts.
 
@@ -39,6 +39,7 @@ from kvloom.recipe import resolve
 from kvloom_lab.models import load
 from kvloom_lab.workload.text import library_text
 
+DTYPE = "bfloat16"  # of SmolLM2
 BLOCK, PROMPTS, BLOCKS, LOOK_UPS, SECONDS = 64, 38, 100_000, 2_000, 300
 STORE, DOCUMENTS, REQUESTS = 200 << 20, 400, 20_000
 
@@ -196,7 +197,7 @@ def seconds(fn) -> dict:
 
 def times(recipe: str, tokens: int, repeats: int = 3) -> dict:
     """Return the times to read, store and load a prefix of SmolLM2."""
-    model, tokenizer = load("smollm2")
+    model, tokenizer = load("smollm2", DTYPE)
     ids = tokenizer(library_text()[: 8 * tokens], return_tensors="pt")["input_ids"][:, : tokens + 1]
     rows: dict[str, list] = {"prefill": [], "put": [], "load": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -260,7 +261,7 @@ def look_ups() -> dict:
 
 def trace(recipe: str) -> dict:
     """Return the share of prefill tokens that a store of 200 MiB saves, by simulation."""
-    shape = geometry(load("smollm2")[0])
+    shape = geometry(load("smollm2", DTYPE)[0])
     draw = np.random.default_rng(0)
     lengths = draw.integers(8, 65, DOCUMENTS) * BLOCK  # 512 to 4,096 tokens
     sizes = {int(x): resolve(recipe).nbytes(int(x), shape) for x in set(lengths)}
@@ -293,16 +294,16 @@ def main() -> None:
     }
     recipes = ["near-lossless", "small", "full"]
     options = record.options(__doc__, parts=list(parts), recipes=recipes, tokens=4096)
+    environment = record.environment(dtype=DTYPE, load_average=os.getloadavg()[0])
     measured = {
         part: [
-            {"recipe": recipe, **parts[part](recipe, options.tokens)}
+            {"recipe": recipe, **parts[part](recipe, options.tokens), "environment": environment}
             for recipe in (options.recipes if part != "look_ups" else [""])
         ]
         for part in options.parts
     }
     path = record.results() / "prompt_store.json"
     figures = json.loads(path.read_text()) if path.exists() else {}
-    figures["environment"] = record.environment(load_average=os.getloadavg()[0])
     for part, rows in measured.items():
         former = {x["recipe"]: x for x in figures.get(part, ())}
         figures[part] = list((former | {x["recipe"]: x for x in rows}).values())

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import record
 from kvloom.recipe import Recipe
 from kvloom_lab.eval.sample import Batch, Sample
 from kvloom_lab.workload.files import write_whole
@@ -27,9 +27,9 @@ def protocol_of(
 
     texts: the samples of each task. more: versions, seeds, sizes and refused samples.
     """
-    changed = _git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changed = record.git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": record.git("rev-parse", "HEAD"),
         "clean": changed == "",
         **more,
         "texts": {
@@ -91,14 +91,3 @@ def text_sha256(sample: Sample) -> str:
 def sha256(*parts: str) -> str:
     """Return a hash of texts in their order."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _git(*command: str) -> str | None:
-    """Return what git prints; None without git or outside a checkout."""
-    try:
-        done = subprocess.run(
-            ["git", *command], cwd=Path(__file__).parents[1], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

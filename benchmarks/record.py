@@ -10,6 +10,7 @@ import gzip
 import json
 import re
 import resource
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,19 @@ def options(about: str, **defaults: Any) -> argparse.Namespace:
 
 
 def environment(**more: Any) -> dict[str, Any]:
-    """Return versions and hardware, and further conditions of the figures."""
-    return {**versions(), **more}
+    """Return the commit, versions and hardware, and further conditions of the figures."""
+    return {"commit": git("rev-parse", "HEAD"), **versions(), **more}
+
+
+def git(*command: str) -> str | None:
+    """Return what git prints; None without git or outside a checkout."""
+    try:
+        done = subprocess.run(
+            ["git", *command], cwd=RESULTS.parent, capture_output=True, text=True, check=True
+        )
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def peak_bytes() -> int:

@@ -81,7 +81,6 @@ def main() -> None:
     path = record.results() / f"{name}.json"
     former = json.loads(path.read_text())["campaigns"] if path.exists() else []
     rows = {row["campaign"]: row for row in former}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     budget = 60 * options.minutes * options.jobs
     waiting = sorted(options.only, key=lambda name: -SHARES[name])
     running: dict[str, tuple[subprocess.Popen, float, float]] = {}
@@ -104,12 +103,12 @@ def main() -> None:
                     continue
                 del running[campaign]
                 row = rows[campaign] = finished(campaign, process, began, folder)
-                row |= {"commit": commit.stdout.strip(), "minutes": options.minutes}
+                row |= {"minutes": options.minutes, "jobs": options.jobs}
+                row["environment"] = record.environment()
                 failed += row["failures"]
                 print("\n".join([line(row), *(f"  {text}" for text in row["failed"])]), flush=True)
                 ordered = [rows[x] for x in SHARES if x in rows]
-                figures = {"environment": record.environment(), "campaigns": ordered}
-                path.write_text(json.dumps(figures, indent=2) + "\n")
+                path.write_text(json.dumps({"campaigns": ordered}, indent=2) + "\n")
     print(f"{failed} failures; written: {path}")
     sys.exit(bool(failed))
 

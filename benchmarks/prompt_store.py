@@ -3,9 +3,9 @@
 The ladder asks 38 needle prompts of the reference model with the store off, cold, warm, in a new
 process, after kill -9 of a writer, and after another tenant. An answer must be the recipe's own,
 bit for bit: that of the same two calls without a store. Answers of one call are counted, too. Eight
-processes share a store for five minutes. The times are of SmolLM2 in bfloat16. The trace is simulated:
-questions are about documents whose frequencies follow Zipf's law. A store of 200 MiB holds the last
-used ones, whose bytes are those that the recipe predicts.
+processes share a store for five minutes. The times are of SmolLM2 in bfloat16. The trace is
+simulated: questions are about documents whose frequencies follow Zipf's law. A store of 200 MiB
+holds the last used ones, whose bytes are those that the recipe predicts.
 
     python benchmarks/prompt_store.py [--parts ladder] [--recipes near-lossless] [--tokens 1024]
 

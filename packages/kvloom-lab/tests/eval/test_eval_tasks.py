@@ -11,6 +11,20 @@ from kvloom_lab.eval.sample import Question, task_batches
 from kvloom_lab.eval.tasks import TASKS, task_named
 from kvloom_lab.eval.tasks.text import repetition
 
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if not task.needs_data])
+def test_samples_of_one_context_say_so_by_their_names(name):
+    task = task_named("ruler:vt" if name == "ruler" else name)
+    settings = {"lengths": [900, 1000], "samples": 2}
+    found = task.batches((ruler_source if name == "ruler" else source)(**settings))
+    contexts = []
+    for batch in found:
+        names = [task.context_of(f"code/{sample.name}") for sample in batch.samples]
+        assert len(set(names)) == len(batch.ids)
+        contexts += dict.fromkeys(names)
+    assert len(set(contexts)) == len(contexts)
+
+
 # perplexity and free
 
 

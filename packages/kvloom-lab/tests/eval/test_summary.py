@@ -10,9 +10,9 @@ import pytest
 from kvloom_lab.eval.summary import (
     Figures,
     bootstrap,
+    chance,
     higher_is_better,
     main_score,
-    mcnemar,
     paired_difference,
     pareto,
     summarize,
@@ -48,6 +48,37 @@ def test_intervals_contain_the_truth_as_often_as_they_claim():
         found = bootstrap(rng.normal(size=50).tolist())
         hits += found.low <= 0 <= found.high
     assert 0.90 <= hits / 300 <= 0.98
+
+
+def in_contexts(rng, contexts=30, samples=10):
+    """Values around 0 of which half of the variance is shared in a context, and the contexts."""
+    shared = rng.normal(size=(contexts, 1)) + rng.normal(size=(contexts, samples))
+    return shared.ravel().tolist(), np.repeat(np.arange(contexts), samples).tolist()
+
+
+def test_an_interval_of_shared_contexts_is_that_of_whole_contexts():
+    groups = [[0.0], [1.0, 1.0], [3.0, 4.0, 2.0], [5.0] * 4, [2.0, 0.0], [7.0]]
+    values, contexts = np.concatenate(groups).tolist(), list("abbcccddddeef")
+    rng = np.random.default_rng(99)
+    means = [np.concatenate([groups[i] for i in rng.choice(6, 6)]).mean() for _ in range(4000)]
+    found, spread = bootstrap(values, contexts), np.std(means)
+    assert (found.mean, found.samples) == (pytest.approx(np.mean(values)), 13)
+    assert found.low == pytest.approx(np.quantile(means, 0.025), abs=0.2 * spread)
+    assert found.high == pytest.approx(np.quantile(means, 0.975), abs=0.2 * spread)
+    assert bootstrap(values, range(13)) == bootstrap(values)
+    assert bootstrap(values[:12], contexts[:12]).low is None  # five contexts are too few
+
+
+def test_intervals_and_verdicts_hold_in_shared_contexts():
+    rng = np.random.default_rng(0)
+    hits, equal = 0, 0
+    for _ in range(300):
+        values, contexts = in_contexts(rng)
+        found = bootstrap(values, contexts)
+        hits += found.low <= 0 <= found.high
+        equal += paired_difference(values, higher=True, contexts=contexts).verdict == "equal"
+    assert 0.90 <= hits / 300 <= 0.98
+    assert 0.92 <= equal / 300 <= 0.98
 
 
 def test_values_without_spread_or_that_are_not_finite():
@@ -90,8 +121,9 @@ def test_differences_are_of_the_same_samples():
 @pytest.mark.parametrize(
     ("won", "lost", "p"), [(0, 0, 1.0), (3, 3, 1.0), (1, 6, 0.125), (0, 6, 1 / 32)]
 )
-def test_mcnemar_is_the_binomial_test_of_the_samples_that_differ(won, lost, p):
-    assert mcnemar(won, lost) == pytest.approx(p)
+def test_chance_is_the_binomial_test_of_the_samples_that_differ(won, lost, p):
+    found = chance([1.0] * won + [-1.0] * lost + [0.0] * 20)
+    assert found == pytest.approx(p, abs=0.01)  # signs are drawn
 
 
 def test_a_difference_within_chance_is_equal():
@@ -102,11 +134,31 @@ def test_a_difference_within_chance_is_equal():
     assert paired_difference([0.0] * 9, higher=True).verdict == "equal"
 
 
-def test_scores_that_are_no_pass_or_fail_are_judged_by_the_interval():
-    losses = paired_difference([0.01, 0.03, 0.02, 0.04], higher=False)
-    assert (losses.won, losses.lost, losses.verdict) == (0, 4, "worse")
-    assert paired_difference([0.4, -0.1, 0.2, -0.3], higher=False).verdict == "equal"
-    assert paired_difference([0.5], higher=True).verdict == "equal"  # one sample has no interval
+def test_scores_that_are_no_pass_or_fail_are_judged_by_the_same_test():
+    losses = paired_difference([0.01, 0.03, 0.02, 0.04, 0.01, 0.02], higher=False)
+    assert (losses.won, losses.lost, losses.verdict) == (0, 6, "worse")
+    assert paired_difference([0.4, -0.1, 0.2, -0.3, 0.1, 0.1], higher=False).verdict == "equal"
+
+
+def test_few_contexts_have_no_verdict():
+    for contexts in range(1, 6):
+        losses = [-1.0] * 4 * contexts
+        found = paired_difference(losses, higher=True, contexts=[*range(contexts)] * 4)
+        assert found.verdict == "too few"
+        assert chance(losses, [*range(contexts)] * 4) > 0.05
+    assert paired_difference([0.5], higher=True).verdict == "too few"
+
+
+def test_questions_about_one_context_are_one_piece_of_evidence():
+    names = [f"prose/multikey/2048/{i}/{depth}" for i in range(8) for depth in (0, 0.111, 1)]
+    lines = [line("full", name, correct=1.0) for name in names]
+    lines += [line("h2o", name, correct=float(i >= 6)) for i, name in enumerate(names)]
+    shared = summarize(lines)[1].over_full["correct"]  # six lost, in two contexts
+    assert (shared.lost, shared.verdict) == (6, "equal")
+    separate = [x | {"sample": x["sample"].replace("multikey", "single")} for x in lines]
+    own = summarize(separate)[1].over_full["correct"]
+    assert (own.lost, own.verdict) == (6, "worse")
+    assert shared.low < own.low < own.high < shared.high == 0
 
 
 def test_a_later_line_of_a_sample_replaces_the_earlier():

@@ -203,6 +203,14 @@ class Task(Generic[Baseline]):
                 )
         self.chosen = variants or self.variants
 
+    @staticmethod
+    def context_of(sample: str) -> str:
+        """Return the name of a sample's context, which several samples may share.
+
+        sample: its name, perhaps after the kind of its text and a slash.
+        """
+        return sample
+
     def batches(self, source: Source) -> list[Batch]:
         """Return the samples, the same for the same source."""
         raise NotImplementedError

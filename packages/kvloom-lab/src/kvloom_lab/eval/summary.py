@@ -1,12 +1,13 @@
 """Figures of a recipe on a task: means over samples, 95% intervals, bytes, speed, Pareto fronts.
 
-The lines are those of docs/reference/result-files.md; `results` writes and reads them.
+The lines are those of docs/reference/result-files.md; `results` writes and reads them. Samples that
+share a context depend on each other, so intervals and verdicts are over contexts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
@@ -19,6 +20,8 @@ from .tasks import TASKS
 
 EXACT = "full"  # the recipe that keeps every token in the model's dtype
 RESAMPLES = 2000
+FLIPS = 10_000
+FEWEST = 6  # contexts of a verdict: with fewer, `chance` is never less than 5%
 _SEED = 0
 PER_SAMPLE = {"perplexity": "nll"}
 """The score of a sample that a figure over all samples is computed from."""
@@ -38,9 +41,8 @@ class Interval:
 class PairedDifference(Interval):
     """The difference of a recipe from `full` on the samples that both have.
 
-    won, lost: samples with a better or a worse value. verdict: "better" or "worse" if chance alone
-    explains the difference in less than 5% of cases, else "equal". Scores that a sample passes or
-    fails are tested by McNemar's exact test, others by the interval.
+    won, lost: samples with a better or a worse value. verdict: "better" or "worse" if `chance` is
+    less than 5%, else "equal"; "too few" for fewer than `FEWEST` contexts.
     """
 
     won: int
@@ -92,55 +94,81 @@ def task_class(name: str) -> type[Task[Any]]:
     return TASKS.get(name, Task)
 
 
-def bootstrap(values: Sequence[float]) -> Interval:
+def bootstrap(values: Sequence[float], contexts: Sequence[Hashable] | None = None) -> Interval:
     """Return the mean of the finite values, and its 95% percentile bootstrap interval.
 
-    The same values always give the same interval: the seed is fixed. One value has no interval.
+    contexts: of each value; None: each has its own. Whole contexts are resampled. One value has no
+    interval, nor have values that share fewer than `FEWEST` contexts: it would be too narrow. The
+    same values always give the same interval: the seed is fixed.
     """
-    finite = np.asarray([value for value in values if math.isfinite(value)], dtype=float)
-    if not len(finite):
+    sums, counts = _by_context(values, contexts)
+    if not len(sums):
         raise ValueError("expected at least one finite value to average, received none")
-    mean = float(finite.mean())
-    if len(finite) == 1:
-        return Interval(mean, None, None, 1)
-    low, high = np.quantile(_weights(len(finite)) @ finite, [0.025, 0.975])
-    return Interval(mean, float(low), float(high), len(finite))
+    samples = int(counts.sum())
+    mean = float(sums.sum() / samples)
+    if samples == 1 or len(sums) < min(FEWEST, samples):
+        return Interval(mean, None, None, samples)
+    draws = _draws(len(sums))
+    low, high = np.quantile((draws @ sums) / (draws @ counts), [0.025, 0.975])
+    return Interval(mean, float(low), float(high), samples)
 
 
-def paired_difference(differences: Sequence[float], higher: bool) -> PairedDifference:
+def paired_difference(
+    differences: Sequence[float], higher: bool, contexts: Sequence[Hashable] | None = None
+) -> PairedDifference:
     """Return the mean difference of paired samples, and whether it is larger than chance.
 
-    higher: a larger value is better.
+    higher: a larger value is better. contexts: as for `bootstrap`.
     """
-    interval = bootstrap(differences)
+    interval = bootstrap(differences, contexts)
     positive = sum(x > 0 for x in differences)
     negative = sum(x < 0 for x in differences)
     won, lost = (positive, negative) if higher else (negative, positive)
-    if set(differences) <= {-1.0, 0.0, 1.0}:
-        differs = mcnemar(won, lost) < 0.05
-    else:
-        low, high = interval.low, interval.high
-        differs = low is not None and high is not None and (low > 0 or high < 0)
     verdict = "equal"
-    if differs:
+    if len(set(contexts or range(len(differences)))) < FEWEST:
+        verdict = "too few"
+    elif chance(differences, contexts) < 0.05:
         verdict = "better" if (interval.mean > 0) == higher else "worse"
     return PairedDifference(**vars(interval), won=won, lost=lost, verdict=verdict)
 
 
-def mcnemar(won: int, lost: int) -> float:
-    """Return the two-sided p of McNemar's exact test on samples whose outcomes differ."""
-    trials = won + lost
-    tail = sum(math.comb(trials, k) for k in range(min(won, lost) + 1)) / 2**trials
-    return min(1.0, 2 * tail)
+def chance(differences: Sequence[float], contexts: Sequence[Hashable] | None = None) -> float:
+    """Return how often random signs of the contexts' sums give at least as large a total.
+
+    This is the two-sided sign-flip test. Without shared contexts, and for scores that a sample
+    passes or fails, it is McNemar's test. The bootstrap interval is no test: of few contexts that
+    differ, it excludes 0 too often.
+    """
+    sums, _ = _by_context(differences, contexts)
+    least = abs(sums.sum()) * (1 - 1e-9)  # equal totals differ by rounding
+    return float(np.mean(np.abs(_signs(len(sums)) @ sums) >= least))
+
+
+def _by_context(
+    values: Sequence[float], contexts: Sequence[Hashable] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sum and the number of the finite values of each context."""
+    groups: dict[Hashable, list[float]] = {}
+    for context, value in zip(contexts or range(len(values)), values, strict=True):
+        if math.isfinite(value):
+            groups.setdefault(context, []).append(value)
+    by_context = [(math.fsum(group), len(group)) for group in groups.values()]
+    sums, counts = np.asarray(by_context, dtype=float).reshape(-1, 2).T
+    return sums, counts
 
 
 @cache
-def _weights(samples: int) -> np.ndarray:
-    """Return the share of each sample in each resample, [RESAMPLES, samples]."""
-    counts = np.random.default_rng(_SEED).multinomial(
-        samples, np.full(samples, 1 / samples), size=RESAMPLES
-    )
-    return counts / samples
+def _draws(contexts: int) -> np.ndarray:
+    """Return how often each resample has each context, [RESAMPLES, contexts]."""
+    shares = np.full(contexts, 1 / contexts)
+    draws = np.random.default_rng(_SEED).multinomial(contexts, shares, size=RESAMPLES)
+    return draws.astype(float)
+
+
+@cache
+def _signs(contexts: int) -> np.ndarray:
+    """Return 1 or -1 for each context, [FLIPS, contexts]."""
+    return np.random.default_rng(_SEED).choice([-1.0, 1.0], (FLIPS, contexts))
 
 
 def summarize(lines: Iterable[Mapping[str, Any]]) -> list[Figures]:
@@ -166,16 +194,13 @@ def _figures(
         return Figures(task, recipe, 0, len(problems), problems[0])
     kv_bytes = fmean(line["kv_bytes"] for line in done.values())
     exact_bytes = fmean(line["exact_bytes"] for line in done.values())
-    scores, over_full = {}, {}
-    for score in dict.fromkeys(name for line in done.values() for name in line["scores"]):
-        values = _values(done, score)
-        if not values:
-            continue
-        scores[score] = bootstrap(list(values.values()))
-        other = _values(exact, score)
-        pairs = [value - other[name] for name, value in values.items() if name in other]
-        if pairs and recipe != EXACT:
-            over_full[score] = paired_difference(pairs, higher_is_better(task, score))
+    values = {score: _values(done, score) for score in _score_names(done)}
+    scores = {
+        score: bootstrap(list(found.values()), _contexts(task, found))
+        for score, found in values.items()
+        if found
+    }
+    over_full = {} if recipe == EXACT else paired_differences(task, done, exact)
     if "nll" in scores:
         scores = {"perplexity": _exp(scores["nll"]), **scores}
     seconds = [line.get("seconds") or {} for line in done.values()]
@@ -189,6 +214,33 @@ def _figures(
         fmean(prefills) if prefills else None, steps / decode if steps and decode else None,
         **means,
     )  # fmt: skip
+
+
+def paired_differences(
+    task: str, lines: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]
+) -> dict[str, PairedDifference]:
+    """Return the difference of each score from another recipe's, on the samples that both have.
+
+    lines, others: of the two recipes, by sample.
+    """
+    found = {}
+    for score in _score_names(lines):
+        own, other = _values(lines, score), _values(others, score)
+        both = [name for name in own if name in other]
+        if both:
+            pairs = [own[name] - other[name] for name in both]
+            higher = higher_is_better(task, score)
+            found[score] = paired_difference(pairs, higher, _contexts(task, both))
+    return found
+
+
+def _contexts(task: str, samples: Iterable[str]) -> list[str]:
+    """Return the name of each sample's context."""
+    return [task_class(task).context_of(name) for name in samples]
+
+
+def _score_names(lines: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(x for line in lines.values() for x in line.get("scores") or ()))
 
 
 def _mean(lines: Mapping[str, Mapping[str, Any]], name: str) -> float | None:

@@ -119,6 +119,11 @@ class Instructions(Task[ExactAnswers]):
     main_score = "followed"
     lower_is_better = ("kl_mean",)
 
+    @staticmethod
+    def context_of(sample: str) -> str:
+        """Return the name without the question's."""
+        return sample.rpartition("/")[0]
+
     def batches(self, source: Source) -> list[Batch]:
         """Return contexts of exactly the lengths of the source, each with two questions."""
         if source.ask == "inside":

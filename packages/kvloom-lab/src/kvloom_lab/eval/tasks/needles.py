@@ -52,6 +52,11 @@ class Niah(QuestionTask):
     def __init__(self, variants: Sequence[str] = ("single", "multikey", "passkey")) -> None:
         super().__init__(variants)
 
+    @staticmethod
+    def context_of(sample: str) -> str:
+        """Return the name without the depth for `multikey`, which asks ten times."""
+        return sample.rpartition("/")[0] if "multikey/" in sample else sample
+
     def batches(self, source: Source) -> list[Batch]:
         """Return contexts of exactly the lengths of the source."""
         batches = []
@@ -170,6 +175,11 @@ class Multiturn(Task[None]):
 
     name = "multiturn"
     about = "Several questions about one compressed text, then about a second document."
+
+    @staticmethod
+    def context_of(sample: str) -> str:
+        """Return the name without the turn."""
+        return sample.rpartition("/")[0]
 
     def batches(self, source: Source) -> list[Batch]:
         """Return contexts of exactly the lengths of the source, with eight turns each."""

@@ -34,6 +34,7 @@ from typing import Any
 import protocol
 import record
 from evaluation import HERE, Evaluation, mixed_batches, recipe_of, source_of
+from evidence_figures import rows_by_kind
 from evidence_tables import (
     free,
     needles,
@@ -346,21 +347,16 @@ def publish(
     lines = [*earlier_lines(run, before, frozen, lines), *lines]
     figures = [asdict(row) for row in summarize(lines)]
     measured = {row["task"] for row in figures}
-    by_kind: dict[str, list[dict[str, Any]]] = {}
     published_lines = {}
     for line in lines:
         sample = samples[line["task"], line["sample"]]
-        if kind := sample.fields.get("kind"):
-            by_kind.setdefault(kind, []).append(line)
         raw = {name: line[name] for name in RAW if name in line}
         published_lines[KEY(line)] = {
             **raw,
             "text": protocol.text_sha256(sample),
             "commit": line.get("commit", frozen["commit"]),
         }
-    rows = [
-        {"kind": kind, **asdict(row)} for kind, some in by_kind.items() for row in summarize(some)
-    ]
+    rows = rows_by_kind(lines) if any(RUNS[run].texts) else []
     tables = [show(figures) for task, show in SHOWN.items() if task in measured]
     if rows:
         tables.append(table_by_kind(rows))

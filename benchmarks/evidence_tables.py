@@ -13,10 +13,11 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "evidence.md"
 MARKED = re.compile(r"(<!-- (\w+) (\S+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 OWN = "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap"
@@ -100,23 +101,45 @@ def free(figures: list[dict]) -> str:
 
 
 FEWEST = 30  # samples of a row of `needles`
+MORE_TASKS = {"Δ turns": "multiturn", "Δ RULER": "ruler"}
 
 
 def needles(figures: list[dict]) -> str:
-    """Return divergence, needles found, and pairs won and lost to `full`, as a Markdown table."""
-    lines = ["|Recipe|Bytes|KL, mean|Needles|Won|Lost|Verdict|", "|---|---|---|---|---|---|---|"]
-    kl = {f["recipe"]: f["scores"].get("kl_mean") for f in figures if f["task"] == "perplexity"}
-    rows = [f for f in figures if f["task"] == "niah" and f["scores"] and f["samples"] >= FEWEST]
+    """Return how recipes differ from `full` on texts and questions, as a Markdown table.
+
+    Needles have the mean, and the pairs won and lost. A Δ is a mean difference, because recipes may
+    have different samples of a task.
+    """
+    scored = {(f["task"], f["recipe"]): f for f in figures if f["scores"]}
+    more = [title for title, task in MORE_TASKS.items() if any(x == task for x, _ in scored)]
+    titles = ["Recipe", "Bytes", "KL, mean", "Perplexity", "Verdict"]
+    titles += ["Needles", "Won", "Lost", "Verdict"]
+    titles += [title for name in more for title in (name, "Verdict")]
+    lines = [f"|{'|'.join(titles)}|", f"|{'---|' * len(titles)}"]
+    rows = [f for (task, _), f in scored.items() if task == "niah" and f["samples"] >= FEWEST]
     for row in sorted(rows, key=lambda f: -f["share"]):
-        divergence = kl.get(row["recipe"])
-        paired = row["over_full"].get("correct", {"won": 0, "lost": 0, "verdict": ""})
-        lines.append(
-            f"|`{row['recipe']}`|{row['share']:.1%}|"
-            f"{'' if divergence is None else _interval(divergence)}|"
-            f"{_interval(row['scores']['correct'])}|"
-            f"{paired['won']}|{paired['lost']}|{paired['verdict']}|"
-        )
+        name = row["recipe"]
+        cells = [f"`{name}`", f"{row['share']:.1%}"]
+        if text := scored.get(("perplexity", name)):
+            divergence = _interval(text["scores"]["kl_mean"])
+            cells += [divergence, f"{over_full(text):.3f}×", *_over_full(text, "nll", ("verdict",))]
+        else:
+            cells += ["", "", ""]
+        cells.append(_interval(row["scores"]["correct"]))
+        cells += _over_full(row, "correct", ("won", "lost", "verdict"))
+        for title in more:
+            other = scored.get((MORE_TASKS[title], name))
+            cells += _over_full(other, "correct", ("mean", "verdict"))
+        lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)
+
+
+def _over_full(row: dict | None, score: str, names: Sequence[str]) -> list[str]:
+    """Return parts of the difference from `full`; empty where there is none."""
+    over = row and row["over_full"].get(score)
+    if not over:
+        return [""] * len(names)
+    return [f"{over[x]:+.3f}" if isinstance(over[x], float) else f"{over[x]}" for x in names]
 
 
 def peers(figures: list[dict]) -> str:
@@ -131,9 +154,11 @@ def peers(figures: list[dict]) -> str:
         if "beside" in row:  # a peer
             name, freed, over = row["recipe"], f"{row['freed_share']:.1%}", row["over_beside"]
             cells = [f"`{row['beside']}`", over["won"], over["lost"], over["verdict"]]
+        bounds = ""
+        if found["low"] is not None:
+            bounds = f" [{100 * found['low']:.0f}–{found['high']:.0%}]"
         lines.append(
-            f"|{name}|{row['share']:.1%}|{freed}|{found['mean']:.0%} "
-            f"[{100 * found['low']:.0f}–{found['high']:.0%}]|"
+            f"|{name}|{row['share']:.1%}|{freed}|{found['mean']:.0%}{bounds}|"
             f"{'|'.join(map(str, cells))}|"
         )
     return "\n".join(lines)
@@ -204,7 +229,7 @@ def published(run: str, part: str = "figures") -> list[dict]:
     """
     machines: dict[tuple[str, str], str] = {}
     figures = []
-    for file in sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.json")):
+    for file in sorted(RESULTS.glob(f"*/evidence_{run}.json")):
         machine = file.parent.name
         for row in json.loads(file.read_text())[part]:
             key = row["task"], row["recipe"]
@@ -220,7 +245,7 @@ def published(run: str, part: str = "figures") -> list[dict]:
 
 def published_samples(run: str) -> list[dict]:
     """Return the published samples of a run, of one machine."""
-    files = sorted((ROOT / "benchmarks" / "results").glob(f"*/evidence_{run}.samples.jsonl.gz"))
+    files = sorted(RESULTS.glob(f"*/evidence_{run}.samples.jsonl.gz"))
     if not files:
         sys.exit(f"no machine has published samples of {run}")
     return read_samples(files[0])

@@ -49,11 +49,12 @@ import protocol
 import record
 from evaluation import HERE
 from evidence import DTYPE, Lab
+from evidence_figures import over
 from evidence_tables import peers, published_samples
 from kvloom.recipe import resolve
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Batch, Run, Source
-from kvloom_lab.eval.summary import paired_difference, summarize
+from kvloom_lab.eval.summary import summarize
 from kvloom_lab.eval.tasks import task_named
 from kvloom_lab.workload.passes import Measurement, Result
 
@@ -268,18 +269,13 @@ def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     freed_share: as `share`, had the peer freed what it hides. beside, over_beside: a recipe, and
     the difference from it on the samples of both.
     """
-    by_name: dict[str, dict[str, dict[str, Any]]] = {}
-    for line in lines:
-        by_name.setdefault(line["recipe"], {})[line["sample"]] = line
     figures = [asdict(row) for row in summarize(lines)]
     for row in (row for row in figures if row["recipe"] in PEERS):
-        own = by_name[row["recipe"]]
-        freed = sum(line["freed_bytes"] for line in own.values())
-        row["freed_share"] = freed / sum(line["exact_bytes"] for line in own.values())
+        own = [line for line in lines if line["recipe"] == row["recipe"]]
+        freed = sum(line["freed_bytes"] for line in own)
+        row["freed_share"] = freed / sum(line["exact_bytes"] for line in own)
         row["beside"] = next(x for end, x in BESIDE.items() if row["recipe"].endswith(end))
-        other = by_name[row["beside"]]
-        pairs = [x["scores"]["correct"] - other[y]["scores"]["correct"] for y, x in own.items()]
-        row["over_beside"] = asdict(paired_difference(pairs, higher=True))
+        row["over_beside"] = over(lines, TASK.name, row["recipe"], row["beside"])
     return figures
 
 

@@ -13,9 +13,10 @@ evidence_<run>.samples.jsonl.gz.
     python benchmarks/evidence.py --runs smollm2-2k-mixed --tasks perplexity,multiturn
     python benchmarks/evidence.py --quick    # are the published figures found again?
 
---quick measures the first samples of `QUICK` again, and fails if a figure lies outside the 95%
-interval of the published samples. With the same processor, versions and number of threads, every
-answer and score of one commit is equal; another number of threads adds in another order.
+--quick measures the first samples of `QUICK` again. It fails if one of them has a new problem, or a
+mean lies outside the 95% interval over the same published samples. With the same processor,
+versions and number of threads, every answer and score of one commit is equal; another number of
+threads adds in another order.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from kvloom.recipe import Recipe
 from kvloom_lab.cli.options import split_recipes
 from kvloom_lab.eval.evaluate import at_share, with_full
 from kvloom_lab.eval.sample import Batch, Sample, Source
-from kvloom_lab.eval.summary import Figures, summarize
+from kvloom_lab.eval.summary import bootstrap, summarize
 from kvloom_lab.eval.tasks import task_named
 from kvloom_lab.models import load
 from kvloom_lab.workload.text import calibration_text, library_text
@@ -202,14 +203,6 @@ RAW = "task", "sample", "recipe", "kv_bytes", "exact_bytes", "scores", "answer",
 KEY = itemgetter("task", "sample", "recipe")
 
 
-def calibrate(model: object, name: str) -> None:
-    """Calibrate a model that has no calibration beside its weights; takes minutes."""
-    path = Path(model.config._name_or_path) / CALIBRATION_FILE
-    if not path.exists():
-        command = [sys.executable, "-m", "kvloom_lab", "calibrate", name, "--out", str(path)]
-        subprocess.run([*command, "--recipes", "skvq,skvq:group=32"], check=True)
-
-
 def recipes(shares: Mapping[str, Shares], context: int, geometry: object) -> list[Recipe]:
     """Return `full` and the recipes at their shares, if they evict tokens there."""
     sized_recipes = []
@@ -274,6 +267,18 @@ class Lab:
         every = recipes(shares, self.plan.context, self.geometry)
         return [replace(recipe, name=recipe.name + task.label) for recipe in every]
 
+    def calibrate(self, recipes: Iterable[Recipe]) -> None:
+        """Calibrate the model if a recipe needs it and no file beside the weights has it.
+
+        It takes minutes.
+        """
+        path = Path(self.model.config._name_or_path) / CALIBRATION_FILE
+        needed = any(store.calibrated for recipe in recipes for store in recipe.stores)
+        if needed and not path.exists():
+            command = [sys.executable, "-m", "kvloom_lab", "calibrate", self.plan.model]
+            options = ["--out", str(path), "--recipes", "skvq,skvq:group=32"]
+            subprocess.run([*command, *options], check=True)
+
     def evaluation(self, folder: Path) -> Evaluation:
         """Return the model with a folder of samples."""
         settings = {"context": [self.plan.context], "seed": self.plan.seed}
@@ -301,8 +306,7 @@ def measure(run: str, specs: Sequence[str], names: Sequence[str] | None, folder:
     published_before(run, frozen)  # exits where it could not be published beside it
     protocol.freeze(frozen, folder / run)
     evaluation = lab.evaluation(folder / run)
-    if any(store.calibrated for recipe in every for store in recipe.stores):
-        calibrate(lab.model, lab.plan.model)
+    lab.calibrate(every)
     try:
         for part in (slice(1), slice(1, None)):  # the first samples of all tasks before the others
             for task, (source, batches) in samples.items():
@@ -399,18 +403,30 @@ def equal_answers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one.get(name) == other.get(name) for name in RAW)
 
 
-def outside(measured: Iterable[Figures], before: Iterable[Figures]) -> list[str]:
-    """Return a sentence for each score that is outside its published 95% interval."""
-    intervals = {(f.task, f.recipe): f.scores for f in before}
+def not_found(
+    lines: Iterable[Mapping[str, Any]], before: Mapping[tuple[str, str, str], Mapping[str, Any]]
+) -> list[str]:
+    """Return a sentence for each new problem, and each mean outside its published 95% interval.
+
+    before: the published lines, by `KEY`. Both have the same contexts, so intervals are over
+    samples.
+    """
     sentences = []
-    for figures in measured:
-        for score, now in figures.scores.items():
-            was = intervals[figures.task, figures.recipe][score]
-            if was.low is None or not was.low - 1e-9 <= now.mean <= was.high + 1e-9:
-                sentences.append(
-                    f"{figures.recipe} on {figures.task}: {score} {now.mean:.4g} not in "
-                    f"{was.low} … {was.high}"
-                )
+    values: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for line in lines:
+        published = before[KEY(line)]
+        if line.get("problem") and not published.get("problem"):
+            sentences.append(f"{line['recipe']} on {line['sample']}: {line['problem']}")
+        for score, now in line.get("scores", {}).items():
+            if score in published.get("scores", {}):
+                pair = now, published["scores"][score]
+                values.setdefault((line["task"], line["recipe"], score), []).append(pair)
+    for (task, recipe, score), pairs in values.items():
+        now, was = (bootstrap(each) for each in zip(*pairs, strict=True))
+        if was.low is None or not was.low - 1e-9 <= now.mean <= was.high + 1e-9:
+            sentences.append(
+                f"{recipe} on {task}: {score} {now.mean:.4g} not in {was.low} … {was.high}"
+            )
     return sentences
 
 
@@ -420,14 +436,15 @@ def repeat(folder: Path) -> list[str]:
     evaluation = lab.evaluation(folder / QUICK_RUN)
     before = {KEY(line): line for line in published_samples(QUICK_RUN)}
     samples: dict[tuple[str, str], Sample] = {}
-    for task in lab.plan.tasks:
-        if task.spec not in QUICK:
-            continue
+    tasks = [task for task in lab.plan.tasks if task.spec in QUICK]
+    chosen = {task: lab.recipes(task, None) for task in tasks}
+    lab.calibrate(recipe for each in chosen.values() for recipe in each)
+    for task in tasks:
         source, batches = lab.samples(task)
         batches = batches[: QUICK[task.spec]]
         samples |= samples_of([(task.spec, batches)])
         evaluation.measure_batches(
-            task_named(task.spec), batches, source, lab.recipes(task, None), printer(QUICK_RUN)
+            task_named(task.spec), batches, source, chosen[task], printer(QUICK_RUN)
         )
     lines = [line for line in evaluation.lines(QUICK) if (line["task"], line["sample"]) in samples]
     for line in lines:
@@ -440,7 +457,7 @@ def repeat(folder: Path) -> list[str]:
         "if processor, versions and threads are those of the protocol "
         f"(threads here: {record.environment()['threads']})"
     )
-    return outside(summarize(lines), summarize(before[KEY(line)] for line in lines))
+    return not_found(lines, before)
 
 
 def main() -> None:

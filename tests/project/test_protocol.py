@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,3 +95,65 @@ def test_a_run_under_other_conditions_is_refused_beside_published_ones(published
         evidence.published_before("run", {**former, "seed": 1, "threads": 2})
     assert evidence.published_before("another", former) == {}
     assert evidence.earlier_lines("another", {}, former, []) == []
+
+
+def test_what_is_not_found_again_is_named(benchmark):
+    evidence = benchmark("evidence")
+    scored = [
+        line("kivi", "a") | {"sample": f"{i}", "scores": {"correct": i % 2}} for i in range(8)
+    ]
+    failed = [line("skvq", "") | {"problem": "needs a calibration"}]
+    before = {evidence.KEY(x): x for x in [*scored, *failed]}
+    assert evidence.not_found([*scored, *failed], before) == []
+    none = [x | {"scores": {"correct": 0}} for x in scored]
+    assert evidence.not_found(none, before) == ["kivi on niah: correct 0 not in 0.125 … 0.875"]
+    problem = line("kivi", "") | {"sample": "0", "problem": "needs a calibration"}
+    assert evidence.not_found([problem], before) == ["kivi on 0: needs a calibration"]
+
+
+def test_quick_calibrates_before_it_measures(benchmark, tmp_path, monkeypatch):
+    evidence, done = benchmark("evidence"), []
+
+    class Lab(evidence.Lab):
+        def __init__(self, run):
+            self.plan = evidence.RUNS[run]
+            self.model = SimpleNamespace(config=SimpleNamespace(_name_or_path=str(tmp_path)))
+
+        def samples(self, task):
+            return None, []
+
+        def recipes(self, task, names):
+            return [resolve("skvq" if task.spec == "perplexity" else "kivi")]
+
+        def evaluation(self, folder):
+            return SimpleNamespace(
+                measure_batches=lambda *_: done.append("measure"), lines=lambda specs: []
+            )
+
+    monkeypatch.setattr(evidence, "Lab", Lab)
+    monkeypatch.setattr(evidence.subprocess, "run", lambda command, check: done.append(command[3]))
+    assert evidence.repeat(tmp_path) == []
+    assert done == ["calibrate", *["measure"] * len(evidence.QUICK)]
+
+
+def test_figures_are_computed_again_where_samples_are_published(benchmark):
+    figures = benchmark("evidence_figures")
+    lines = [
+        {"task": "multiturn", "sample": f"code/9/{i}/turn {turn}", "recipe": recipe,
+         "kv_bytes": 1, "exact_bytes": 2, "scores": {"correct": float(recipe == "full")}}
+        for recipe in ("full", "kivi") for i in range(2) for turn in (1, 2, 3)
+    ]  # fmt: skip
+    row = {
+        "task": "multiturn",
+        "recipe": "kivi",
+        "scores": "old",
+        "over_full": "old",
+        "prefill_s": 1,
+    }
+    stays = row | {"recipe": "skvq"}
+    before = {"protocol": {}, "figures": [row, stays], "by_kind": [row | {"kind": "code"}]}
+    found = figures.recomputed(before, lines)
+    assert found["figures"][1] == stays
+    assert found["figures"][0] | {"kind": "code"} == found["by_kind"][0]
+    assert found["figures"][0]["prefill_s"] == 1
+    assert found["figures"][0]["over_full"]["correct"]["verdict"] == "too few"

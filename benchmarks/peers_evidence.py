@@ -35,10 +35,17 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+if missing := [
+    name
+    for name in ("kvpress", "optimum-quanto", "hqq", "llama-cpp-python", "gguf")
+    if not any(distributions(name=name))
+]:
+    sys.exit(f"not installed: {', '.join(missing)}; the docstring of {__file__} has the commands")
 
 import kvpress
 import torch

@@ -131,7 +131,8 @@ def test_quick_calibrates_before_it_measures(benchmark, tmp_path, monkeypatch):
             )
 
     monkeypatch.setattr(evidence, "Lab", Lab)
-    monkeypatch.setattr(evidence.subprocess, "run", lambda command, check: done.append(command[3]))
+    calibrate = SimpleNamespace(run=lambda command, check: done.append(command[3]))
+    monkeypatch.setattr(evidence, "subprocess", calibrate)
     assert evidence.repeat(tmp_path) == []
     assert done == ["calibrate", *["measure"] * len(evidence.QUICK)]
 

@@ -48,7 +48,7 @@ def recipes(tokens: int) -> list[str]:
     return [
         "full", "near-lossless", "small", "small:block=256", "small:fraction=0.25,block=256",
         f"streaming:tokens={tokens}", f"h2o:tokens={tokens}", "small:block=128",
-        "small:fraction=0.15,block=256", UNFITTED,
+        "tiny:block=256", UNFITTED,
         "triattention:fraction=0.25,recent=128,block=128",
     ]  # fmt: skip
 

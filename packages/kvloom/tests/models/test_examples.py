@@ -85,6 +85,23 @@ def test_the_tokens_that_predicted_queries_need_most_stay(name, chunk):
             assert found[0, h].tolist() == rules.kept(scores, 24, 4, 6)
 
 
+def test_blocks_learn_from_the_first_prompt_alone():
+    ids, model = IDS["input_ids"][:1], zoo.build("llama-gqa")
+    spec = LEARNED.replace("tokens=24", "fraction=0.4")
+    expected = logical(prefilled(model, spec, input_ids=ids))
+    lengths = read_lengths(model)
+    cache = prefilled(model, f"{spec},block=16", input_ids=ids)
+    assert lengths[-2:] == [3 * COUNT, PROMPT]
+    for found, want in zip(logical(cache), expected, strict=True):
+        assert torch.equal(found.sort().values, want.sort().values)
+    layer = cache.full_layers[0].cache
+    dropped = layer.dropped
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    assert lengths[-1] == PROMPT
+    assert layer.dropped > dropped
+
+
 def test_values_are_fitted_to_the_predicted_queries(monkeypatch):
     rows, model, ids = [], zoo.build("llama-gqa"), IDS["input_ids"][:1]
     monkeypatch.setattr(Fit, "rows", lambda self, q, visible: rows.append(q) or q.clone())
@@ -296,7 +313,6 @@ def test_a_prompt_that_waits_is_scored_by_its_own_queries():
     [
         ("rotated:examples=15", "examples=15 must be a whole number, or 0, 16 or more"),
         ("rotated:neighbors=2", "neighbors=2.0 must be a number from 0 to 1"),
-        ("rotated:fraction=0.5,block=32,examples=16", 'use examples=0, or when="prompt"'),
     ],
 )
 def test_what_examples_do_not_combine_with_is_refused(recipe, message):

@@ -238,11 +238,6 @@ class Keep:
                 f"score {self.scorer.kind!r} scores a whole prompt, so it cannot score steps "
                 f'(when={self.when!r}); use when="prompt" or "block"'
             )
-        if self.uses_examples and self.when != "prompt":
-            raise RecipeError(
-                f"score {self.scorer.kind!r} with examples learns from a first prompt, and not "
-                f'from later text (when={self.when!r}); use examples=0, or when="prompt"'
-            )
         if self.fit is not None and not self.scorer.of_prompt:
             raise RecipeError(
                 f"fit needs the queries of a whole prompt, and score {self.scorer.kind!r} also "

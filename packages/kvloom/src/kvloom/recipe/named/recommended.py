@@ -48,9 +48,8 @@ def small(
     tokens stay. Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit
     no values.
     """
-    learns = {} if block else LEARNS
     stored = near_lossless(group, residual, sinks)
-    return _evicting(stored, fraction, recent, chunk, head_share, block=block, **learns)
+    return _evicting(stored, fraction, recent, chunk, head_share, block=block, **LEARNS)
 
 
 def tiny(
@@ -61,10 +60,12 @@ def tiny(
     residual: int = 32,
     sinks: int = 4,
     head_share: float = 0.2,
+    block: int = 0,
 ) -> Recipe:
     """A quarter of the prompt, whatever the norms of values; else as `small`."""
     stored = near_lossless(group, residual, sinks)
-    return _evicting(stored, fraction, recent, chunk, head_share, contribution=False, **LEARNS)
+    score = {"contribution": False, "block": block, **LEARNS}
+    return _evicting(stored, fraction, recent, chunk, head_share, **score)
 
 
 def micro(
@@ -75,9 +76,10 @@ def micro(
     residual: int = 32,
     sinks: int = 4,
     head_share: float = 0.2,
+    block: int = 0,
 ) -> Recipe:
     """As `tiny`, with 15% of the prompt."""
-    return tiny(fraction, recent, chunk, group, residual, sinks, head_share)
+    return tiny(fraction, recent, chunk, group, residual, sinks, head_share, block)
 
 
 def _evicting(

@@ -67,7 +67,7 @@ def measured(folder, *args, status=0, **options):
 
 def job(cache=DYNAMIC, rows=3, **more):
     ids = torch.randint(3, 200, (rows, PROMPT + NEW), generator=torch.Generator().manual_seed(0))
-    return Job("one", cache, 1 << 30, PROMPT, NEW, REQUEST, rows, ids, **more)
+    return Job("one", cache, 1 << 30, PROMPT, NEW, REQUEST, ids, **more)
 
 
 def test_rows_of_static_batches(model_folder):
@@ -158,11 +158,15 @@ def test_a_press_halves_the_prompts(model_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("cache", [DYNAMIC, resolve(KIVI), resolve("snapkv:tokens=40")])
-def test_prompts_in_parts_decode_as_in_one_batch(model, cache):
-    whole, parts = job(cache, rows=5), replace(job(cache, rows=5), part=2)
+def test_prompts_that_are_read_one_by_one_decode_as_a_batch(model, cache):
+    requests = job(cache, rows=5)
+    whole = serving._new_cache(model, requests)
     with torch.inference_mode():
-        caches = [serving._read_prompts(model, one, one.ids)[0] for one in (whole, parts)]
-        steps = [torch.stack(list(serving._decode(model, whole, one, whole.ids))) for one in caches]
+        model(requests.ids[:, :PROMPT], past_key_values=whole)
+        caches = whole, serving._read_prompts(model, requests, requests.ids)[0]
+        steps = [
+            torch.stack(list(serving._decode(model, requests, one, requests.ids))) for one in caches
+        ]
     torch.testing.assert_close(*steps)
     first, second = map(serving._nbytes, caches)
     assert first == second

@@ -2,7 +2,8 @@
 
 The process loads the model, warms up, and then reads all prompts and decodes. Tokens
 are those of a text, whatever the model would write, so every cache does the same work. A static
-batch reads its prompts in parts, so that their activations need no more memory than the caches.
+batch reads one prompt after the other, where their caches can be joined: activations of several
+would need several times the memory of the caches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .timing import problem
 
 PAGE = 128
 """Tokens of a page in continuous batching."""
-KL_ROWS = 2  # requests whose distributions are compared with exact ones
+KL_ROWS = 8  # requests whose distributions are compared with exact ones
 DYNAMIC = "DynamicCache"
 
 
@@ -47,9 +48,9 @@ class Job:
     """What one row of the table runs.
 
     name: of the row. cache: a recipe, or the name of a cache of transformers. memory: bytes of all
-    caches. prompt, new: tokens of a request. predicted_bytes: of one request. part: requests whose
-    prompts are read at a time. ids: the text of each request, int64 [batch, prompt + new]. press:
-    whether kvpress evicts half of each prompt. blocks: of continuous batching; 0: a static batch.
+    caches. prompt, new: tokens of a request. predicted_bytes: of one request. ids: the text of each
+    request, int64 [batch, prompt + new]. press: whether kvpress evicts half of each prompt. blocks:
+    of continuous batching; 0: a static batch.
     """
 
     name: str
@@ -58,7 +59,6 @@ class Job:
     prompt: int
     new: int
     predicted_bytes: int
-    part: int
     ids: Tensor
     press: bool = False
     blocks: int = 0
@@ -200,7 +200,7 @@ def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, l
     joins = isinstance(caches[0], kvloom.Cache) and can_batch(model, caches)
     joins = joins or job.cache == DYNAMIC
     ready: list[float] = []
-    for rows in ids[:, : job.prompt].split(job.part if joins else len(ids)):
+    for rows in ids[:, : job.prompt].split(1 if joins else len(ids)):
         if ready:
             caches.append(_new_cache(model, job))
         with _halved(model) if job.press else nullcontext():

@@ -1,7 +1,8 @@
-"""Peak memory of the process that reads a long prompt, `full` against `kivi`.
+"""Peak memory of the process that reads a long prompt: recipes against `full`.
 
-Each layer is packed as soon as it has run, so the exact cache of all layers never exists: the peaks
-should differ by the memory that the cache saves. Each recipe runs in its own process; the peak is
+`kivi` packs each layer as soon as it has run, so the exact cache of all layers never exists: the
+peaks should differ by the memory that the cache saves. The heads of `small` compete over all
+layers, so all wait for the last one. Each recipe runs in its own process; the peak is
 the operating system's figure (maximum resident set), minus the memory that was resident before the
 prompt. During the prompt, glibc keeps freed blocks of up to 32 MiB by default; this hides a part of
 the saving. So each recipe is measured with that default, and with MALLOC_MMAP_THRESHOLD_ set, under
@@ -58,13 +59,15 @@ def mib(figures: dict[str, float]) -> str:
 
 
 def main() -> None:
-    options = record.options(__doc__, tokens=32768, rounds=5, one="")  # one: in this process
+    options = record.options(
+        __doc__, tokens=32768, rounds=5, recipes=["kivi", "near-lossless", "small"], one=""
+    )  # one: in this process
     if options.one:
         print(json.dumps(one(options.one, options.tokens)))
         return
     rows = []
     for allocator, changed in (("default", {}), ("returning", {THRESHOLD: "65536"})):
-        found: dict[str, list[dict[str, int]]] = {"full": [], "kivi": []}
+        found: dict[str, list[dict[str, int]]] = {x: [] for x in ["full", *options.recipes]}
         for _ in range(options.rounds):
             for recipe, rounds in found.items():
                 command = [
@@ -79,10 +82,13 @@ def main() -> None:
                 f"{allocator:>9} {recipe}: cache {mib(figures['held'])}, the prompt's peak is "
                 f"{mib(figures['peak'])}, after it the process has {mib(figures['resident'])} more"
             )
-        pairs = list(zip(found["full"], found["kivi"], strict=True))
-        saved, below = (spread(full[x] - kivi[x] for full, kivi in pairs) for x in ("held", "peak"))
-        print(f"with kivi, the cache is {mib(saved)} smaller and the peak {mib(below)} lower")
-        rows.append({"allocator": allocator, **row, "saved": saved, "peak_below": below})
+        for recipe in options.recipes:
+            pairs = list(zip(found["full"], found[recipe], strict=True))
+            for name, figure in (("saved", "held"), ("peak_below", "peak")):
+                row[recipe][name] = spread(full[figure] - packed[figure] for full, packed in pairs)
+            saved, below = mib(row[recipe]["saved"]), mib(row[recipe]["peak_below"])
+            print(f"with {recipe}, the cache is {saved} smaller and the peak {below} lower")
+        rows.append({"allocator": allocator, **row})
     record.write(
         "peak_memory",
         {

@@ -96,20 +96,22 @@ class Rotated(Scorer):
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""
         keys, own_sinks = step.k[:, :, lo:hi], sinks[..., lo:hi]
         seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
-        repeated, own_seen = keys, seen & ~own_sinks
-        count = seen.sum(dim=-1, keepdim=True)  # without padding
+        before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
+        chunk = slice(max(0, lo - before), max(0, hi - before))
+        own = replace(
+            step,
+            q=step.q[:, :, chunk],
+            k=keys,
+            visible=None if step.visible is None else seen,
+            lse=step.lse if chunk == slice(0, step.k.shape[2]) else None,
+        )
+        repeated, count = keys, seen.sum(dim=-1, keepdim=True)  # without padding
         if lo and step.sinks:
             slots, sink_keys = _sinks_of(step, sinks)
             repeated = torch.cat([sink_keys, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
         if step.rope is not None:  # turning keys back turns queries further
             repeated = step.rope.rotate(repeated, -count)
-        before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
-        chunk = slice(max(0, lo - before), max(0, hi - before))
-        if step.lse is not None and chunk == slice(0, step.k.shape[2]):
-            own_lse = _lse_without_sinks(step, sinks)
-        else:
-            own_lse = _own_lse(step, step.q[:, :, chunk], keys, own_seen)
         q, real_queries = step.q if step.repeated is None else step.repeated, step.visible_queries
         again = replace(
             step,
@@ -118,40 +120,32 @@ class Rotated(Scorer):
             visible=None if step.visible is None and not lo else seen,
             visible_queries=None if real_queries is None else real_queries[:, :, chunk],
         )
-        return again.mass(reduce_max=True, other_lse=own_lse)[..., lo - hi :]
+        return again.mass(reduce_max=True, other_lse=_own_lse(own, own_sinks))[..., lo - hi :]
 
 
-def _own_lse(step: Step, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
-    """Return the log-sum-exp of the logits of a chunk's queries for its keys, fp32 [B, Hq, T].
+def _own_lse(step: Step, sinks: Tensor) -> Tensor:
+    """Return the log-sum-exp of each query's logits but those of sinks, fp32 [B, Hq, T].
 
-    q: [B, Hq, T, D], of the last T of the N tokens. k: [B, Hk, N, D]. seen: bool [B or 1, 1 or Hk,
-    N], False for padding and sinks.
+    step: of a chunk; its T queries are the last of its N tokens. sinks: bool [B or 1, 1 or Hk, N].
     """
-    seen = seen.expand(len(k), -1, -1)
-    lse = step.attend(q, k, k, seen, causal=True).lse
-    sees_none = seen.cumsum(dim=-1)[..., seen.shape[-1] - q.shape[2] :] == 0
-    heads = sees_none.repeat_interleave(q.shape[1] // seen.shape[1], dim=1)
-    return lse.masked_fill(heads, -torch.inf)
-
-
-def _lse_without_sinks(step: Step, sinks: Tensor) -> Tensor:
-    """Return the log-sum-exp of each query's logits but those of sinks, fp32 [B, Hq, N].
-
-    step: of a prompt, with `Step.lse`. sinks: bool [B or 1, 1 or Hk, N].
-    """
-    assert step.lse is not None
-    if not step.sinks:
-        return step.lse
-    hk = step.k.shape[1]
-    slots, sink_keys = _sinks_of(step, sinks)
-    queries, keys = step.q.float().unflatten(1, (hk, -1)), sink_keys.float().unsqueeze(2)
-    logits = queries @ keys.transpose(-1, -2) * step.scale  # [B, Hk, R, N, sinks]
-    logits = softcapped(logits, step.softcap)
-    hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
-    lse = step.lse.unflatten(1, (hk, -1))
-    share = (logits.masked_fill(hidden, -torch.inf) - lse[..., None]).exp()
-    other_lse = lse + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
-    return other_lse.masked_fill(sinks[:, :, None], -torch.inf).flatten(1, 2)
+    b, hk, t = len(step.k), step.k.shape[1], step.q.shape[2]
+    visible, lse, others = step.visible, step.lse, ~sinks
+    if visible is not None:
+        visible = visible.expand(b, -1, -1)
+        others = others & visible
+    if lse is None:
+        lse = step.attend(step.q, step.k, step.k, visible, causal=True).lse
+    lse = lse.unflatten(1, (hk, -1))
+    if step.sinks:
+        slots, sink_keys = _sinks_of(step, sinks)
+        queries, keys = step.q.float().unflatten(1, (hk, -1)), sink_keys.float().unsqueeze(2)
+        logits = queries @ keys.transpose(-1, -2) * step.scale  # [B, Hk, R, T, sinks]
+        logits = softcapped(logits, step.softcap)
+        hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
+        share = (logits.masked_fill(hidden, -torch.inf) - lse[..., None]).exp()
+        lse = lse + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
+    sees_none = others.cumsum(dim=-1)[:, :, None, others.shape[-1] - t :] == 0
+    return lse.masked_fill(sees_none, -torch.inf).flatten(1, 2)
 
 
 def _sinks_of(step: Step, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,8 +224,8 @@ def fail_allocations(tally: Tally, model: PreTrainedModel, folder: Path, until: 
             done = False
             with tally.case(f"no memory at operation {operation} of {recipe}, {tokens} tokens"):
                 try:
-                    with StopAt(operation, MemoryError):
-                        step(model, cache, ids)
+                    with torch.no_grad(), StopAt(operation, MemoryError):
+                        model(ids, past_key_values=cache)
                     done = True
                 except MemoryError:
                     seen = {layer.get_seq_length() for layer in cache.layers}

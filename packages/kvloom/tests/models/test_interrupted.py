@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -40,10 +40,10 @@ undone_forms = pytest.mark.parametrize(
 KIVI = "kivi:group=32,residual=32"  # other tests compile its kernel, too
 
 
-def run(model, cache, lo: int, hi: int, number: int) -> int:
+def run(model, cache, lo: int, hi: int, number: int, error=Stop) -> int:
     """Run a step and stop at the torch operation of this number; how many there were."""
     ids, mask = IDS["input_ids"][:, lo:hi], IDS["attention_mask"][:, :hi]
-    with torch.no_grad(), StopAt(number) as mode:
+    with torch.no_grad(), StopAt(number, error) as mode:
         model(input_ids=ids, attention_mask=mask, past_key_values=cache)
     return number - mode.left
 
@@ -104,9 +104,9 @@ def test_a_step_that_stops_anywhere_is_undone(llama, form, tokens):
         with stopping(module):
             step(model, cache, SAVED, SAVED + tokens)
         assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
-    count = functions(model, cache, SAVED, SAVED + tokens)
-    assert count > 100
-    for number in range(tokens % 31, count, 31):
+    stops = functions(model, cache, SAVED, SAVED + tokens)
+    assert stops > 100
+    for number in range(tokens % 31, stops, 31):
         with pytest.raises(Stop):
             run(model, cache, SAVED, SAVED + tokens, number)
         assert [layer.get_seq_length() for layer in cache.layers] == [SAVED] * 3
@@ -189,10 +189,31 @@ def test_a_reordering_that_stops_midway_makes_the_cache_unusable(llama, monkeypa
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_a_lack_of_memory_is_told_as_such_wherever_it_comes(llama, error):
+    """The cache is as before, even where the last operation of the call fails."""
     model, cache = filled(llama, "full")
-    for number in range(functions(model, cache, SAVED, SAVED + 1)):
-        with pytest.raises(error), StopAt(number, error):
-            step(model, cache, SAVED, SAVED + 1)
+    for number in count():
+        try:
+            run(model, cache, SAVED, SAVED + 1, number, error)
+        except error:
+            assert cache.get_seq_length() == SAVED
+        else:
+            break
+    assert number > 100
+
+
+def test_sliding_windows_that_cannot_be_released_undo_the_prompt(monkeypatch):
+    def release(layers):
+        raise MemoryError
+
+    model = zoo.build("gemma3")
+    cache = kvloom.Cache(model, "h2o:tokens=24")
+    with monkeypatch.context() as patch:
+        patch.setattr("kvloom.hf.stock.release", release)
+        with pytest.raises(MemoryError):
+            step(model, cache, 0, 61)
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+    want = step(model, kvloom.Cache(model, "h2o:tokens=24"), 0, 61)
+    assert torch.equal(step(model, cache, 0, 61), want)
 
 
 def test_nothing_is_kept_for_undoing_after_a_step(llama):

@@ -84,10 +84,12 @@ class RoutedForward:
                 out = self._run(kwargs)
             if repeated is not None:
                 repeated.run()
-        tokens = cache.get_seq_length() - seen
-        cache.token_hash = cache.token_hash.after(kwargs, seen, tokens)
-        if tokens > 1:
-            stock.release(cache.stock_layers)
+            cache.finish_shared()
+            tokens = cache.get_seq_length() - seen
+            token_hash = cache.token_hash.after(kwargs, seen, tokens)
+            if tokens > 1:
+                stock.release(cache.stock_layers)
+        cache.token_hash = token_hash
         return_freed(tokens)
         return out
 

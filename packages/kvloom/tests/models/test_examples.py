@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import zoo
-from test_repetition import IDS, logical, prefilled, recorded
+from test_repetition import logical, prefilled, recorded
 from transformers import DynamicCache
 
 import kvloom
@@ -22,10 +22,11 @@ from kvloom.keep import Fit
 from kvloom.recipe.resolve import resolve
 
 PLAIN = "rotated:tokens=24,recent=6,contribution=false"
-EXAMPLES = "examples=20"
+EXAMPLES = "examples=16"
 LEARNED = f"{PLAIN},{EXAMPLES},neighbors=0.1"
-PROMPT = IDS["input_ids"].shape[1]
-COUNT = PROMPT // 4  # of the examples, at most a quarter of the prompt
+COUNT = 16  # of the examples
+PROMPT = 70
+IDS = zoo.batch(3, PROMPT)  # of the three rows, the first alone is long enough for examples
 
 
 def read_lengths(model):
@@ -119,7 +120,6 @@ def test_values_are_fitted_to_the_predicted_queries(monkeypatch):
 )
 @pytest.mark.parametrize("given", [True, False])
 def test_a_padded_row_keeps_what_it_keeps_alone(name, given):
-    """Of the three rows, the last has about as many tokens as examples."""
     model, inputs = zoo.build(name), dict(IDS)
     if given:  # as `generate` does; else most models count padding
         inputs["position_ids"] = (IDS["attention_mask"].cumsum(dim=1) - 1).clamp(min=0)
@@ -167,7 +167,7 @@ def test_a_prompt_with_an_image_is_scored_by_its_own_queries(name, generates):
 def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
     model, inputs = (
         zoo.build_with_images(name),
-        zoo.image_prompt(zoo.build_with_images(name), 40, 21),
+        zoo.image_prompt(zoo.build_with_images(name), 50, 21),
     )
     types = [x for x in inputs if x.endswith("token_type_ids")]
     ids = inputs["input_ids"][inputs["input_ids"] != zoo.IMAGE_TOKEN][None]
@@ -176,17 +176,18 @@ def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
     kvloom.attach(model, LEARNED)
     del lengths[:]
     model.generate(**text, max_new_tokens=1)
-    assert lengths == [3 * (ids.shape[1] // 4), ids.shape[1]]
+    assert lengths == [3 * COUNT, ids.shape[1]]
 
 
 @by_reference
-@pytest.mark.parametrize("budget", [PROMPT, 24])
-def test_examples_are_read_once_and_only_before_an_eviction(budget):
+@pytest.mark.parametrize(("prompt", "budget"), [(PROMPT, PROMPT), (PROMPT, 24), (64, 24), (63, 24)])
+def test_examples_are_read_once_and_only_before_an_eviction_from_a_long_prompt(prompt, budget):
     model = zoo.build("llama-gqa")
     kvloom.attach(model, LEARNED.replace("tokens=24", f"tokens={budget}"))
     lengths = read_lengths(model)
-    model.generate(**zoo.batch(1, PROMPT), max_new_tokens=3)
-    assert lengths == [3 * COUNT] * (budget < PROMPT) + [PROMPT, 1, 1]
+    model.generate(**zoo.batch(1, prompt), max_new_tokens=3)
+    learns = budget < prompt and prompt >= 4 * COUNT
+    assert lengths == [3 * COUNT] * learns + [prompt, 1, 1]
 
 
 @by_reference
@@ -198,7 +199,7 @@ def test_no_example_has_a_position_that_the_model_lacks():
     with torch.no_grad():
         model(IDS["input_ids"], past_key_values=cache)
     examples, prompt = read
-    third = PROMPT - 20
+    third = PROMPT - COUNT
     assert examples[0].tolist() == [*range(2 * COUNT), *range(third, third + COUNT)]
     assert prompt[0].tolist() == [*range(PROMPT)]
 

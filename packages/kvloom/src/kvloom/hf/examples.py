@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..keep import Rotated
 from ..keep.query_predictor import Examples
+from ..keep.rotated import SHARE
 from ..kernels.select.reference import gather
 from . import compat
 from .masks import padding_mask
@@ -30,7 +31,6 @@ _OF_CALL = (
 )  # fmt: skip
 """Arguments that change nothing in the pass, or that it makes itself."""
 _READ = 3  # how often the pass reads an example
-SHARE = 4  # tokens of a row for each example
 
 
 class ExamplePass(NamedTuple):
@@ -43,7 +43,7 @@ class ExamplePass(NamedTuple):
         columns: int64 [B, 3, E], the columns of each example; any columns where a row has fewer.
         distances: int64 [B, 3], from an example to the same in each of the three.
         begin: int64 [B, 1], the position of each row's first token.
-        real: bool [B, E], False where a row has fewer.
+        real: bool [B, E], False where a row has fewer, or learns nothing.
     """
 
     tokens: Tensor
@@ -55,11 +55,14 @@ class ExamplePass(NamedTuple):
     real: Tensor
 
     @classmethod
-    def of(cls, visible: Tensor, positions: Tensor, count: int, furthest: int) -> ExamplePass:
-        """Return the pass of at most `count` examples of each row, a quarter of its tokens at most.
+    def of(
+        cls, visible: Tensor, positions: Tensor, count: int, furthest: int, least: int
+    ) -> ExamplePass:
+        """Return the pass of `count` examples of each row.
 
         visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: the greatest
-        distance of the third reading, which has at least the positions after the second.
+        distance of the third reading, which has at least the positions after the second. least: the
+        tokens of the shortest row that learns; from shorter ones, the pass reads a part.
         """
         column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)
@@ -79,7 +82,7 @@ class ExamplePass(NamedTuple):
             (starts[..., None] + column[:count]).clamp(max=_READ * count - 1),
             distances,
             begin,
-            column[:count] < own,
+            (column[:count] < own) & (tokens >= least),
         )
 
     def read(self, x: Tensor) -> Tensor:
@@ -152,7 +155,7 @@ def learn_from(
     for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)
         examples = ExamplePass.of(
-            visible, positions, min(most, tokens // SHARE), min(scorer.chunk, limit - most)
+            visible, positions, most, min(scorer.chunk, limit - most), scorer.least_prompt
         )
         _run(model, cache, layer_indices, examples, inputs, padded)
 

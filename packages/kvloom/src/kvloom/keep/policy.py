@@ -397,14 +397,11 @@ class Keep:
         """Whether the score or the fit needs the model's rotary embedding."""
         return self.scorer.needs_rope or self.fit is not None
 
-    @property
-    def uses_examples(self) -> bool:
-        """Whether the score learns from examples of the prompt."""
-        return isinstance(self.scorer, Rotated) and self.scorer.examples > 0
-
     def needs_examples(self, tokens: int) -> bool:
-        """Return whether it does of a prompt of `tokens` tokens, which may be within the budget."""
-        return self.uses_examples and self.budget.resolve(tokens) < tokens
+        """Return whether the score learns from examples of a prompt of `tokens` tokens."""
+        scorer = self.scorer
+        learns = isinstance(scorer, Rotated) and 0 < scorer.least_prompt <= tokens
+        return learns and self.budget.resolve(tokens) < tokens
 
     @property
     def rotates_queries(self) -> bool:

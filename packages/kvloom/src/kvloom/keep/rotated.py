@@ -18,6 +18,9 @@ from ..registry.fields import check_fields, check_whole
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
+SHARE = 4
+"""Tokens of a prompt for each example; shorter prompts gain nothing by them."""
+
 
 @dataclass(frozen=True)
 class Rotated(Scorer):
@@ -38,11 +41,11 @@ class Rotated(Scorer):
         chunk: Tokens of a chunk.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
-        examples: First tokens of the prompt, at most a quarter of it, that the model reads three
-            times, before the prompt. They show how a repetition changes queries; those of all
-            tokens are then changed likewise (`QueryPredictor`). 0 (or a prompt with images, a
-            layer that runs without its model, or `compress_after`): the queries stay as they are.
-            Otherwise 16 or more.
+        examples: First tokens of the prompt that the model reads three times, before the prompt.
+            They show how a repetition changes queries; those of all tokens are then changed
+            likewise (`QueryPredictor`). 0 (or a prompt of less than four times as many tokens, one
+            with images, a layer that runs without its model, or `compress_after`): the queries
+            stay as they are. Otherwise 16 or more.
         neighbors: The share of both neighbors' scores that is added to a score: tokens often belong
             together, as the digits of a number.
     """
@@ -64,6 +67,11 @@ class Rotated(Scorer):
             check_whole("examples", self.examples, 16, ", or 0")
         if not 0 <= self.neighbors <= 1:
             raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
+
+    @property
+    def least_prompt(self) -> int:
+        """The tokens of the shortest prompt that has examples."""
+        return SHARE * self.examples
 
     @property
     def uses_input_norms(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...keep.rotated import SHARE
 from .. import examples
 from ..routed_cache import RoutedCache
 from .evicting import EvictingAllocator
@@ -41,7 +42,7 @@ def learning(
                 continue
             new_ids = kwargs["input_ids"][:, row.batch_begin : row.batch_end]
             choice.ids.append(new_ids.clone())  # transformers writes over them
-            if sum(ids.shape[1] for ids in choice.ids) >= choice.tokens // examples.SHARE:
+            if sum(ids.shape[1] for ids in choice.ids) >= choice.tokens // SHARE:
                 with outside_pages():
                     _learn(model, cache, blocks.layer_indices, choice)
 

@@ -26,10 +26,10 @@ def record():
 
 def environments(data):
     """Every dictionary in the data that describes a machine."""
-    if isinstance(data, dict):
-        if "cpu" in data:
-            yield data
-        for value in data.values():
+    if isinstance(data, dict) and "cpu" in data:
+        yield data
+    if isinstance(data, dict | list):
+        for value in data.values() if isinstance(data, dict) else data:
             yield from environments(value)
 
 

@@ -5,6 +5,8 @@ Recipes alternate. Times are processor time, which other load on the machine har
 are medians over rounds, each with another text. The first round compiles kernels and is left out.
 
     python benchmarks/prompt_time.py
+    python benchmarks/prompt_time.py --tokens 512 768 --result prompt_time_short
+        # writes prompt_time_short.json
     python benchmarks/prompt_time.py --tokens 6144 --recipes full small --result prompt_time_6144
         # writes prompt_time_6144.json
 """
@@ -39,7 +41,7 @@ def main() -> None:
     scores = [f"{name}:tokens=256" for name in ("knorm", "snapkv", "expected", "kvzip", "rotated")]
     recipes = ["full", "near-lossless", "balanced", "small", "tiny", "micro", *scores]
     options = record.options(
-        __doc__, tokens=[512, 1024, 2048], rounds=5, recipes=recipes, result="prompt_time"
+        __doc__, tokens=[1024, 2048], rounds=5, recipes=recipes, result="prompt_time"
     )
     torch.set_num_threads(1)
     model, tokenizer = load("smollm2", "bfloat16")

@@ -171,6 +171,14 @@ def test_a_turn_after_a_short_first_prompt_keeps_its_share(later):
     assert evictor.granted == int(HK * 0.4 * evictor.offered)
 
 
+def test_a_cropped_first_prompt_is_one_block():
+    (cache,), qkv = layers(EXACT, 1), tokens(60, count=1)
+    cache.recording = True
+    run([cache], qkv, [60])
+    cache.crop(3)
+    assert cache._state.evictor.offered == 57 - SINKS - RECENT
+
+
 def test_no_crop_takes_back_a_vote():
     caches, qkv = layers(JOINT), tokens(60)
     run(caches[:1], qkv[:1], [60])

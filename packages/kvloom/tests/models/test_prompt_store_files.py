@@ -313,6 +313,18 @@ def test_a_folder_that_was_deleted_is_an_empty_store(model, store):
     assert held(model, store) == 256
 
 
+def test_a_file_in_place_of_the_folder_costs_no_answer(model, store):
+    shutil.rmtree(store.folder)
+    store.folder.touch()
+    with pytest.raises(StoreError, match="cannot be a prompt store: File exists"):
+        store.entries()
+    with (
+        kvloom.attach(model, PACKED, store=store),
+        pytest.warns(UserWarning, match="cannot be a prompt store"),
+    ):
+        answer(model, IDS)
+
+
 def test_a_folder_in_place_of_an_entry_is_set_aside(model, store):
     path = store.index.path(store.entries()[0].key)
     path.unlink()

@@ -94,7 +94,7 @@ class BlockEvictor(ScoreEvictor):
         if stored <= self.recent:
             return None
         heads = segment.exact_keys().shape[1]
-        if segment.first + stored == self.prompt_tokens:
+        if segment.first + stored <= self.prompt_tokens:
             first = keep.first_block(self.prompt_tokens, self.sinks, stored, heads, unit)
             return DueBlock(*first, stored) if first[0] else None
         assert keep.block is not None

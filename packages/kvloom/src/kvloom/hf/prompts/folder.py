@@ -83,12 +83,6 @@ class PromptFolder:
         self._lock, self._process = threading.Lock(), os.getpid()
         self._db: sqlite3.Connection | None = None
         self._opened: int | None = None  # the database that `_db` has open
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"{str(folder)!r} cannot be a prompt store: {error.strerror}; give another folder"
-            ) from error
         self._run(lambda db: None)
 
     def path(self, key: str) -> Path:
@@ -249,8 +243,8 @@ class PromptFolder:
         if self._db is not None and self._opened != _inode(self.database):
             self._db.close()
             self._db = None
-            self.folder.mkdir(parents=True, exist_ok=True)
         if self._db is None:
+            _make(self.folder)
             if not _may_be_database(self.database):  # else SQLite waits for those who have it open
                 self._discard()
             self._db = self._open()
@@ -375,6 +369,16 @@ def _unusable(folder: Path, error: Exception) -> StoreError:
         f"the prompt store {str(folder)!r} cannot be used ({error}); check its permissions and its "
         "disk"
     )
+
+
+def _make(folder: Path) -> None:
+    """Create a folder if it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{str(folder)!r} cannot be a prompt store: {error.strerror}; give another folder"
+        ) from error
 
 
 def _set_aside(path: Path, reason: str) -> None:

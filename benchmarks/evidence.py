@@ -301,7 +301,7 @@ def measure(run: str, specs: Sequence[str], names: Sequence[str] | None, folder:
     every = list(dict.fromkeys(recipe for each in chosen.values() for recipe in each))
     frozen = protocol.protocol_of(
         texts, every, model=lab.plan.model, context=lab.plan.context, seed=lab.plan.seed,
-        refused=refused, **record.environment(dtype=DTYPE),
+        refused=refused, dtype=DTYPE,
     )  # fmt: skip
     published_before(run, frozen)  # exits where it could not be published beside it
     protocol.freeze(frozen, folder / run)
@@ -366,7 +366,7 @@ def publish(
         tables.append(table_by_kind(rows))
     print("\n\n".join(tables))
     of_recipe = {(row["task"], row["recipe"]) for row in figures}
-    gone = redefined(before, frozen)
+    changed = redefined(before, frozen)
     result = {
         "environment": record.environment(dtype=DTYPE),
         "protocol": frozen,
@@ -375,7 +375,7 @@ def publish(
             *(
                 x
                 for x in before.get("figures", [])
-                if x["recipe"] not in gone and (x["task"], x["recipe"]) not in of_recipe
+                if x["recipe"] not in changed and (x["task"], x["recipe"]) not in of_recipe
             ),
             *figures,
         ],
@@ -515,52 +515,51 @@ def earlier_protocols(before: dict[str, Any], frozen: dict[str, Any]) -> list[di
 def earlier_lines(
     run: str, before: dict[str, Any], frozen: dict[str, Any], lines: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the published lines, without those of a recipe that is another one now.
+    """Return the published lines of recipes that have not changed since.
 
-    That is a recipe with another definition, and one that answered a sample of the task otherwise.
-    Raises `SystemExit` where that is `full`: then the machine differs.
+    A recipe has changed if its definition has, or its answer to a published sample of the task.
+    Raises `SystemExit` where an answer of `full` has changed: then the machine differs.
     """
     if not before:
         return []
     published = read_samples(record.results() / f"evidence_{run}.samples.jsonl.gz")
     now = {KEY(line): line for line in lines}
-    other = {
+    other_answers = {
         (line["task"], line["recipe"]): line["sample"]
         for line in published
         if not equal_answers(now.get(KEY(line), line), line)
     }
-    for (task, recipe), sample in other.items():
+    for (task, recipe), sample in other_answers.items():
         if recipe.startswith("full"):
             sys.exit(
                 f"{recipe} gave {sample} of {task} another answer than is published: measure all "
                 f"recipes of {run} again, without its published result"
             )
-        print(f"{recipe} answers {sample} of {task} otherwise: its earlier samples of {task} go")
-    gone = redefined(before, frozen)
-    commits = {
-        name: each["commit"]
-        for each in earlier_protocols(before, {"recipes": {}})
-        for name in each["recipes"]
-    }
+        print(f"{recipe} answers {sample} of {task} otherwise: its samples of {task} are removed")
+    changed, protocols = redefined(before, frozen), protocol_of_recipe(before)
     return [
-        {"commit": commits[line["recipe"]], **line}
+        {"commit": protocols[line["recipe"]]["commit"], **line}
         for line in published
-        if line["recipe"] not in gone and (line["task"], line["recipe"]) not in other
+        if line["recipe"] not in changed and (line["task"], line["recipe"]) not in other_answers
     ]
 
 
 def redefined(before: dict[str, Any], frozen: dict[str, Any]) -> set[str]:
     """Return the names of published recipes that have another definition in `frozen`."""
-    if not before:
-        return set()
-    former = {
-        name: recipe
-        for each in earlier_protocols(before, {"recipes": {}})
-        for name, recipe in each["recipes"].items()
-    }
+    former = protocol_of_recipe(before)
     return {
-        name for name, recipe in frozen["recipes"].items() if former.get(name, recipe) != recipe
+        name
+        for name, recipe in frozen["recipes"].items()
+        if name in former and former[name]["recipes"][name] != recipe
     }
+
+
+def protocol_of_recipe(before: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the protocol under which each recipe of a published result was measured."""
+    if not before:
+        return {}
+    protocols = earlier_protocols(before, {"recipes": {}})
+    return {name: each for each in protocols for name in each["recipes"]}
 
 
 if __name__ == "__main__":

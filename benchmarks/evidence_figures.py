@@ -1,8 +1,8 @@
-"""Compute the figures of all published samples of the evidence again, by the rules of today.
+"""Compute the published figures of the evidence again from the published samples.
 
     python benchmarks/evidence_figures.py && python benchmarks/evidence_tables.py
 
-Figures without published samples stay, as do times, which samples do not have.
+Figures without published samples do not change, nor do times, which samples do not have.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def needles(figures: list[dict]) -> str:
 
 
 def _over_full(row: dict | None, score: str, names: Sequence[str]) -> list[str]:
-    """Return parts of the difference from `full`; empty where there is none."""
+    """Return parts of the difference from `full`, each "" if it is unknown."""
     over = row and row["over_full"].get(score)
     if not over:
         return [""] * len(names)

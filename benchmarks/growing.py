@@ -100,9 +100,8 @@ def main() -> None:
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids
     every = [resolve(name) for tokens in SIZED.values() for name in recipes(tokens)]
     frozen = protocol.protocol_of(
-        {}, every, workloads=WORKLOADS, text=protocol.sha256(text),
-        **record.environment(dtype="bfloat16"),
-    )  # fmt: skip
+        {}, every, workloads=WORKLOADS, text=protocol.sha256(text), dtype="bfloat16"
+    )
     frozen = json.loads(json.dumps(frozen))
     path = record.results() / "growing.json"
     before = json.loads(path.read_text()) if path.exists() else {}

@@ -2,8 +2,8 @@
 
 `kivi` packs each layer as soon as it has run, so the exact cache of all layers never exists: the
 peaks should differ by the memory that the cache saves. The heads of `small` compete over all
-layers, so all wait for the last one. Each recipe runs in its own process; the peak is
-the operating system's figure (maximum resident set), minus the memory that was resident before the
+layers, so all layers wait for the last one. Each recipe runs in its own process; the peak is the
+operating system's figure (maximum resident set), minus the memory that was resident before the
 prompt. During the prompt, glibc keeps freed blocks of up to 32 MiB by default; this hides a part of
 the saving. So each recipe is measured with that default, and with MALLOC_MMAP_THRESHOLD_ set, under
 which glibc returns them. `resident` is what the process still has after the prompt. Peaks of equal
@@ -59,9 +59,9 @@ def mib(figures: dict[str, float]) -> str:
 
 
 def main() -> None:
-    options = record.options(
-        __doc__, tokens=32768, rounds=5, recipes=["kivi", "near-lossless", "small"], one=""
-    )  # one: in this process
+    recipes = ["kivi", "near-lossless", "small"]
+    # one: a recipe to measure in this process
+    options = record.options(__doc__, tokens=32768, rounds=5, recipes=recipes, one="")
     if options.one:
         print(json.dumps(one(options.one, options.tokens)))
         return

@@ -23,15 +23,14 @@ PASSAGE = 32  # words: texts with a common passage of twice as many certainly sh
 def protocol_of(
     texts: Mapping[str, list[Batch]], recipes: Iterable[Recipe], **more: Any
 ) -> dict[str, Any]:
-    """Return the commit, whether its tree is clean, and hashes of texts; recipes as TOML.
+    """Return the environment, whether the commit's tree is clean, hashes of texts, and recipes.
 
-    texts: the samples of each task. more: versions, seeds, sizes and refused samples.
+    texts: the samples of each task. more: seeds, sizes and refused samples.
     """
     changed = record.git("status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {
-        "commit": record.git("rev-parse", "HEAD"),
         "clean": changed == "",
-        **more,
+        **record.environment(**more),
         "texts": {
             task: sha256(*(text_sha256(x) for batch in batches for x in batch.samples))
             for task, batches in texts.items()

@@ -33,15 +33,10 @@ LINES = {
     "small, tiny with random tokens": ["small-random", "tiny-random"],
     "kivi 4, 2 bit": ["kivi-4", "kivi"],
     "skvq 2 bit": ["skvq:group=32"],
-    **{
-        f"{name} {what}": [f"{name} at 0.2"]
-        for name, what in (
-            ("minikv", "(evict, then 2 bit)"),
-            ("snapkv", "(evict)"),
-            ("h2o", "(evict)"),
-            ("keyformer", "(evict)"),
-        )
-    },
+    "minikv (evict, then 2 bit)": ["minikv at 0.2"],
+    "snapkv (evict)": ["snapkv at 0.2"],
+    "h2o (evict)": ["h2o at 0.2"],
+    "keyformer (evict)": ["keyformer at 0.2"],
 }
 PANELS = {
     "KL divergence from the exact cache": ("perplexity", "kl_mean"),

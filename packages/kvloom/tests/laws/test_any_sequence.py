@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import by_reference
-from kvloom.keep import Budget, Expected, Keep, Mass, Outliers, Random
+from kvloom.keep import Budget, Expected, Keep, Mass, Outliers, Random, Rotated
 from kvloom.recall import Clusters, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -75,6 +75,13 @@ FOUND = {
             protect=Protect(sinks=2),
         ),
         1, (2, 1), 16, "fp32", (2,), (("step", 3),), alibi=True,
+    ),
+    "a chunk of a later block whose tokens all lack queries": Case(
+        Recipe(
+            Keep(Budget(fraction=0.3, recent=6, head_share=0.0), Rotated(5), when="block", block=21),
+            protect=Protect(sinks=2),
+        ),
+        1, (2, 1), 16, "fp32", (0,), (("step", 20), ("step", 20)), seed=4064,
     ),
 }  # fmt: skip
 

@@ -103,9 +103,11 @@ class Rotated(Scorer):
     def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""
         keys, own_sinks = step.k[:, :, lo:hi], sinks[..., lo:hi]
-        seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
         before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
-        chunk = slice(max(0, lo - before), max(0, hi - before))
+        if hi <= before:
+            return keys.new_zeros(keys.shape[:3], dtype=torch.float32)
+        seen = torch.ones_like(own_sinks) if step.visible is None else step.visible[..., lo:hi]
+        chunk = slice(max(0, lo - before), hi - before)
         own = replace(
             step,
             q=step.q[:, :, chunk],

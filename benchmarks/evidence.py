@@ -99,7 +99,8 @@ FEW: dict[str, Shares] = {
     ), FEW_SHARES),
 }  # fmt: skip
 MIXED: dict[str, Shares] = {
-    **dict.fromkeys((*RECOMMENDED, "kivi", "kivi-4"), OWN), "snapkv": (1 / 5,),
+    **dict.fromkeys((*RECOMMENDED, "micro-kvzip.toml", "kivi", "kivi-4"), OWN),
+    "snapkv": (1 / 5,),
 }  # fmt: skip
 PAPERS: dict[str, Shares] = {  # other papers' own recipes
     **dict.fromkeys(("clusterkv", "skvq:group=32"), OWN),
@@ -167,6 +168,19 @@ GROWING_TASKS = (  # 8 texts
         "streaming:tokens=512", "h2o:tokens=512", "triattention:fraction=0.25,recent=128,block=128",
     ), OWN)),
 )  # fmt: skip
+OTHER: dict[str, Shares] = dict.fromkeys(
+    ("near-lossless", "balanced", "small", "small-kvzip.toml", "tiny", "micro", "kivi"), OWN
+)
+OTHER_TASKS = (  # 20 system prompts; 32 texts; 40 short prompts
+    TaskPlan("instructions", 5, 64, OTHER | {"snapkv": (1 / 5,)}),
+    TaskPlan("state:update", 2, 1, OTHER | {"snapkv": (1 / 5,)}),
+    TaskPlan("short", 2, 64, OTHER),
+)
+TRACE_TASKS = (  # 4 texts
+    TaskPlan("trace", 1, 4096, dict.fromkeys(
+        ("near-lossless", "small", "small:block=256", "tiny", "kivi"), OWN
+    )),
+)  # fmt: skip
 LONG: dict[str, Shares] = {
     **dict.fromkeys((
         "near-lossless", "balanced", "small", "small-kvzip.toml", "small-random.toml", "tiny",
@@ -194,6 +208,8 @@ RUNS = {
     "smollm2-2k-mixed": RunPlan("smollm2", 2048, KINDS, MIXED_TASKS, seed=1),
     "smollm2-2k-free": RunPlan("smollm2", 2048, KINDS, FREE_TASKS, seed=1),
     "smollm2-1k-free": RunPlan("smollm2", 1024, KINDS, GROWING_TASKS, seed=1),
+    "smollm2-2k-other": RunPlan("smollm2", 2048, KINDS, OTHER_TASKS, seed=1),
+    "smollm2-1k-trace": RunPlan("smollm2", 1024, KINDS, TRACE_TASKS, seed=1),
     "smollm2-8k": RunPlan("smollm2", 8000, KINDS, LONG_TASKS, seed=1),  # of 8,192 positions
 }
 SHOWN = {"perplexity": table, "niah": needles, "free": free}

@@ -65,20 +65,20 @@ def with_flip(x: bytes, draw: random.Random) -> bytes:
 
 
 def test_one_bit_of_one_field_is_another_prompt(model, store):
-    """10,000 look-ups: none finds more than the blocks before the bit."""
+    """100,000 look-ups: none finds more than the blocks before the bit."""
     cache, draw = kvloom.Cache(model, PACKED), random.Random(0)
     parts = fields(cache, "")
     assert held(model, store) == 256
     names = [name for name, value in parts.items() if value]
     assert len(names) == 9  # all but the tenant, which is empty
-    for number in range(9_000):
+    for number in range(90_000):
         name = names[number % len(names)]
         seed = combined({**parts, name: with_flip(parts[name], draw)})
         assert store.index.longest(chain(seed, IDS)) == 0
     seed = combined(parts)
     for tokens in (64, 128, 192):
         put(model, store, IDS, tokens)
-    for _ in range(1_000):
+    for _ in range(10_000):
         place = draw.randrange(256)
         ids = IDS.clone()
         ids[0, place] ^= 1 << draw.randrange(7)

@@ -1,5 +1,8 @@
 """lm-evaluation-harness scores from the compressed cache. Needs lm_eval, which is not in `dev`."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # lm_eval's own
 
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
 import kvloom  # noqa: E402
 from kvloom_lab.eval.lm_eval import KvloomLM  # noqa: E402
@@ -58,3 +62,50 @@ def test_generation_uses_the_recipe():
     cache = kvloom.Cache(lm.model, "kivi")
     out = lm.model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
     assert text == lm.tokenizer.decode(out[0, ids.shape[1] :])
+
+
+EXAMPLES = Path(__file__).parents[4] / "examples" / "lm-eval"
+PROBLEM = {"problem": "1 + 1?", "solution": "", "subject": "", "level": 1, "unique_id": ""}
+CHOICES = {f"choice_{letter}": f"a {letter}" for letter in "ABCD"}
+DATA = {  # a line of each official file, an answer, and its scores
+    "aime": ({"problem": "1 + 1?", "answer": "2"}, r"so $\boxed{2}$", {"exact_match": 1}),
+    "math500": ({**PROBLEM, "answer": "2"}, r"so $\boxed{3}$", {"exact_match": 0}),
+    "ifeval": (
+        {
+            "key": 1, "prompt": "Use no commas.", "kwargs": [{}],
+            "instruction_id_list": ["punctuation:no_comma"],
+        },
+        "none here",
+        {"prompt_level_strict_acc": True, "inst_level_strict_acc": [True]},
+    ),
+    "longbench2": (
+        {
+            "_id": "1", "domain": "", "sub_domain": "", "difficulty": "", "length": "",
+            "question": "Which?", **CHOICES, "answer": "B", "context": "A text.",
+        },
+        None,
+        {"acc": 1.0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_example_tasks_read_the_official_files(name, tmp_path, monkeypatch):
+    record, answer, scores = DATA[name]
+    file = "longbench2.json" if name == "longbench2" else f"{name}.jsonl"
+    (tmp_path / file).write_text(json.dumps([record] if answer is None else record))
+    monkeypatch.chdir(tmp_path)
+    if name == "ifeval":
+        pytest.importorskip("nltk")
+    task = TaskManager(include_path=str(EXAMPLES)).load([name])["tasks"][name]
+    (doc,) = task.eval_docs
+    asked = task.doc_to_text(doc)
+    assert record.get("prompt", record.get("problem", record.get("context"))) in asked
+    if answer is None:
+        assert asked.endswith("(")
+        found = task.process_results(
+            doc, [(-1.0, False), (-0.5, True), (-2.0, False), (-3.0, False)]
+        )
+    else:
+        found = task.process_results(doc, [answer])
+    assert scores.items() <= found.items()

@@ -20,14 +20,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "evidence.md"
 MARKED = re.compile(r"(<!-- (\w+) (\S+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
-OWN = "h2o", "keyformer", "snapkv", "streaming", "minikv", "minikv-snap"
-FRONT = {  # the recommended recipe of a size, and the papers' own recipes of that size
-    "1/3": ("near-lossless", "kivi-4", *(f"{name} at 0.333" for name in OWN)),
-    "1/5": ("small at 0.2", "kivi", "skvq:group=32", *(f"{name} at 0.2" for name in OWN)),
-    "1/8": ("small", *(f"{name} at 0.125" for name in OWN)),
-    "1/12": ("tiny", *(f"{name} at 0.0833" for name in OWN)),
-}
-FRONT_TASKS = "niah", "multiturn"
 
 
 def table(figures: list[dict]) -> str:
@@ -60,32 +52,6 @@ def _by_bytes(figures: list[dict], divergence: Callable[[dict], str]) -> str:
 def over_full(row: dict) -> float:
     """Return the perplexity of a row as a multiple of that of `full` on the same machine."""
     return math.exp(row["over_full"].get("nll", {"mean": 0.0})["mean"])
-
-
-def tasks(figures: list[dict]) -> str:
-    """Return the scores of the tasks that generate text as a Markdown table, by bytes."""
-    columns = {
-        ("niah", "correct"): "Needles",
-        ("multiturn", "correct"): "Several turns",
-        ("ruler", "correct"): "RULER",
-        ("free", "kl_mean"): "Free-running KL",
-        ("free", "diverged_at"): "Tokens until it differs",
-    }
-    shares = {f["recipe"]: f["share"] for f in figures if f["task"] == "perplexity"}
-    cells = {
-        (f["recipe"], f["task"], score): format(interval["mean"], ".3g")
-        for f in figures
-        for score, interval in f["scores"].items()
-    }
-    names = {f["recipe"] for f in figures if f["task"] == "ruler"}
-    lines = [
-        f"|Recipe|Bytes|{'|'.join(columns.values())}|",
-        f"|---|---|{'---|' * len(columns)}",
-    ]
-    for name in sorted(names, key=lambda n: (-shares[n], n)):
-        row = "|".join(cells.get((name, *column), "") for column in columns)
-        lines.append(f"|`{name}`|{shares[name]:.1%}|{row}|")
-    return "\n".join(lines)
 
 
 def free(figures: list[dict]) -> str:
@@ -164,28 +130,6 @@ def peers(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def front(figures: list[dict]) -> str:
-    """Return the recommended recipe and the best other one of each task and size, as Markdown."""
-    lines = [
-        "|Task|Bytes|Recommended||Best of the papers' own||",
-        "|---|---|---|---|---|---|",
-    ]
-    for task in FRONT_TASKS:
-        by_recipe = {f["recipe"]: f for f in figures if f["task"] == task and f["scores"]}
-        scores = {name: row["scores"]["correct"] for name, row in by_recipe.items()}
-        for bound, (recommended, *own) in FRONT.items():
-            names = [n for n in own if n in scores]
-            if recommended not in scores or not names:
-                continue
-            best = max(names, key=lambda n: scores[n]["mean"])
-            cells = [
-                f"`{n}` {by_recipe[n]['share']:.0%}|{_interval(scores[n])}"
-                for n in (recommended, best)
-            ]
-            lines.append(f"|{task}|{bound}|{'|'.join(cells)}|")
-    return "\n".join(lines)
-
-
 def _interval(score: dict) -> str:
     low, high = score["low"], score["high"]
     bounds = "" if low is None else f" [{low:.3g}, {high:.3g}]"
@@ -213,11 +157,9 @@ def table_by_kind(rows: list[dict]) -> str:
 KINDS = {  # of tables, each from a part of the results
     "table": (table, "figures"),
     "means": (means, "figures"),
-    "tasks": (tasks, "figures"),
     "free": (free, "figures"),
     "needles": (needles, "figures"),
     "peers": (peers, "figures"),
-    "front": (front, "figures"),
     "kinds": (table_by_kind, "by_kind"),
 }
 

@@ -270,7 +270,7 @@ class Lab:
     def recipes(self, task: TaskPlan, names: Iterable[str] | None) -> list[Recipe]:
         """Return the recipes of a task, or some recipes at the shares that they have there.
 
-        names: a recipe that other tasks of the run have alone is left out.
+        names: a recipe that other tasks of the run have alone is left out; [] if all are.
         """
         shares = task.recipes
         if names is not None:
@@ -280,6 +280,8 @@ class Lab:
                 for name in names
                 if name in shares or name not in planned
             }
+            if not shares:
+                return []
         every = recipes(shares, self.plan.context, self.geometry)
         return [replace(recipe, name=recipe.name + task.label) for recipe in every]
 
@@ -326,7 +328,7 @@ def measure(run: str, specs: Sequence[str], names: Sequence[str] | None, folder:
     try:
         for part in (slice(1), slice(1, None)):  # the first samples of all tasks before the others
             for task, (source, batches) in samples.items():
-                if task.spec not in specs:
+                if task.spec not in specs or not chosen[task]:
                     continue
                 begun, before = time.perf_counter(), len(evaluation.lines([task.spec]))
                 evaluation.measure_batches(

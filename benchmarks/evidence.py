@@ -15,8 +15,8 @@ evidence_<run>.samples.jsonl.gz.
 
 --quick measures the first samples of `QUICK` again. It fails if one of them has a new problem, or a
 mean lies outside the 95% interval over the same published samples. With the same processor,
-versions and number of threads, every answer and score of one commit is equal; another number of
-threads adds in another order.
+versions, number of threads and recipes, every answer and score of one commit is equal; another
+number of threads adds in another order, as do other recipes that decode in the same batch.
 """
 
 from __future__ import annotations
@@ -471,8 +471,8 @@ def repeat(folder: Path) -> list[str]:
             return [f"{line['recipe']} on {line['task']} {line['sample']}: not published"]
     equal = sum(equal_answers(before[KEY(line)], line) for line in lines)
     print(
-        f"{equal} of {len(lines)} samples of {QUICK_RUN} are equal to the published ones; all are, "
-        "if processor, versions and threads are those of the protocol "
+        f"{equal} of {len(lines)} samples of {QUICK_RUN} are equal to the published ones. The "
+        "processor, versions, threads and recipes of a batch may change the order of additions "
         f"(threads here: {record.environment()['threads']})"
     )
     return not_found(lines, before)

@@ -66,6 +66,59 @@ def free(figures: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def other(figures: list[dict]) -> str:
+    """Return rules, passwords and changing state as a Markdown table, by bytes."""
+    columns = {
+        ("instructions", "followed"): "Rules followed",
+        ("instructions", "as_full"): "Outcomes as `full`",
+        ("instructions", "kl_mean"): "KL of the answer",
+        ("instructions", "as_full_secret"): "Password as `full`",
+        ("state", "correct"): "Last value",
+    }
+    return _scores(figures, columns)
+
+
+def trace(figures: list[dict]) -> str:
+    """Return the divergence along a text of the exact model as a Markdown table, by bytes."""
+    titles = {
+        "kl_mean": "KL, mean",
+        "agreement": "Agreement",
+        "kl_p999": "99.9th percentile",
+        "kl_slope": "Slope per 1,000 tokens",
+    }
+    return _scores(figures, {("trace", name): title for name, title in titles.items()})
+
+
+def _scores(figures: list[dict], columns: dict[tuple[str, str], str]) -> str:
+    """Return some scores with their intervals; columns: titles by task and score."""
+    tasks = {task for task, _ in columns}
+    scored = {(f["task"], f["recipe"]): f for f in figures if f["task"] in tasks and f["scores"]}
+    shares = {name: row["share"] for (_, name), row in scored.items()}
+    lines = [f"|Recipe|Bytes|{'|'.join(columns.values())}|", f"|---|---|{'---|' * len(columns)}"]
+    for name in sorted(shares, key=lambda name: -shares[name]):
+        rows = ((scored.get((task, name)), score) for task, score in columns)
+        cells = (
+            _interval(x["scores"][score]) if x and score in x["scores"] else "" for x, score in rows
+        )
+        lines.append(f"|`{name}`|{shares[name]:.1%}|{'|'.join(cells)}|")
+    return "\n".join(lines)
+
+
+def short(samples: list[dict]) -> str:
+    """Return the mean divergence after short prompts as a Markdown table, by their tokens."""
+    by_length: dict[tuple[str, int], list[float]] = {}
+    for line in samples:
+        if line["task"] == "short" and line.get("scores"):
+            tokens = int(line["sample"].split("/")[1])  # kind/tokens/number
+            by_length.setdefault((line["recipe"], tokens), []).append(line["scores"]["kl_mean"])
+    lengths = sorted({tokens for _, tokens in by_length})
+    lines = [f"|Recipe|{'|'.join(map(str, lengths))}|", f"|---|{'---|' * len(lengths)}"]
+    for name in dict.fromkeys(name for name, _ in by_length):
+        means = (sum(x) / len(x) for x in (by_length[name, tokens] for tokens in lengths))
+        lines.append(f"|`{name}`|{'|'.join(format(x, '.4f') for x in means)}|")
+    return "\n".join(lines)
+
+
 FEWEST = 30  # samples of a row of `needles`
 MORE_TASKS = {"Δ turns": "multiturn", "Δ RULER": "ruler"}
 
@@ -160,15 +213,21 @@ KINDS = {  # of tables, each from a part of the results
     "free": (free, "figures"),
     "needles": (needles, "figures"),
     "peers": (peers, "figures"),
+    "other": (other, "figures"),
+    "trace": (trace, "figures"),
     "kinds": (table_by_kind, "by_kind"),
+    "short": (short, "samples"),
 }
 
 
 def published(run: str, part: str = "figures") -> list[dict]:
     """Return a part of the published results of a run: a recipe on a task is from one machine.
 
-    Each machine compares with the exact cache of its own; the table shows one of them.
+    Each machine compares with the exact cache of its own; the table shows one of them. part:
+    "samples" are those of one machine.
     """
+    if part == "samples":
+        return published_samples(run)
     machines: dict[tuple[str, str], str] = {}
     figures = []
     for file in sorted(RESULTS.glob(f"*/evidence_{run}.json")):

@@ -78,7 +78,9 @@ FOUND = {
     ),
     "a chunk of a later block whose tokens all lack queries": Case(
         Recipe(
-            Keep(Budget(fraction=0.3, recent=6, head_share=0.0), Rotated(5), when="block", block=21),
+            Keep(
+                Budget(fraction=0.3, recent=6, head_share=0.0), Rotated(5), when="block", block=21
+            ),
             protect=Protect(sinks=2),
         ),
         1, (2, 1), 16, "fp32", (0,), (("step", 20), ("step", 20)), seed=4064,

@@ -19,13 +19,14 @@ from backends import by_reference
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf.shared_pass import Follower, prefill_many
 from kvloom.keep import Fit
+from kvloom.keep.rotated import SHARE
 from kvloom.recipe.resolve import resolve
 
 PLAIN = "rotated:tokens=24,recent=6,contribution=false"
 EXAMPLES = "examples=16"
 LEARNED = f"{PLAIN},{EXAMPLES},neighbors=0.1"
 COUNT = 16  # of the examples
-PROMPT = 70
+PROMPT = 100
 IDS = zoo.batch(3, PROMPT)  # of the three rows, the first alone is long enough for examples
 
 
@@ -167,7 +168,7 @@ def test_a_prompt_with_an_image_is_scored_by_its_own_queries(name, generates):
 def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
     model, inputs = (
         zoo.build_with_images(name),
-        zoo.image_prompt(zoo.build_with_images(name), 50, 21),
+        zoo.image_prompt(zoo.build_with_images(name), 70, 31),
     )
     types = [x for x in inputs if x.endswith("token_type_ids")]
     ids = inputs["input_ids"][inputs["input_ids"] != zoo.IMAGE_TOKEN][None]
@@ -180,13 +181,13 @@ def test_a_prompt_of_text_has_examples_in_a_model_that_reads_images(name):
 
 
 @by_reference
-@pytest.mark.parametrize(("prompt", "budget"), [(PROMPT, PROMPT), (PROMPT, 24), (64, 24), (63, 24)])
+@pytest.mark.parametrize(("prompt", "budget"), [(PROMPT, PROMPT), (PROMPT, 24), (96, 24), (95, 24)])
 def test_examples_are_read_once_and_only_before_an_eviction_from_a_long_prompt(prompt, budget):
     model = zoo.build("llama-gqa")
     kvloom.attach(model, LEARNED.replace("tokens=24", f"tokens={budget}"))
     lengths = read_lengths(model)
     model.generate(**zoo.batch(1, prompt), max_new_tokens=3)
-    learns = budget < prompt and prompt >= 4 * COUNT
+    learns = budget < prompt and prompt >= SHARE * COUNT
     assert lengths == [3 * COUNT] * learns + [prompt, 1, 1]
 
 

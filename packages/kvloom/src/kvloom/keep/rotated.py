@@ -18,7 +18,7 @@ from ..registry.fields import check_fields, check_whole
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
-SHARE = 4
+SHARE = 6
 """Tokens of a prompt for each example; shorter prompts gain nothing by them."""
 
 

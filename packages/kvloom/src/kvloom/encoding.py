@@ -66,7 +66,9 @@ class Encoding:
         axis: "channel" groups tokens of one channel; "token" groups channels of one token.
         group: Tokens or channels in a group: 16, 32, 64 or 128; 0: all channels of a head, for
             axis="token".
-        meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448).
+        meta: dtype of scale and zero: "fp32", "fp16", "bf16" or "fp8" (e4m3, up to 448). A scale of
+            less than 3e-8 is 0 in "fp16", and its group one number: use "bf16" for such small keys
+            or values.
         span: A group of channels has channels of one "head", or of the "layer", all key/value heads
             together.
         reorder: Channels that are alike in calibration form a group; sizes differ, `group` is their

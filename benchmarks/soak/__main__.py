@@ -4,8 +4,8 @@
 
 Each campaign runs in a process of its own, and gets its share of the minutes of all jobs. A process
 that ends early, or does not end, is a failure. Finished rows are written at once; rows of campaigns
-that are not run again stay in the file. Exits with status 1 if a case fails. Runs of less than 30
-minutes write soak_quick.json.
+that are not run again stay in the file. `--only laws --seed N` goes on with a row of N cases. Exits
+with status 1 if a case fails. Runs of less than 30 minutes write soak_quick.json.
 """
 
 from __future__ import annotations
@@ -68,6 +68,18 @@ def finished(name: str, process: subprocess.Popen, began: float, folder: Path) -
     }  # fmt: skip
 
 
+def continued(former: dict[str, Any] | None, row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return a row with the cases of a former one, too, if it begins where that ended."""
+    if former is None or row["campaign"] != "laws" or seed == 0 or former["cases"] != seed:
+        return row
+    sums = {name: former[name] + row[name] for name in ("cases", "failures", "seconds", "failed")}
+    operations = former["figures"]["operations"] + row["figures"].get("operations", 0)
+    return {
+        **row, **sums, "figures": {"operations": operations},
+        "earlier": [*former.get("earlier", []), former["environment"]],
+    }  # fmt: skip
+
+
 def line(row: dict[str, Any]) -> str:
     """Return a row of the table."""
     figures = ", ".join(f"{name} {value}" for name, value in row["figures"].items())
@@ -105,10 +117,11 @@ def main() -> None:
                 if process.returncode is None:
                     continue
                 del running[campaign]
-                row = rows[campaign] = finished(campaign, process, began, folder)
+                row = finished(campaign, process, began, folder)
+                failed += row["failures"]
                 row |= {"minutes": options.minutes, "jobs": options.jobs}
                 row["environment"] = record.environment()
-                failed += row["failures"]
+                row = rows[campaign] = continued(rows.get(campaign), row, options.seed)
                 print("\n".join([line(row), *(f"  {text}" for text in row["failed"])]), flush=True)
                 ordered = [rows[x] for x in SHARES if x in rows]
                 path.write_text(json.dumps({"campaigns": ordered}, indent=2) + "\n")

@@ -146,7 +146,7 @@ def learn_from(
 ) -> None:
     """Give layers what they learn from a prompt of N tokens.
 
-    inputs: of the decoder, [B, a quarter of N or more, ...]. visible: bool [B, N], False for
+    inputs: of the decoder, [B, N / SHARE or more, ...]. visible: bool [B, N], False for
     padding. positions: int64 [B, N]. padded: whether the pass needs a mask.
     """
     tokens = visible.shape[1]

@@ -184,12 +184,13 @@ TRACE_TASKS = (  # 4 texts
 LONG: dict[str, Shares] = {
     **dict.fromkeys((
         "near-lossless", "balanced", "small", "small-kvzip.toml", "small-random.toml", "tiny",
+        "tiny-kvzip.toml", "micro", "micro-kvzip.toml",
     ), OWN),
     "snapkv": (1 / 5,),
 }  # fmt: skip
 MIDDLE: dict[str, Shares] = {
     **LONG,
-    **dict.fromkeys(("micro", "kivi-4", "kivi"), OWN),
+    **dict.fromkeys(("kivi-4", "kivi"), OWN),
     "h2o": (1 / 5,),
 }
 MIDDLE_TASKS = (  # 8 texts; 60 needles

@@ -27,7 +27,7 @@ def protocol_of(
 
     texts: the samples of each task. more: seeds, sizes and refused samples.
     """
-    changed = record.git("status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changed = record.git("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
     return {
         "clean": changed == "",
         **record.environment(**more),

@@ -90,18 +90,27 @@ def trace(figures: list[dict]) -> str:
 
 
 def _scores(figures: list[dict], columns: dict[tuple[str, str], str]) -> str:
-    """Return some scores with their intervals; columns: titles by task and score."""
+    """Return means of some scores, and where they are worse than those of `full`.
+
+    columns: titles by task and score.
+    """
     tasks = {task for task, _ in columns}
     scored = {(f["task"], f["recipe"]): f for f in figures if f["task"] in tasks and f["scores"]}
     shares = {name: row["share"] for (_, name), row in scored.items()}
     lines = [f"|Recipe|Bytes|{'|'.join(columns.values())}|", f"|---|---|{'---|' * len(columns)}"]
     for name in sorted(shares, key=lambda name: -shares[name]):
-        rows = ((scored.get((task, name)), score) for task, score in columns)
-        cells = (
-            _interval(x["scores"][score]) if x and score in x["scores"] else "" for x, score in rows
-        )
+        cells = (_mean(scored.get((task, name)), score) for task, score in columns)
         lines.append(f"|`{name}`|{shares[name]:.1%}|{'|'.join(cells)}|")
     return "\n".join(lines)
+
+
+def _mean(row: dict | None, score: str) -> str:
+    """Return the mean of a score; "" if unknown; "worse" if `full` answers better itself."""
+    if row is None or score not in row["scores"]:
+        return ""
+    over = row["over_full"].get(score, {}) if score in ("followed", "correct") else {}
+    worse = over.get("verdict") == "worse"
+    return format(row["scores"][score]["mean"], ".3g") + " worse" * worse
 
 
 def short(samples: list[dict]) -> str:

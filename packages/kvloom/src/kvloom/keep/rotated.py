@@ -43,7 +43,7 @@ class Rotated(Scorer):
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt that the model reads three times, before the prompt.
             They show how a repetition changes queries; those of all tokens are then changed
-            likewise (`QueryPredictor`). 0 (or a prompt of less than four times as many tokens, one
+            likewise (`QueryPredictor`). 0 (or a prompt of less than six times as many tokens, one
             with images, a layer that runs without its model, or `compress_after`): the queries
             stay as they are. Otherwise 16 or more.
         neighbors: The share of both neighbors' scores that is added to a score: tokens often belong

@@ -179,7 +179,7 @@ def rotated(
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
     replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
     later tokens stay. examples: first tokens of the prompt that the model reads three times, to
-    learn how a repetition changes queries; a prompt of less than four times as many has none.
+    learn how a repetition changes queries; a prompt of less than six times as many has none.
     neighbors: the share of both neighbors' scores that is added to a score.
 
     With ALiBi, latents (MLA) and a rotary embedding that changes with the length, the model repeats

@@ -98,6 +98,8 @@ def test_the_tables_of_evidence_are_those_of_the_results(tables):
         "peers",
         "smollm2-2k-free",
         "smollm2-1k-free",
+        "smollm2-2k-other",
+        "smollm2-1k-trace",
     }
 
 

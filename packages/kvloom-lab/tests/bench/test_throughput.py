@@ -43,7 +43,7 @@ def model(model_folder):
 def _quick(monkeypatch):
     """Measure in this process, on a short text."""
     threads = torch.get_num_threads()
-    monkeypatch.setattr(serving, "in_process", serving.measure)
+    monkeypatch.setattr(serving, "in_process", serving.run)
     monkeypatch.setattr(throughput_module, "library_text", lambda: tiny.TEXT)
     yield
     torch.set_num_threads(threads)
@@ -223,11 +223,11 @@ def test_a_cache_without_room_has_a_row(model_folder):
 def test_finished_runs_stay_after_an_interrupt(model_folder, monkeypatch):
     ran = []
 
-    def interrupted(one, *settings):
-        if len(ran) == 2:
+    def interrupted(work, one, *settings):
+        if len(ran) == 4:
             raise KeyboardInterrupt
         ran.append(one.name)
-        return serving.measure(one, *settings)
+        return serving.run(work, one, *settings)
 
     monkeypatch.setattr(serving, "in_process", interrupted)
     data, found = measured(
@@ -241,18 +241,20 @@ def test_finished_runs_stay_after_an_interrupt(model_folder, monkeypatch):
     ]  # fmt: skip
 
 
-def test_a_cache_that_fails_is_left_out(model_folder, monkeypatch):
+@pytest.mark.parametrize("at", ["trial", "figures"])
+def test_a_cache_that_fails_is_left_out(model_folder, monkeypatch, at):
     ran = []
 
-    def fails(one, *settings):
-        ran.append(one.name)
-        return "it broke" if one.name == "kivi" else serving.measure(one, *settings)
+    def fails(work, one, *settings):
+        ran.append((work.__name__, one.name))
+        return "it broke" if ran[-1] == (at, "kivi") else serving.run(work, one, *settings)
 
     monkeypatch.setattr(serving, "in_process", fails)
     _, found = measured(
         model_folder, "--recipes", "kivi", "--baselines", "dynamic", "--rounds", "2", status=1
     )
-    assert ran == [DYNAMIC, "kivi", DYNAMIC]
+    assert [name for work, name in ran if work == "figures" and name != "kivi"] == [DYNAMIC] * 2
+    assert ran.count(("figures", "kivi")) == (at == "figures")
     assert (found["kivi"]["problem"], found["kivi"]["tokens_s"]) == ("it broke", None)
     assert found[DYNAMIC]["rounds"] == 2
 
@@ -278,9 +280,9 @@ class Dies:
 
 def test_a_process_measures_and_may_die(model_folder, monkeypatch):
     monkeypatch.undo()
-    figures = serving.in_process(job(), str(model_folder), "float32", 1, True)
+    figures = serving.in_process(serving.figures, job(), str(model_folder), "float32", 1)
     assert figures.kv_bytes == 3 * (PROMPT + NEW - 1) * TOKEN
     assert figures.peak_bytes is None or figures.peak_bytes >= 0
     assert figures.batch == 3
-    said = serving.in_process(Dies())
+    said = serving.in_process(serving.figures, Dies())
     assert said.startswith("its process ended with status 3; the system may have")

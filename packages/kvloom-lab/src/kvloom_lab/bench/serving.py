@@ -1,6 +1,7 @@
 """One run of requests that decode together: what a process of `bench throughput` measures.
 
-The process loads the model, warms up, and then reads all prompts and decodes. Tokens
+The process loads the model, warms up, and then reads all prompts and decodes; `trial` has a process
+of its own, because what it leaves in memory slows later steps. Tokens
 are those of a text, whatever the model would write, so every cache does the same work. A static
 batch reads one prompt after the other, where their caches can be joined: activations of several
 would need several times the memory of the caches.
@@ -11,12 +12,12 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -41,6 +42,7 @@ PAGE = 128
 """Tokens of a page in continuous batching."""
 KL_ROWS = 8  # requests whose distributions are compared with exact ones
 DYNAMIC = "DynamicCache"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class RunFigures:
 
     batch: requests. first_s: until a request's first token, median. prompt_s: of all but decode_s.
     decode_s: of steps that only decode. decoded: tokens of these steps. kv_bytes: at the end.
-    peak_bytes: of the process, above those before the prompts. kl: from exact attention, in nats.
+    peak_bytes: of the process, above those before the prompts. kl: of the job's trial.
     """
 
     batch: int
@@ -92,47 +94,45 @@ class RunFigures:
     kl: float | None = None
 
 
+@dataclass
+class Trial:
+    """A few requests. kl: mean divergence from exact attention, nats. nbytes: the most of one."""
+
+    kl: float
+    nbytes: int
+
+
 def as_paged(recipe: Recipe) -> Recipe:
     """Return the recipe whose cache packs the tokens that pages pack; raises if pages cannot."""
     return paged(recipe, PAGE, "continuous batching", "page_size=", evicts=True)
 
 
-def measure(job: Job, model_name: str, dtype: str, threads: int, first: bool) -> RunFigures | str:
-    """Return the figures of a job, or the reason why it failed.
+def run(work: Callable[[PreTrainedModel, Job], T], job: Job, *settings: Any) -> T | str:
+    """Return what `work`, `figures` or `trial`, returns for a job, or the reason why it failed.
 
-    first: whether this is the first round. It measures the divergence and the bytes of a request,
-    and leaves out requests that do not fit after all.
+    settings: model, dtype and threads.
     """
+    model_name, dtype, threads = settings
     torch.set_num_threads(threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     companion.disable()
     try:
         model = load_model(model_name, dtype)
-        job = replace(job, ids=job.ids.to(model.device))
-        kl = None
-        if first:
-            kl, nbytes = _trial(model, job)
-            if not job.blocks:
-                job = replace(job, ids=job.ids[: max(1, job.memory // nbytes)])
-        elif not job.blocks:
-            _warm_up(model, job)
-        figures = _continuous(model, job) if job.blocks else _static(model, job)
-        figures.kl = kl
+        return work(model, replace(job, ids=job.ids.to(model.device)))
     except Exception as error:
         return problem(error)
-    return figures
 
 
-def in_process(job: Job, *settings: Any) -> RunFigures | str:
-    """Return what `measure` returns in a new process, whose memory is then that of the job."""
+def in_process(work: Callable[[PreTrainedModel, Job], T], job: Job, *settings: Any) -> T | str:
+    """Return what `run` returns in a new process, whose memory is then that of the job."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, job, *settings), daemon=True)
+    process = context.Process(target=_send, args=(sender, work, job, *settings), daemon=True)
     process.start()
     sender.close()
     try:
-        found: RunFigures | str = receiver.recv()
+        found: T | str = receiver.recv()
         process.join(10)
         return found
     except EOFError:
@@ -148,7 +148,12 @@ def in_process(job: Job, *settings: Any) -> RunFigures | str:
 
 def _send(sender: Any, *arguments: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that waits
-    sender.send(measure(*arguments))
+    sender.send(run(*arguments))
+
+
+def figures(model: PreTrainedModel, job: Job) -> RunFigures:
+    """Read all prompts and decode, after a warm-up."""
+    return _continuous(model, job) if job.blocks else _static(model, job)
 
 
 def _now(job: Job) -> tuple[float, float]:
@@ -161,11 +166,30 @@ def _since(begin: tuple[float, float], job: Job) -> tuple[float, float]:
     return wall - begin[0], processor - begin[1]
 
 
+@torch.inference_mode()
+def trial(model: PreTrainedModel, job: Job) -> Trial:
+    """Compare a few requests with exact attention, and count their bytes."""
+    if job.blocks and isinstance(job.cache, Recipe):
+        job = replace(job, cache=as_paged(job.cache))
+    ids, steps, nbytes = job.ids[:KL_ROWS, :-1], [], 0
+    cache, _ = _read_prompts(model, job, ids)
+    for logits in _decode(model, job, cache, ids):
+        steps.append(torch.log_softmax(logits.float(), -1))
+        nbytes = max(nbytes, _nbytes(cache))
+    means = []
+    for i, row in enumerate(ids):
+        exact = model(row[None], use_cache=False, logits_to_keep=len(steps)).logits.float()
+        ours = torch.stack([logp[i] for logp in steps])[None]
+        means.append(divergence(torch.log_softmax(exact, -1), ours).mean().item())
+    return Trial(sum(means) / len(means), -(-nbytes // len(ids)))
+
+
 # a static batch
 
 
 @torch.inference_mode()
 def _static(model: PreTrainedModel, job: Job) -> RunFigures:
+    _warm_up(model, job)
     reset_peak()
     begin = _now(job)
     cache, ready = _read_prompts(model, job, job.ids)
@@ -241,24 +265,6 @@ def _nbytes(cache: Any) -> int:
     if isinstance(cache, BatchedCaches):
         return sum(member.nbytes for member in cache.caches)
     return cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
-
-
-@torch.inference_mode()
-def _trial(model: PreTrainedModel, job: Job) -> tuple[float, int]:
-    """Return the divergence from exact attention on the text, and the most bytes of a request."""
-    if job.blocks and isinstance(job.cache, Recipe):
-        job = replace(job, cache=as_paged(job.cache))
-    ids, steps, nbytes = job.ids[:KL_ROWS, :-1], [], 0
-    cache, _ = _read_prompts(model, job, ids)
-    for logits in _decode(model, job, cache, ids):
-        steps.append(torch.log_softmax(logits.float(), -1))
-        nbytes = max(nbytes, _nbytes(cache))
-    means = []
-    for i, row in enumerate(ids):
-        exact = model(row[None], use_cache=False, logits_to_keep=len(steps)).logits.float()
-        ours = torch.stack([logp[i] for logp in steps])[None]
-        means.append(divergence(torch.log_softmax(exact, -1), ours).mean().item())
-    return sum(means) / len(means), -(-nbytes // len(ids))
 
 
 # continuous batching of transformers

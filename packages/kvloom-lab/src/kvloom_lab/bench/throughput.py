@@ -220,21 +220,40 @@ Measured = tuple[Job, RunFigures | str]
 def measure(
     jobs: Sequence[Job], settings: tuple[str, str, int], rounds: int, on_step: Progress
 ) -> Iterator[Measured]:
-    """Yield the runs of all jobs in turns.
+    """Yield the runs of all jobs in turns. A job that failed does not run again.
 
-    settings: model, dtype and threads. on_step: called with the current job and a unit for each.
+    settings: model, dtype and threads. on_step: called with the current job; a trial, which comes
+    before the first run, and a run are a unit each.
     """
-    fitting = {str(job): job for job in jobs}
+    ready: dict[str, tuple[Job, float]] = {}
     for i in range(rounds):
-        for name in map(str, jobs):
+        for job in jobs:
+            name = str(job)
             on_step(name, 0)
-            if name in fitting:
-                job = fitting.pop(name)
-                run = serving.in_process(job, *settings, i == 0)
+            if i == 0:
+                tried = _tried(job, settings)
+                if isinstance(tried, str):
+                    yield job, tried
+                else:
+                    ready[name] = tried
+                on_step(name, 1)
+            if name in ready:
+                job, kl = ready.pop(name)
+                run = serving.in_process(serving.figures, job, *settings)
                 if isinstance(run, RunFigures):
-                    fitting[name] = replace(job, ids=job.ids[: run.batch])
+                    run.kl = kl
+                    ready[name] = job, kl
                 yield job, run
             on_step("", 1)
+
+
+def _tried(job: Job, settings: tuple[str, str, int]) -> tuple[Job, float] | str:
+    """Return the job with the requests that fit, and its divergence; or why it failed."""
+    trial = serving.in_process(serving.trial, job, *settings)
+    if isinstance(trial, str):
+        return trial
+    fits = job.batch if job.blocks else max(1, job.memory // trial.nbytes)
+    return replace(job, ids=job.ids[:fits]), trial.kl
 
 
 def make_rows(

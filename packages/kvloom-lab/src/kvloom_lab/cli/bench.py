@@ -235,7 +235,7 @@ def throughput(
         requests = requests_of(of_model.config, of_model.tokenizer, dtype, nbytes, sizes)
         jobs_and_rows = [row for request in requests for row in jobs(request, chosen, compared)]
         to_run = [row for row in jobs_and_rows if isinstance(row, Job)]
-        on_step = progress.counter(rounds * len(to_run))
+        on_step = progress.counter((rounds + 1) * len(to_run))
         settings = model, dtype, threads or torch.get_num_threads()
 
         runs = measure(to_run, settings, rounds, on_step)

@@ -357,6 +357,21 @@ def test_backward_to_stored_tokens_is_refused(model, recipe):
     model(ids[:, 40:], past_key_values=cache).logits.sum().backward()
 
 
+def test_gradients_reach_the_tokens_of_a_call_after_one_that_was_undone(model):
+    ids, cache = zoo.batch(rows=1, padding=(0,))["input_ids"], kvloom.Cache(model, "full")
+
+    def interrupt(*_):
+        hook.remove()
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache).logits.sum().backward()
+    cache.crop(-ids.shape[1])
+    model(ids, past_key_values=cache).logits.sum().backward()
+
+
 def test_a_4d_mask(model):
     ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
     kvloom.attach(model, KIVI)

@@ -203,6 +203,17 @@ def test_put_knows_the_ids_of_all_calls(tmp_path):
             store.put(again, ids.flip(1))
 
 
+def test_put_refuses_tokens_at_positions_of_their_own(tmp_path):
+    model, ids = zoo.build("llama-gqa"), prompt(150)[:, :64]
+    store, cache = kvloom.PromptStore(tmp_path), kvloom.Cache(model, PACKED)
+    with torch.no_grad():
+        for i in range(64):
+            place = torch.tensor([[i + 100]])
+            model(ids[:, i : i + 1], position_ids=place, past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="at other positions"):
+        store.put(cache, ids)
+
+
 def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
     model, ids = zoo.build("llama-gqa"), prompt(100)
     store = kvloom.PromptStore(tmp_path)

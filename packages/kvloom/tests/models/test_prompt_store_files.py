@@ -22,7 +22,7 @@ from test_saved_refused import rewrite
 
 import kvloom
 from backends import by_reference
-from kvloom.errors import StoreError
+from kvloom.errors import SavedCacheError, StoreError
 from kvloom.hf.prompts.folder import INDEX
 from kvloom.hf.prompts.identity import BLOCK, chain, combined, fields, seed
 from kvloom.store import files
@@ -350,6 +350,10 @@ def test_an_index_that_fails_costs_no_answer(model, store, method, monkeypatch):
     assert store.report().bypassed == 1
 
 
+def refuse(cause, *_):
+    raise SavedCacheError("not read now") from cause
+
+
 @pytest.mark.parametrize("lack", [OSError(errno.EMFILE, "no descriptors"), MemoryError()])
 def test_a_file_that_cannot_be_read_now_stays(model, store, lack, monkeypatch):
     def fill(*_):
@@ -360,6 +364,17 @@ def test_a_file_that_cannot_be_read_now_stays(model, store, lack, monkeypatch):
         with pytest.warns(UserWarning, match=type(lack).__name__):
             assert held(model, store) == 0
     assert held(model, store) == 256
+    with monkeypatch.context() as patch:
+        patch.setattr("kvloom.hf.save.prompt_ids", fill)
+        for name in (INDEX, f"{INDEX}-wal", f"{INDEX}-shm"):
+            (store.folder / name).unlink(missing_ok=True)
+        assert kvloom.PromptStore(store.folder).entries() == []
+    again = kvloom.PromptStore(store.folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvloom.hf.prompts.store.read_entry", partial(refuse, lack))
+        with pytest.warns(UserWarning, match="not read now"):
+            assert list(again.verify().values()) == ["not read now"]
+    assert held(model, again) == 256
 
 
 def test_an_entry_that_another_process_removes_meanwhile_is_a_miss(model, store, monkeypatch):

@@ -13,6 +13,7 @@ import kvloom
 from backends import by_reference
 from kvloom.errors import UnsupportedModel
 from kvloom.hf import self_check
+from kvloom.hf.rotary import layer_ropes
 
 pytestmark = by_reference
 
@@ -148,3 +149,12 @@ def test_a_model_that_stores_nothing_in_its_cache_is_refused(monkeypatch):
     monkeypatch.setattr(NewLlama, "prepare_inputs_for_generation", forget)
     with pytest.raises(UnsupportedModel, match="stores no token in a cache"):
         kvloom.attach(new_model(), "full")
+
+
+def test_parts_keep_their_modes():
+    model = zoo.build("llama-gqa").train()
+    model.model.layers[0].eval()
+    modes = [part.training for part in model.modules()]
+    self_check.generate_sample(model, self_check.sample_batch(model))
+    layer_ropes(model)
+    assert [part.training for part in model.modules()] == modes

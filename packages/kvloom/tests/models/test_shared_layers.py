@@ -127,3 +127,13 @@ def test_a_draft_that_is_read_token_by_token_is_refused_by_name(model, recipe):
         return
     with pytest.raises(CacheMisuse, match=r"other layers share .* use no draft, or recipe full"):
         model.generate(**options, assistant_model=assistant, past_key_values=cache)
+
+
+def test_gradients_of_a_first_call(model):
+    ids, losses = zoo.batch(1, 40, (0,))["input_ids"], []
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with torch.enable_grad():
+        for cache in (None, kvloom.Cache(model, "full")):
+            loss = model(ids, past_key_values=cache, use_cache=cache is not None).logits.sum()
+            losses.append(torch.autograd.grad(loss, weight)[0])
+    torch.testing.assert_close(*losses)

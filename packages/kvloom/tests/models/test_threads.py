@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,11 @@ import zoo
 
 import kvloom
 from backends import by_reference
+from kvloom.errors import CacheMisuse
 from kvloom.hf import routing
 from kvloom.hf.forward import input_norms
 from kvloom.hf.implementation import FIELD, use_kvloom
+from kvloom.recipe import resolve
 
 pytestmark = by_reference
 
@@ -166,3 +169,24 @@ def test_a_layer_notes_the_inputs_of_its_own_thread_alone():
         assert all(layer.norms is None for layer in layers)
         read()
         assert all(layer.norms.shape == ids.shape for layer in layers)
+
+
+def test_a_second_thread_is_refused_and_the_first_goes_on():
+    model, ids = zoo.build("llama-gqa"), zoo.batch(1, 40, (0,))["input_ids"]
+    recipe = resolve("snapkv:tokens=20,window=8")
+    cache = kvloom.Cache(model, replace(recipe, protect=replace(recipe.protect, ids=(5,))))
+    refused = []
+
+    def second():
+        for use in (lambda: model(ids, past_key_values=cache), cache.reset):
+            with pytest.raises(CacheMisuse, match="in the middle of a step"):
+                use()
+            refused.append(use)
+
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: in_a_thread(second))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    hook.remove()
+    assert len(refused) == 2
+    assert cache.get_seq_length() == 40
+    assert cache.token_hash.problem(ids) == ""

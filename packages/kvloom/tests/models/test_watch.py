@@ -43,3 +43,19 @@ def test_the_exact_attention_of_every_step(name):
         exact = want[place][0, :, :30, :30]
         torch.testing.assert_close(weights.double(), exact, rtol=1e-3, atol=1e-4)
     assert len(whole) == len(want)
+
+
+def test_the_keys_of_removed_tokens_are_not_shown():
+    model, ids, shown = zoo.build("llama-gqa"), zoo.batch(2, 40, (0, 0))["input_ids"], []
+    cache = Cache(model, "full")
+    observe_steps(cache, lambda step: shown.append(step.keys))
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+        first = shown[0]
+        cache.crop(-10)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(input_ids=ids[:, 30:].flip(0), past_key_values=cache)
+        torch.testing.assert_close(shown[-len(cache.layers)], first.flip(0))
+        cache.reset()
+        model(input_ids=ids[:1, :7], past_key_values=cache)
+    assert shown[-1].shape[:3] == (1, first.shape[1], 7)

@@ -140,3 +140,20 @@ def test_a_compiled_model_runs_its_steps_uncompiled(compiled):
         assert (type(cache), cache.get_seq_length()) == (kvloom.Cache, 61)
         assert torch.equal(given.generate(**zoo.batch(), **GREEDY), want)
     torch._dynamo.reset()
+
+
+def test_masks_that_a_hook_moves_to_the_device_of_a_layer():
+    """accelerate moves the arguments of layers, where a model is on several devices."""
+    model, batch = zoo.build("llama-gqa"), zoo.batch()
+    with torch.no_grad():
+        want = model(**batch).logits
+
+    def move(module, args, kwargs):
+        return args, {**kwargs, "attention_mask": kwargs["attention_mask"].to("meta")}
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(move, with_kwargs=True)
+    with torch.no_grad():
+        got = model(**batch, past_key_values=kvloom.Cache(model, "full")).logits
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)

@@ -119,7 +119,8 @@ def _forward(
         return own_forward(*args, **kwargs)
     layer = cache.layers[_layer_index(module)]
     if not isinstance(layer, RoutedLayer):
-        mask = masks.stock_mask(kwargs["attention_mask"])
+        x = args[0] if args else kwargs["hidden_states"]
+        mask = masks.stock_mask(kwargs["attention_mask"], x.device)
         stored = layer.get_mask_sizes(mask.shape[-2])[0]
         return own_forward(*args, **{**kwargs, "attention_mask": mask[..., -stored:]})
     dropout = _dropout(module) if module.training else 0.0

@@ -52,7 +52,7 @@ def attention(
     """
     layer = getattr(key, "_kvloom_layer", None) or latents.expanding_layer(module)
     if layer is None:
-        attention_mask = stock_mask(attention_mask)
+        attention_mask = stock_mask(attention_mask, query.device)
         if kwargs.get("block_indices") is not None:
             attention_mask = _block_mask(module, query, key, attention_mask, kwargs)
         attend = _stock_attention(module)
@@ -62,7 +62,11 @@ def attention(
     later_seen, sees_past = later_tokens(layer, attention_mask)
     causal = later_seen is None and sees_past
     visible = visible_tokens(layer, attention_mask)
-    if several and not _causal(module, kwargs) and stock_mask(attention_mask) is None:
+    if (
+        several
+        and not _causal(module, kwargs)
+        and (stock_mask(attention_mask, query.device) is None)
+    ):
         raise not_causal(layer)
     check_arguments(layer, kwargs)
     if (in_window and several) or (first and (layer.latents is not None or not causal)):
@@ -109,7 +113,7 @@ def _by_model(
 ) -> Tensor:
     """Return attention [B, Hq, T, D] as the model computes it."""
     attend = _stock_attention(module)
-    mask = stock_mask(mask)
+    mask = stock_mask(mask, query.device)
     out: Tensor = attend(module, query, key, value, mask, scaling=scaling, **arguments)[0]
     return out.transpose(1, 2)
 

@@ -7,7 +7,8 @@ transformers 5.10 to 5.23.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,18 @@ def decoder(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT's is its output layer
         decoder = model.base_model
     return decoder
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Run a module in evaluation mode; in the end, each part has its mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -231,10 +244,7 @@ def is_recording_mode(generation_mode: Any) -> bool:
 
 def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     """Return the kind and a new cache layer that transformers itself would use for each layer."""
-    return _new_stock_layers(layers_config(model))
-
-
-def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:
+    config = layers_config(model)
     names = {"DynamicLayer": FULL, "DynamicSlidingWindowLayer": SLIDING}
     if config.model_type not in _BIASED:
         names["LinearAttentionAndFullAttentionLayer"] = FULL
@@ -254,11 +264,6 @@ def _new_stock_layers(config: Any) -> list[tuple[str, Any]]:
         stock[i][1].is_croppable = False
         stock[i] = CROSS, stock[i][1]
     return stock
-
-
-def has_full_layers(config: Any) -> bool:
-    """Return whether some layer has full attention."""
-    return any(kind == FULL for kind, _ in _new_stock_layers(config))
 
 
 def _new_layer(window: int | None) -> Any:

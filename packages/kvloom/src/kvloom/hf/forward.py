@@ -77,7 +77,7 @@ class RoutedForward:
         kernels = use_kvloom(self.model._kvloom.configs if cache.compressed else ())
         reading = nullcontext() if repeated is None else repeated.reading()
         seen = cache.get_seq_length()
-        with token_ids(cache, kwargs), input_norms(self.model, cache), cache.step(), kernels:
+        with cache.step(), kernels, token_ids(cache, kwargs), input_norms(self.model, cache):
             if not seen:
                 examples.learn(self.model, cache, kwargs)
             with reading:
@@ -239,7 +239,7 @@ def _closed_up(cache: RoutedCache, new: torch.Tensor, kwargs: dict[str, Any]) ->
 def token_ids(cache: RoutedCache, kwargs: dict[str, Any]) -> Iterator[None]:
     """Give the layers that need them the token ids of a call, and take them away after it.
 
-    Raises `CacheMisuse` for a call by embeddings, before anything is changed.
+    Raises `CacheMisuse` for a call by embeddings.
     """
     layers = [layer for layer in cache.full_layers if layer.needs_ids]
     ids = kwargs.get("input_ids")

@@ -62,9 +62,11 @@ class Guard:
             )
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Run a step. Raises `CacheMisuse` while another thread runs one."""
-        self.check()
+    def step(self, mends: bool = False) -> Iterator[None]:
+        """Run a step. Raises `CacheMisuse` while another thread runs one.
+
+        mends: whether the step makes an unusable cache usable again.
+        """
         if not self._lock.acquire(blocking=False):
             raise CacheMisuse(
                 "this cache is in the middle of a step, perhaps in another thread, and two at once "
@@ -72,15 +74,20 @@ class Guard:
             )
         try:
             self._thread = threading.get_ident()
+            if not mends:
+                self.check()
             yield
         finally:
             self._thread = None
             self._lock.release()
 
     @contextmanager
-    def change(self, what: str) -> Iterator[None]:
-        """Run a change of all layers; if it fails midway, the cache becomes unusable."""
-        with self.step():
+    def change(self, what: str, mends: bool = False) -> Iterator[None]:
+        """Run a change of all layers; if it fails midway, the cache becomes unusable.
+
+        mends: as for `step`.
+        """
+        with self.step(mends):
             self.unusable = f"{what} failed midway"
             yield
             self.unusable = ""

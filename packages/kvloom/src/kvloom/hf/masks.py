@@ -57,10 +57,16 @@ class RoutedMask(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let a slice of queries, [..., slice, :], be a mask again; all else is a tensor."""
+        """Let a slice of queries, [..., slice, :], be a mask again; all else is a tensor.
+
+        So is a mask on another device: accelerate moves the arguments of layers.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             if func is not Tensor.__getitem__ or not _is_slice_of_queries(args[1]):
-                return func(*args, **(kwargs or {}))
+                out = func(*args, **(kwargs or {}))
+                moved = func is Tensor.to and isinstance(args[0], cls)
+                moved = moved and out.dtype == args[0].dtype
+                return cls.of(out, args[0].facts) if moved else out
             facts = args[0].facts
             if facts.make_stock is None:
                 return cls.of(func(*args), MaskFacts(facts.visible))
@@ -162,12 +168,12 @@ def padding_mask(mask: Tensor, tokens: int) -> Tensor:
     return mask[:, :tokens]
 
 
-def stock_mask(mask: Any) -> Any:
-    """Return the mask that the model's own implementation takes."""
-    if not isinstance(mask, RoutedMask):
-        return mask
-    make = mask.facts.make_stock
-    return mask.as_subclass(Tensor) if make is None else make()
+def stock_mask(mask: Any, device: torch.device) -> Any:
+    """Return the mask that the model's own implementation takes, on a device."""
+    if isinstance(mask, RoutedMask):
+        make = mask.facts.make_stock
+        mask = mask.as_subclass(Tensor) if make is None else make()
+    return mask.to(device) if isinstance(mask, Tensor) else mask
 
 
 def visible_tokens(layer: RoutedLayer, mask: Tensor | None) -> Tensor | None:

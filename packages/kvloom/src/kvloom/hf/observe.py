@@ -85,6 +85,25 @@ class ObservedLayer(RoutedLayer):
     def roll_back(self) -> None:
         """Undo the last step, as `RoutedLayer` does."""
         super().roll_back()
+        self._remove_keys()
+
+    def crop(self, tokens: int) -> None:
+        """Remove tokens, as `RoutedLayer` does."""
+        super().crop(tokens)
+        self._remove_keys()
+
+    def reset(self) -> None:
+        """Remove all tokens."""
+        super().reset()
+        self.exact.clear()
+
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor, along the batch dimension."""
+        super().map_rows(fn)
+        self.exact.map(fn)
+
+    def _remove_keys(self) -> None:
+        """Remove the keys of tokens that are not stored any more."""
         if len(self.exact) > self.cache.seen:
             self.exact.drop_back(len(self.exact) - self.cache.seen)
 

@@ -212,14 +212,11 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
     cache.layers = stock
     weight = model.get_input_embeddings().weight
     ids = torch.arange(1, 5, device=weight.device)[:, None] * (len(weight) // 5)
-    training = decoder.training
-    try:
-        decoder.eval()(
+    with compat.evaluating(decoder):
+        decoder(
             input_ids=ids, position_ids=torch.full_like(ids, position), past_key_values=cache,
             use_cache=not compat.refuses_caches(model),
         )  # fmt: skip
-    finally:
-        decoder.train(training)
     geometry = compat.geometry(model)
     side = "values" if geometry.latent else "keys"  # the positional part comes after the latent
     return [getattr(stock[layer_index], side) for layer_index in geometry.layer_indices]

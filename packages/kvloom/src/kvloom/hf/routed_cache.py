@@ -256,9 +256,8 @@ class RoutedCache(transformers.Cache):
 
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
-        self.guard.unusable = ""
-        self.token_hash = TokenHash.empty()
-        with self.guard.change("reset"):
+        with self.guard.change("reset", mends=True):
+            self.token_hash = TokenHash.empty()
             for layer in self.stock_layers:
                 stock.reset(layer)
             for compressed in self.compressed:

@@ -5,6 +5,7 @@ Maps the calls of transformers onto one `LayerCache`. Knows no other layer, and 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -41,7 +42,7 @@ class RoutedLayer(CacheLayerMixin):
         repeated: The tokens of the prompt, first and end, that this call repeats.
             `Repetition.score` sets and clears them.
 
-    `cuts_gradients` says whether gradients should reach stored tokens, and do not.
+    `gradients_from` is the first stored token that gradients should reach, and do not; inf: none.
     """
 
     is_compileable = False
@@ -63,7 +64,7 @@ class RoutedLayer(CacheLayerMixin):
         self.ids: Tensor | None = None
         self.predictor: QueryPredictor | None = None
         self.repeated: tuple[int, int] | None = None
-        self.cuts_gradients = False
+        self.gradients_from = math.inf
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the first attention step sets the shapes of the cache."""
@@ -163,10 +164,12 @@ class RoutedLayer(CacheLayerMixin):
             step = self.with_inputs_of_call(step)
         if torch.is_inference_mode_enabled():
             run = outside_inference_mode(run)
+        seen = self.cache.seen
         out = run(step)
-        if out.requires_grad and self.cuts_gradients:
-            out.register_hook(_refuse_gradient)
-        self.cuts_gradients |= step.k.requires_grad or step.v.requires_grad
+        if out.requires_grad and self.gradients_from < seen:
+            out.register_hook(refuse_gradient)
+        if step.k.requires_grad or step.v.requires_grad:
+            self.gradients_from = min(self.gradients_from, seen)
         return out
 
     def with_inputs_of_call(self, step: StepInputs) -> StepInputs:
@@ -212,32 +215,41 @@ class RoutedLayer(CacheLayerMixin):
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         self.cache.crop(removed_tokens(tokens, self.cache.seen))
+        self._forget_gradients()
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.cuts_gradients = False
+        self._forget_gradients()
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
+        self._forget_gradients()
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
+    def _forget_gradients(self) -> None:
+        """Forget which gradients tokens lack that are no longer stored."""
+        if self.gradients_from >= self.cache.seen:
+            self.gradients_from = math.inf
+
     @outside_inference_mode
+    def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply fn to every tensor, along the batch dimension."""
+        self.cache.map(fn)
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
-        self.cache.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
-    @outside_inference_mode
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self.cache.map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    @outside_inference_mode
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        self.cache.map(lambda x: x[indices.to(x.device)])
+        self.map_rows(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         """Raise `CacheMisuse`: the recipe decides on tiers."""
@@ -260,7 +272,7 @@ def removed_tokens(tokens: int, seen: int) -> int:
     return -tokens if tokens <= 0 else max(0, seen - tokens)
 
 
-def _refuse_gradient(gradient: Tensor) -> None:
+def refuse_gradient(gradient: Tensor) -> None:
     """Refuse `backward` through a step after tokens that were stored without their graph."""
     raise CacheMisuse(
         "a kvloom cache stores tokens without gradients, so those of earlier calls would lack "

@@ -135,14 +135,15 @@ def set_attachment(model: PreTrainedModel, attached: Attached | None) -> None:
 
 
 @contextmanager
-def attachment_restored(model: PreTrainedModel) -> Iterator[None]:
-    """Detach kvloom from the model at the end, unless it was attached at the beginning."""
+def attachment_restored(model: PreTrainedModel, attached: Attached | None = None) -> Iterator[None]:
+    """Attach this (None: nothing new) to the model; in the end it has what it had before."""
     before = attachment(model)
     try:
+        if attached is not None:
+            set_attachment(model, attached)
         yield
     finally:
-        if before is None:
-            set_attachment(model, None)
+        set_attachment(model, before)
 
 
 def attention_configs(model: PreTrainedModel) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -27,7 +27,7 @@ from ..recipe.spec import Recipe
 from . import compat
 from .implementation import FIELD, stock_implementation
 from .routed_cache import RoutedCache
-from .routing import Attached, attachment, set_attachment
+from .routing import Attached, attachment_restored
 
 _PROMPT, _PADDING, _STEPS = 24, 7, 4
 _LONGEST_WINDOW = 512  # a longer sliding window is not exceeded: the check would take too long
@@ -114,17 +114,11 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
         )
 
 
-@contextmanager
 def routed_trial(
     model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recipe], Any] | None
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Give the model caches of `full` (None: those of transformers), then restore it."""
-    before = attachment(model)
-    set_attachment(model, Attached(resolve("full"), new_cache))
-    try:
-        yield
-    finally:
-        set_attachment(model, before)
+    return attachment_restored(model, Attached(resolve("full"), new_cache))
 
 
 def sample_batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Tensor]:
@@ -158,14 +152,8 @@ def generate_sample(
         "eos_token_id": 0, "return_dict_in_generate": True, "output_logits": True, **settings,
     })  # fmt: skip
     cache = {} if past_key_values is None else {"past_key_values": past_key_values}
-    training = model.training
-    try:
-        if training:
-            model.eval()
+    with compat.evaluating(model):
         return model.generate(**sample, **cache, generation_config=config)
-    finally:
-        if training:
-            model.train()
 
 
 def logits_difference(plain: Any, other: Any) -> float:

@@ -37,7 +37,7 @@ from .implementation import use_kvloom
 from .passes import last_logits
 from .repetition import Repetition, of_prompt
 from .routed_cache import RoutedCache
-from .routed_layer import RoutedLayer, on_one_device
+from .routed_layer import RoutedLayer, on_one_device, refuse_gradient
 from .supported import unwrap
 
 
@@ -363,11 +363,15 @@ class BatchedLayer(RoutedLayer):
                 f"{self.cache.name}: rows with padding cannot be batched; step each cache alone"
             )
         step = self.with_inputs_of_call(step)
+        has_past = any(member.seen for member in self.members)
         parts = [
             outside_inference_mode(member.run)(_step_of(member, step).map(itemgetter(rows)))
             for member, rows in zip(self.members, self.slices, strict=True)
         ]
-        return torch.cat(parts)
+        out = torch.cat(parts)
+        if out.requires_grad and has_past:
+            out.register_hook(refuse_gradient)
+        return out
 
 
 def _step_of(member: LayerCache, step: StepInputs) -> StepInputs:

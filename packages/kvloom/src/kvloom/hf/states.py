@@ -17,7 +17,9 @@ from .routed_cache import RoutedCache
 
 _TOKENS = 8  # a state has one size after any prompt
 
-_COUNTED: WeakKeyDictionary[PreTrainedModel, list[int] | None] = WeakKeyDictionary()
+_COUNTED: WeakKeyDictionary[PreTrainedModel, dict[torch.dtype, list[int] | None]] = (
+    WeakKeyDictionary()
+)
 
 
 def state_nbytes(model: PreTrainedModel) -> list[int] | None:
@@ -26,9 +28,10 @@ def state_nbytes(model: PreTrainedModel) -> list[int] | None:
     None: the model's code needs values, which the meta device does not have. Under tensor
     parallelism, the states of the whole model are counted.
     """
-    if model not in _COUNTED:
-        _COUNTED[model] = _count(model)
-    return _COUNTED[model]
+    counted = _COUNTED.setdefault(model, {})
+    if model.dtype not in counted:
+        counted[model.dtype] = _count(model)
+    return counted[model.dtype]
 
 
 def _count(model: PreTrainedModel) -> list[int] | None:

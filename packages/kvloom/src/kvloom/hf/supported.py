@@ -102,6 +102,6 @@ def _problem(model: PreTrainedModel, config: Any) -> str | None:
         return _REFUSED[config.model_type]
     if adapter is not None and adapter.problem is not None:
         return adapter.problem(model)
-    if compat.latent_dim(config) and compat.has_full_layers(config):
+    if compat.latent_dim(config) and compat.FULL in compat.stock_kinds(model):
         return latents.problem(config, compat.decoder(model))
     return None

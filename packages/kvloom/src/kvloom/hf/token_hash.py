@@ -57,7 +57,11 @@ class TokenHash:
         known = self.value is not None and self.tokens == seen
         if refusal or not known or ids is None or ids.shape != (1, tokens):
             return TokenHash(total, None, refusal)
-        return self.then(ids)
+        new, positions = self.then(ids), kwargs.get("position_ids")
+        if tokens == 1 and positions is not None:  # another position gives another hash
+            assert new.value is not None
+            new.value += (positions.reshape(-1)[-1] - seen).to(new.value.device)
+        return new
 
     def problem(self, ids: Tensor) -> str:
         """Return why a cache that has read this text does not hold ids [1, n]; "": it may."""
@@ -65,7 +69,7 @@ class TokenHash:
             return self.refusal
         value = TokenHash.of(ids.cpu()).value
         same = value is not None and int(self.value) == int(value)
-        return "" if same else "the cache has read other token ids"
+        return "" if same else "the cache has read other token ids, or at other positions"
 
 
 def _refusal(kwargs: dict[str, Any], seen: int, tokens: int) -> str:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from ...errors import SavedCacheError, StoreError
 from ...store import files
 from .. import save
@@ -203,7 +205,7 @@ class PromptFolder:
             try:
                 new.append(read_entry(stored[key]))
             except SavedCacheError as error:
-                if stored[key].exists() and not isinstance(error.__cause__, OSError):
+                if stored[key].exists() and is_damaged(error):
                     _set_aside(stored[key], str(error))
         with _transaction(db):
             for entry in new:
@@ -283,6 +285,13 @@ class PromptFolder:
         for end in ("", "-wal", "-shm"):
             with suppress(OSError):
                 os.unlink(f"{self.database}{end}")
+
+
+def is_damaged(error: SavedCacheError) -> bool:
+    """Return whether a file is damaged; False: memory or open files are lacking to read it now."""
+    cause = error.__cause__
+    lacks = isinstance(cause, (OSError, MemoryError, torch.OutOfMemoryError))
+    return not lacks and "unable to open file" not in str(cause)
 
 
 def read_entry(path: Path) -> Entry:

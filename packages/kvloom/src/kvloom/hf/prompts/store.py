@@ -28,12 +28,11 @@ from ..cache import Cache
 from ..guard import outside_inference_mode
 from ..routed_cache import RoutedCache
 from ..token_hash import TokenHash
-from .folder import Entry, PromptFolder, read_entry
+from .folder import Entry, PromptFolder, is_damaged, read_entry
 from .identity import BLOCK, chain, seed
 
 PAGE = "page"
 """What the file of a page says of its layers: see `pages`."""
-_LACKS = (OSError, MemoryError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True)
@@ -179,11 +178,10 @@ class PromptStore:
         One that cannot be read now, as memory or open files are lacking, stays.
         """
         exists = self.index.path(key).exists()  # or another process has removed it
-        cause = error.__cause__
-        lacks = isinstance(cause, _LACKS) or "unable to open file" in str(cause)
-        if exists and lacks:
+        damaged = is_damaged(error)
+        if exists and not damaged:
             self.warn(str(error))
-        self.index.remove(key, str(error) if exists and not lacks else None)
+        self.index.remove(key, str(error) if exists and damaged else None)
 
     def _fill(self, cache: RoutedCache, key: str, ids: Tensor) -> None:
         """Load an entry into an empty cache; raises `SavedCacheError`, and empties it again."""
@@ -285,7 +283,7 @@ class PromptStore:
         }  # fmt: skip
 
     def verify(self) -> dict[str, str]:
-        """Read every file whole; set damaged ones aside, and return why, by key."""
+        """Read every file whole, and set damaged ones aside; return what is wrong, by key."""
         problems = {}
         for entry in self.entries():
             path = self.index.path(entry.key)
@@ -294,7 +292,7 @@ class PromptStore:
                 read_entry(path)
             except SavedCacheError as error:
                 problems[entry.key] = str(error)
-                self.index.remove(entry.key, str(error))
+                self.forget(entry.key, error)
         return problems
 
     def prune(self) -> list[Entry]:

@@ -10,9 +10,10 @@ from kvloom_lab.models import WEIGHTS
 import engines
 import kvloom
 from kvloom.errors import IncompatibleRecipe
+from kvloom.paged import LayerPlan, PageLayout
 from kvloom.recipe import resolve
 from kvloom.store.calibration import Calibration
-from kvloom_vllm import refusal, request
+from kvloom_vllm import refusal, report, request
 from kvloom_vllm.rule import paged
 
 
@@ -370,3 +371,10 @@ class Turning:
         cos, sin = angles[where].chunk(2, dim=-1)
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1), key
+
+
+def test_the_report_of_a_pool_that_holds_no_exact_page():
+    plan = LayerPlan.of_recipe(resolve("kivi").for_layer(0, range(1)))
+    layout = PageLayout(plan, 128, 2, 64, torch.bfloat16)
+    said = report.lines("kivi", {0: layout}, 1, layout.exact_nbytes // 4)
+    assert "128 tokens fit instead of 32 (4.00×)" in said[2]

@@ -16,38 +16,24 @@ from transformers import AutoModelForCausalLM
 
 from kvloom.errors import CalibrationError
 from kvloom.hf import CALIBRATION_FILE, identity
-from kvloom.recipe import Recipe
-from kvloom.store import Calibration, LayerEncoding
+from kvloom.store import Calibration
 
 
-class Calibrated:
-    """The calibration of a model that a recipe needs, read and checked once.
+def load_calibration(path: str | None, folder: str | Path, config: Any) -> Calibration:
+    """Return the calibration of the model of a checkpoint's folder.
 
-    folder: of the model's checkpoint. Raises `CalibrationError` for a file that is missing,
-    damaged or of another model, and for a checkpoint without safetensors.
+    path: the file; None: that of the folder. config: of transformers. Raises `CalibrationError` for
+    a file that is missing, damaged or of another model, and for a checkpoint without safetensors.
     """
-
-    def __init__(self, recipe: Recipe, folder: str | Path, config: Any) -> None:
-        path = recipe.store.calibration
-        self.file = Calibration.load(Path(folder) / CALIBRATION_FILE if path is None else path)
-        identity = checkpoint_identity(Path(folder), config)
-        if self.file.model != identity:
-            raise CalibrationError(
-                f"{self.file.name} is the calibration of a model with weights "
-                f"{self.file.model.get('weights')}, and this model has weights "
-                f"{identity['weights']}; calibrate it with `kvloom calibrate`"
-            )
-
-    def encodings(
-        self, recipe: Recipe, layer: int
-    ) -> tuple[LayerEncoding | None, LayerEncoding | None]:
-        """Return the calibrated encodings of keys and of values of a layer's plain recipe."""
-        formats = recipe.store.quantized
-        keys, values = (
-            self.file.encoding(layer, side, formats[side]) if side in formats else None
-            for side in ("keys", "values")
+    found = Calibration.load(Path(folder) / CALIBRATION_FILE if path is None else path)
+    model = checkpoint_identity(Path(folder), config)
+    if found.model != model:
+        raise CalibrationError(
+            f"{found.name} is the calibration of a model with weights "
+            f"{found.model.get('weights')}, and this model has weights {model['weights']}; "
+            "calibrate it with `kvloom calibrate`"
         )
-        return keys, values
+    return found
 
 
 def checkpoint_identity(folder: Path, config: Any) -> dict[str, Any]:

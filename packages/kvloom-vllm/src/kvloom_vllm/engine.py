@@ -17,9 +17,10 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from kvloom import Recipe
 from kvloom.paged import LayerPlan, PageLayout
 from kvloom.recipe import Geometry
+from kvloom.store import Calibration, LayerEncoding
 
 from . import report, request, rotary
-from .calibrated import Calibrated
+from .calibrated import load_calibration
 from .refusal import (
     refuse_attention_layers,
     refuse_engine,
@@ -53,7 +54,7 @@ class Engine:
         self._config = ref(config)
         self.layouts: dict[int, PageLayout] = {}
         self._reported = False
-        self._calibrations: dict[str | None, Calibrated] = {}
+        self._calibrations: dict[str | None, Calibration] = {}
 
     def assign(self) -> None:
         """Give every packed layer its plan, by the number in its name; once per model."""
@@ -104,24 +105,23 @@ class Engine:
     def _plan(self, layer_index: int, geometry: Geometry) -> LayerPlan:
         recipe = self.recipe.for_layer(layer_index, geometry.layer_indices)
         store = recipe.store
-        calibrated: tuple[Any, Any] = None, None
+        encodings: dict[str, LayerEncoding | None] = {}
         if store.calibrated:
-            calibrated = self._calibrated(recipe).encodings(recipe, layer_index)
+            calibration = self._calibration(store.calibration)
+            for side, fmt in store.quantized.items():
+                encodings[side] = calibration.encoding(layer_index, side, fmt)
         rope = rotary.rope(recipe) if store.pre_rope else None
-        return LayerPlan.of_recipe(recipe, *calibrated, rope)
+        return LayerPlan.of_recipe(recipe, encodings.get("keys"), encodings.get("values"), rope)
 
-    def _calibrated(self, recipe: Recipe) -> Calibrated:
-        """Return the calibration that a layer's plain recipe names, read once."""
-        path = recipe.store.calibration
+    def _calibration(self, path: str | None) -> Calibration:
+        """Return a calibration, read once; path: as for `load_calibration`."""
         if path not in self._calibrations:
-            model = self._model()
-            self._calibrations[path] = Calibrated(recipe, model.model, model.hf_config)
+            config = self._config()
+            assert config is not None
+            model = config.model_config
+            found = load_calibration(path, model.model, model.hf_config)
+            self._calibrations[path] = found
         return self._calibrations[path]
-
-    def _model(self) -> Any:
-        config = self._config()
-        assert config is not None
-        return config.model_config
 
 
 def of(config: Any) -> Engine:

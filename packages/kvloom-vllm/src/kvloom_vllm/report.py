@@ -19,13 +19,14 @@ def lines(recipe: str, layouts: Mapping[int, PageLayout], blocks: int, block: in
     packed = [layer_index for layer_index, layout in layouts.items() if any(layout.encodings)]
     exact = [layer_index for layer_index in layouts if layer_index not in packed]
     plain = sum(layout.exact_nbytes for layout in layouts.values())
-    fits, before = blocks * page, blocks * block // plain * page
+    fits, before = blocks * page, blocks * block / plain * page
+    times = f"{plain / block:.2f}×"
     tails = tail_blocks(list(layouts.values()), block)
     report = [
         f"kvloom {recipe}: layers {listed(sorted(packed))} are packed"
         + (f", layers {listed(sorted(exact))} exact" if exact else ""),
         f"kvloom: a page of {page} tokens takes {block:,} bytes in all layers instead of {plain:,}",
-        f"kvloom: {fits:,} tokens fit instead of {before:,} ({fits / before:.2f}×); of these, each "
+        f"kvloom: {fits:,} tokens fit instead of {before:,.0f} ({times}); of these, each "
         f"running request takes {tails * page:,} for the exact tokens of its last page",
     ]
     sinks = max(layout.plan.sinks for layout in layouts.values())

@@ -30,12 +30,12 @@ _SMALL_HEAD = 64
 _FEW = 0.15  # share of a prompt below which evicting costs much quality
 _INDEXED = "its attention reads the tokens that an index of its own selects"
 _POOLED = "it stores a window of tokens, and summaries of those before it"
-_BIASED = "its attention adds learned position biases; kept as transformers has it"
+_POSITION_BIASES = "its attention adds learned position biases; kept as transformers has it"
 _REASONS = {
     compat.SLIDING: "its sliding window bounds it; sliding=packed in the recipe packs the window",
     "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
-    "LinearAttentionAndFullAttentionLayer": _BIASED,
-    "LinearAttentionAndSlidingWindowAttentionLayer": _BIASED,
+    "LinearAttentionAndFullAttentionLayer": _POSITION_BIASES,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _POSITION_BIASES,
     "DynamicIndexedLayer": _INDEXED,
     "MiniMaxM3VLSparseCacheLayer": _INDEXED,
     "DeepseekV4HCACache": _POOLED,
@@ -179,7 +179,7 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
         skipped,
         _TOKENS * geometry.token_nbytes() + exact_windows + unchanged,
         recipe.nbytes(_TOKENS, geometry) + recipe.sliding_nbytes(_TOKENS, geometry) + unchanged,
-        sum(states or ()),
+        unchanged,
         notes,
     )
 

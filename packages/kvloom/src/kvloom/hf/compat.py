@@ -7,9 +7,11 @@ transformers 5.10 to 5.23.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,6 +68,17 @@ def decoder(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(decoder, PreTrainedModel):  # ModernBERT's is its output layer
         decoder = model.base_model
     return decoder
+
+
+@cache
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a class's forward, which takes long to find."""
+    return inspect.signature(forward)
+
+
+def takes(module: torch.nn.Module, name: str) -> bool:
+    """Return whether the forward of a module takes an argument of this name."""
+    return name in signature_of(type(module).forward).parameters
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Nothing of the pass is stored.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -185,8 +184,7 @@ def _run(
     decoder = compat.decoder(model)
     arguments = {name: examples.read(x) for name, x in inputs.items()}
     arguments["position_ids"] = examples.position_ids.to(model.device)
-    takes = inspect.signature(decoder.forward).parameters
-    arguments = {name: x for name, x in arguments.items() if name in takes}
+    arguments = {name: x for name, x in arguments.items() if compat.takes(decoder, name)}
     if padded:
         arguments["attention_mask"] = examples.visible.to(model.device, torch.long)
 

@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class RoutedForward:
         if getattr(self.model, "_kvloom", None) is None:
             return self.forward(*args, **kwargs)
         if args:
-            signature = signature_of(type(self.module).forward)
+            signature = compat.signature_of(type(self.module).forward)
             _, *named = signature.bind_partial(self.module, *args).arguments.items()
             kwargs = dict(named, **kwargs)
         cache = kwargs.get("past_key_values")
@@ -291,9 +291,3 @@ def _note_norms(
     x = (kwargs or {}).get("hidden_states", args[0] if args else None)
     if isinstance(x, torch.Tensor) and x.dim() == 3:
         layer.norms = x.detach().float().norm(dim=-1)
-
-
-@lru_cache
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a forward, which takes long to find."""
-    return inspect.signature(forward)

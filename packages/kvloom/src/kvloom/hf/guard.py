@@ -111,10 +111,6 @@ class ModelRef:
         """Return the model; None if it no longer exists, or was lost in a pickle."""
         return None if self._model is None else self._model()
 
-    def is_model(self, model: PreTrainedModel) -> bool:
-        """Return whether the cache was made for this very object."""
-        return self.get() is model
-
     @property
     def model(self) -> PreTrainedModel:
         """The model; raises `CacheMisuse` if it no longer exists."""

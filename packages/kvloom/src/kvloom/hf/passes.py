@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .forward import signature_of
+from . import compat
 
 
 def read_tokens(
@@ -36,8 +36,7 @@ def last_logits(model: PreTrainedModel, cache: Any, **inputs: Any) -> Tensor:
     The logits of a whole prompt may take more memory than its cache, so the model computes the last
     ones alone where it can.
     """
-    takes = signature_of(type(model).forward).parameters
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+    last_only = {"logits_to_keep": 1} if compat.takes(model, "logits_to_keep") else {}
     out = model(past_key_values=cache, use_cache=True, **inputs, **last_only)
     logits: Tensor = out.logits[:, -1]
     return logits

@@ -7,7 +7,6 @@ decoder has read embeddings, as of an image, it reads these again; causally, as 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -215,8 +214,7 @@ class Repetition:
             inputs[_IMAGES] = numbers > 0
             rows = numbers[numbers > 0] - 1
             inputs[_LAYER_IMAGES] = [x[rows] for x in self.layer_images]
-        takes = inspect.signature(decoder.forward).parameters
-        if self.positions is not None and "position_ids" in takes:
+        if self.positions is not None and compat.takes(decoder, "position_ids"):
             last = self.positions.amax(dim=-1, keepdim=True)
             inputs["position_ids"] = last + new.cumsum(dim=-1)
         return inputs

@@ -9,7 +9,6 @@ states at any position.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -76,7 +75,9 @@ def renumbering(
                 'must hold equally many tokens; use layers="uniform" and one keep for all layers'
             ],
         )
-    if positions.learned and not _takes_positions(model, compat.decoder(model)):
+    if positions.learned and not all(
+        compat.takes(module, "position_ids") for module in (model, compat.decoder(model))
+    ):
         raise UnsupportedModel(
             f"{type(model).__name__}: its forward takes no position_ids, so new tokens cannot get "
             'other positions; use positions="original"'
@@ -114,7 +115,7 @@ def _without_weights(model: PreTrainedModel, count: int) -> Positions:
 
 def _find(model: PreTrainedModel, count: int) -> Positions:
     candidates = list(_candidates(model))
-    if not _takes_positions(compat.decoder(model)):
+    if not compat.takes(compat.decoder(model), "position_ids"):
         if candidates:
             raise _not_understood(model)
         return Positions((None,) * count, learned=True)
@@ -220,9 +221,3 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
     geometry = compat.geometry(model)
     side = "values" if geometry.latent else "keys"  # the positional part comes after the latent
     return [getattr(stock[layer_index], side) for layer_index in geometry.layer_indices]
-
-
-def _takes_positions(*modules: torch.nn.Module) -> bool:
-    """Return whether the forward of each module takes position ids."""
-    signatures = (inspect.signature(type(module).forward) for module in modules)
-    return all("position_ids" in signature.parameters for signature in signatures)

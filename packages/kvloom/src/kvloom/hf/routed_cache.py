@@ -210,7 +210,7 @@ class RoutedCache(transformers.Cache):
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Raise `CacheMisuse` for a model with another config than that of this cache."""
-        if self.owner.is_model(model):
+        if self.owner.get() is model:
             return  # reading a config takes longer than the attention of a short context
         other = compat.fingerprint(model)
         if other != self.fingerprint:

@@ -50,7 +50,7 @@ class Routing:
     """
 
     configs: list[Any]
-    changed: list[tuple[Any, str, Any]]  # object, attribute, what it was
+    cached: list[Any]  # configs whose `use_cache` was False
     forwards: list[RoutedForward]
     attached: Attached = field(default_factory=Attached)
     whole: bool = False
@@ -93,7 +93,7 @@ def route(model: PreTrainedModel) -> None:
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
-            model._kvloom.changed.append((config, "use_cache", False))
+            model._kvloom.cached.append(config)
             config.use_cache = True
     for forward in forwards:
         forward.install()
@@ -110,8 +110,8 @@ def unroute(model: PreTrainedModel) -> None:
     routing.whole = False
     for forward in routing.forwards:
         forward.uninstall()
-    for config, attribute, former in routing.changed:
-        setattr(config, attribute, former)
+    for config in routing.cached:
+        config.use_cache = False
     if compat.has_adapter(model):
         adapters.uninstall(model)
     restore_stock(routing.configs)

@@ -59,11 +59,6 @@ class LayerPlan:
         values = values and of_heads(values, "values", head, 1)
         return replace(self, calibrated=(keys, values))
 
-    @property
-    def formats_and_encodings(self) -> tuple[tuple[Packed | None, LayerEncoding | None], ...]:
-        """The format and the calibrated encoding of keys, and those of values."""
-        return tuple(zip((self.keys, self.values), self.calibrated, strict=True))
-
 
 class Piece(NamedTuple):
     """A tensor within a page: its first byte, its shape and its dtype."""
@@ -91,7 +86,7 @@ class PageLayout:
         self.dtype = dtype
         self.encodings: list[LayerEncoding | None] = [
             None if fmt is None else calibrated or fmt.encoding.bind(heads, head_dim)
-            for fmt, calibrated in plan.formats_and_encodings
+            for fmt, calibrated in zip((plan.keys, plan.values), plan.calibrated, strict=True)
         ]
         self.pieces: list[list[Piece]] = []
         end = 0
@@ -161,8 +156,9 @@ class PackedPages:
         `NotFinite` for numbers that the format cannot hold.
         """
         layout, count = self.layout, self.layout.plan.sinks
-        for x, layer_encoding, tensors, (fmt, _) in zip(
-            (k, v), layout.encodings, self.tensors, layout.plan.formats_and_encodings, strict=True
+        formats = layout.plan.keys, layout.plan.values
+        for x, layer_encoding, tensors, fmt in zip(
+            (k, v), layout.encodings, self.tensors, formats, strict=True
         ):
             if layer_encoding is None or fmt is None:
                 tensors[0][blocks] = x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -38,16 +38,16 @@ class PagedStep:
 
     rows: list[PagedRow]
     page: int
-    multi_token_rows: list[PagedRow] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.single_token_rows = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
-        self.multi_token_rows = [row for row in self.rows if row.batch_end - row.batch_begin > 1]
+    @cached_property
+    def multi_token_rows(self) -> list[PagedRow]:
+        """The rows of several tokens."""
+        return [row for row in self.rows if row.batch_end - row.batch_begin > 1]
 
     @cached_property
     def single_rows(self) -> SingleTokenRows | None:
         """The rows of one token, or None."""
-        rows = self.single_token_rows
+        rows = [row for row in self.rows if row.batch_end - row.batch_begin == 1]
         return SingleTokenRows.of_rows(rows, self.page) if rows else None
 
 

@@ -38,11 +38,6 @@ def record(layer: LayerCache, on: bool) -> None:
     layer._state.recording = on
 
 
-def count_one_more(layer: LayerCache) -> None:
-    """Count a token that the other layers have not seen, as if a step had stopped between them."""
-    layer._state.seen += 1
-
-
 # --- tokens --------------------------------------------------------------------------------------
 
 

@@ -59,9 +59,10 @@ class Case:
     """A recipe, the shape of a cache, and what happens to it.
 
     pads: the padded slots before each row. Operations: ("step", tokens), ("draft", tokens,
-    rejected), ("crop", tokens), ("reorder", rows), ("repeat", times), ("select", rows), ("save",),
-    ("copy",), ("reset",), ("not finite", tokens), ("interrupt", tokens, number): the step stops at
-    this torch operation. alibi: the model has no rotary embedding, but ALiBi.
+    rejected), ("first draft", prompt, tokens, rejected), ("crop", tokens), ("reorder", rows),
+    ("repeat", times), ("select", rows), ("save",), ("copy",), ("reset",), ("not finite", tokens),
+    ("interrupt", tokens, number): the step stops at this torch operation. alibi: the model has no
+    rotary embedding, but ALiBi.
     """
 
     recipe: Recipe
@@ -112,6 +113,8 @@ def case_of(seed: int) -> Case:
             rows *= arguments[0]
         if name == "select":
             rows = len(arguments[0])
+    if (own := Random(~seed)).random() < 0.15:
+        operations[0] = ("first draft", prompt, own.randint(1, 9), own.randint(0, 9))
     shape = layers, heads, dim, dtype, pads
     return Case(recipe, *shape, tuple(operations), seed, alibi, softcap)
 
@@ -441,6 +444,33 @@ class Sequence:
         expected = case.recipe.nbytes(prompt[0].tokens, case.geometry, batch=len(self.pads))
         assert nbytes == expected, f"{nbytes} bytes, {expected} predicted"
 
+    def _first_draft(self, prompt: int, tokens: int, rejected: int) -> None:
+        """Compare a first step of a prompt and a draft with one of the accepted tokens.
+
+        Layers that decide together evict from all of these as one prompt, others from the prompt.
+        """
+        twin, inputs, rejected = self._twin(), self._inputs(prompt + tokens), min(rejected, tokens)
+        evictors = [layer.cache._state.evictor for layer in self.layers]
+        waits = any(evictor is not None and evictor.defers for evictor in evictors)
+        accepted = prompt + tokens - rejected
+        for layer in self.layers:
+            layer.activate_past_recording()
+            layer.cache.accepted_tokens = prompt
+        outs = self._run(inputs, checked=False)
+        self._end_draft(rejected)
+        for layer in self.layers:
+            layer.cache.accepted_tokens = 0
+        keep = self.case.recipe.keep
+        if keep is not None and (keep.scorer.repeats or keep.needs_examples(prompt + tokens)):
+            return  # they are drawn for all tokens of the step
+        ends = [0, accepted] if waits else [0, *range(prompt, accepted + 1)]
+        for lo, hi in pairwise(ends):
+            parts = [step.slice(lo, hi) for step in inputs]
+            for out, expected in zip(outs, twin._run(parts, checked=False), strict=True):
+                if not waits:
+                    self._compare(out[:, :, lo:hi], expected)
+        self._compare_layers(twin)
+
     def _draft(self, tokens: int, rejected: int) -> None:
         """Compare a draft with its accepted tokens, one by one, in a copy."""
         if not self.seen:
@@ -453,9 +483,7 @@ class Sequence:
         for layer in self.layers:
             layer.activate_past_recording()
         outs = self._run(inputs, checked=False)
-        self.cache.crop(-rejected)
-        for layer in self.layers:
-            layer.cache.recording = False
+        self._end_draft(rejected)
         for number in range(tokens - rejected):
             each = [step.slice(number, number + 1) for step in inputs]
             for out, expected in zip(outs, twin._run(each, checked=False), strict=True):
@@ -463,6 +491,12 @@ class Sequence:
                     self._compare(out[:, :, number : number + 1], expected)
         if not waits:
             self._compare_layers(twin)
+
+    def _end_draft(self, rejected: int) -> None:
+        """Remove tokens of a draft, and record no more."""
+        self.cache.crop(-rejected)
+        for layer in self.layers:
+            layer.cache.recording = False
 
     def _crop(self, tokens: int) -> None:
         """Remove tokens without a draft, or be refused before anything changes."""

@@ -43,13 +43,8 @@ class Stateful:
     def walk(self) -> list[Stateful]:
         """Return the objects that a step changes: this part and all parts in it."""
         objects = [] if self.fixed else [self]
-        for name in self.children:
-            child = getattr(self, name)
-            if isinstance(child, list):
-                for x in child:
-                    objects += x.walk()
-            elif child is not None:
-                objects += child.walk()
+        for child in self._named(self.children):
+            objects += child.walk()
         return objects
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends import by_reference
-from kvloom.keep import Budget, Expected, Keep, Mass, Outliers, Random, Rotated
+from kvloom.keep import Budget, Expected, Fit, Keep, Mass, Outliers, Random, Reconstruction, Rotated
 from kvloom.recall import Clusters, PartialKeys, Recall, Tier, TopK
 from kvloom.recipe import Protect, Recipe
 from kvloom.store import Packed, Store
@@ -19,7 +19,21 @@ from sequences import Case, case_of, run
 pytestmark = by_reference
 
 PACKED_VALUES = Store(values=Packed(bits=2, axis="token", group=16))
+FIRST_DRAFT = (("first draft", 30, 5, 3),)
 FOUND = {
+    "values fitted to a repetition's scores after a first draft": Case(
+        Recipe(Keep(Budget(12, recent=2), Reconstruction(), when="prompt", fit=Fit(32, 20, 8))),
+        1, (2, 1), 16, "fp32", (0,), FIRST_DRAFT,
+    ),
+    "a fraction of a prompt without the rejected tokens of a first draft": Case(
+        Recipe(
+            Keep(
+                Budget(fraction=0.5, recent=0, head_share=1.0), Rotated(), when="block", block=8
+            ),
+            compress_after=20,
+        ),
+        1, (2, 1), 16, "fp32", (0,), FIRST_DRAFT,
+    ),
     "sinks of a padded row that are outliers of some heads": Case(
         Recipe(store=PACKED_VALUES, protect=Protect(5, 3, Outliers(35))),
         1, (4, 4), 16, "fp32", (0, 9), (("step", 48),), seed=28,

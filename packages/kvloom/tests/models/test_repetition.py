@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.hf import compat
 from kvloom.hf.observe import observe_steps
 from kvloom.hf.repetition import Repetition
+from kvloom.keep import Fit
+from kvloom.recipe import Protect
 from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.workload.layers import LayerShape, empty_layers, random_qkv
@@ -194,6 +197,23 @@ def test_a_prompt_under_assisted_decoding_waits_for_the_crop():
     drafted.crop(0)
     for one, two in zip(logical(drafted), logical(plain), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("part", [{"protect": Protect(spans=((9, 12),))}, {"fit": Fit()}])
+def test_a_draft_right_after_a_prompt(part):
+    model, recipe = zoo.build("llama-gqa"), resolve(KVZIP)
+    if "fit" in part:
+        part = {"keep": replace(recipe.keep, **part)}
+    cache = kvloom.Cache(model, replace(recipe, **part))
+    for layer in cache.full_layers:
+        layer.activate_past_recording()
+    ids = zoo.batch(1, PROMPT + 3, (0,))["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :PROMPT], past_key_values=cache)
+        model(ids[:, PROMPT:], past_key_values=cache)
+    cache.crop(-1)
+    assert cache.get_seq_length() == PROMPT + 2
+    assert [probe.count(layer) for layer in probe.layers(cache)] == [24 + 2] * 3
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])

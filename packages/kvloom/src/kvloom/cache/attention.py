@@ -25,6 +25,7 @@ from ..kernels.attend.regions import Region
 from ..kernels.limits import MAX_STEP
 from ..kernels.plan import OpPlan
 from ..store.formats import FormatView
+from .segment import joined_mask
 
 
 def attend_to(
@@ -178,22 +179,14 @@ def one_region(regions: Sequence[Region]) -> Sequence[Region]:
     if len(regions) == 1 or not all(map(_is_exact, regions)):
         return regions
     heads = max(1 if region.visible is None else region.visible.shape[1] for region in regions)
-    masks = [_full_mask(region, heads) for region in regions]
+    tokens, like = [region.keys.tokens for region in regions], regions[0].keys.tail[:, :heads]
     biases = [region.bias for region in regions if region.bias is not None]
     return [
         Region.exact(
             torch.cat([region.keys.tail for region in regions], dim=2),
             torch.cat([region.values.tail for region in regions], dim=2),
-            visible=None if all(x.visible is None for x in regions) else torch.cat(masks, dim=2),
+            visible=joined_mask([region.visible for region in regions], tokens, like),
             bias=torch.cat(biases, dim=2) if biases else None,
             step_tokens=regions[-1].step_tokens,
         )
     ]
-
-
-def _full_mask(region: Region, heads: int) -> Tensor:
-    """Return the mask of an exact region, bool [B, heads, N]."""
-    if region.visible is not None:
-        return region.visible.expand(-1, heads, -1)
-    keys = region.keys.tail
-    return keys.new_ones(keys.shape[0], heads, keys.shape[2], dtype=torch.bool)

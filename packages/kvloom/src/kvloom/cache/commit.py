@@ -33,15 +33,11 @@ def end_step(
     """
     evictor = state.evictor
     exact = state.seen <= state.recipe.compress_after  # nothing is packed or evicted before
-    if evictor is not None and evictor.phase is not Phase.EVICTING:
-        if evictor.phase is Phase.EMPTY:
-            if not exact:
-                evictor.set_budget(state.seen)
-        elif evictor.phase is not Phase.DONE:
-            raise CacheMisuse(
-                f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
-                "by its model, which repeats the prompt"
-            )
+    if evictor is not None and evictor.phase in (Phase.REPEATING, Phase.DECIDING):
+        raise CacheMisuse(
+            f"{state.name}: the prompt waits for the scores of its repetition; run the layer "
+            "by its model, which repeats the prompt"
+        )
     if queries.predictor is not None:
         assert new is not None
         queries = state.score_evictor.as_repeated(queries, new[0])
@@ -70,6 +66,8 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     state.uncommitted = None
     prompt, state.prompt_done = not state.prompt_done, True
     segment, evictor, retriever = state.segment, state.evictor, state.retriever
+    if prompt and evictor is not None:
+        evictor.set_budget(state.seen)
     segment.find_start(queries.visible)
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
@@ -142,7 +140,7 @@ def _evict_or_wait(state: LayerState, decision: Decision) -> None:
     if state is layers[-1]:
         decisions = decide([layer.score_evictor for layer in layers])
         for layer, joint in zip(layers, decisions, strict=True):
-            evict(layer, Decision(layer.score_evictor.end_wait(), *joint))
+            evict(layer, joint)
 
 
 def _store(
@@ -196,8 +194,11 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
         state.segment.append(*_store_sinks(state, queries, new))
     before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
+    scores = evictor is not None and evictor.scoring
+    if evictor is not None and evictor.repetition is not None:
+        scores = scores and evictor.keep.fit is not None
     needed = (
-        (evictor is not None and evictor.scoring and evictor.repetition is None)
+        scores
         or state.needs_ids
         or (state.outliers is not None and not state.outliers.done)
         or (state.retriever is not None and state.retriever.learns)

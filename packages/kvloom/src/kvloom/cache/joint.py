@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from ..keep import PROTECTED, head_budgets
-from .score_evictor import ScoreEvictor
-
-Joint = tuple[Tensor, int | None, Tensor | None]
-"""The scores, heavy hitters and counts of a `Decision`."""
+from .score_evictor import Decision, ScoreEvictor
 
 
-def decide(evictors: Sequence[ScoreEvictor]) -> list[Joint]:
-    """Return what each layer evicts by, once all layers have voted; changes nothing.
+def decide(evictors: Sequence[ScoreEvictor]) -> list[Decision]:
+    """Return what each layer evicts by, once all layers have voted; none waits any more.
 
     evictors: of the layers that decide together.
     """
@@ -36,7 +33,10 @@ def decide(evictors: Sequence[ScoreEvictor]) -> list[Joint]:
     counts: Sequence[Tensor | None] = [None] * len(votes)
     if first.divides_heads(votes[0].shape[-1]):
         counts = _divide_heads(evictors, votes)
-    return list(zip(votes, heavy, counts, strict=True))
+    return [
+        Decision(evictor.end_wait(), scores, tokens, by_head)
+        for evictor, scores, tokens, by_head in zip(evictors, votes, heavy, counts, strict=True)
+    ]
 
 
 def _vote(evictor: ScoreEvictor) -> Tensor:

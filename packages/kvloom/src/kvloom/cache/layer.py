@@ -209,7 +209,7 @@ class LayerCache:
         For a layer that packs nothing. Sinks are among them where tokens are evicted by score.
         """
         segment = self._state.segment
-        keys, values = segment.exact_keys(), segment.exact_values()
+        keys, values = segment.exact()
         return keys, values, segment.logical(0, keys.shape[2], keys.device)
 
     # --- a step -----------------------------------------------------------------------------------

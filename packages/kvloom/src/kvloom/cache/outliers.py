@@ -41,7 +41,6 @@ class OutlierTokens(Stateful):
         self, k: Tensor, v: Tensor, queries: Queries, packed: Segment, sinks: Sinks | None
     ) -> None:
         """Run the rule on all tokens seen, k, v [B, Hk, N, D]; `packed` has the oldest packed."""
-        self.done = True
         lo, n = packed.first, k.shape[2]
         hi = lo + packed.packed_oldest
         if hi <= lo:

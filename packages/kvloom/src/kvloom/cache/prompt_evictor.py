@@ -15,7 +15,7 @@ from torch import Tensor
 from ..keep import choose, sinks_first
 from ..kernels.attend.regions import Region
 from ..kernels.select.reference import gather
-from ..positions.rope import renumber_once
+from ..positions.rope import renumber
 from ..recipe.spec import Recipe
 from .evictor import Phase
 from .ragged import RaggedChoice, RaggedTokens
@@ -31,8 +31,6 @@ class PromptEvictor(ScoreEvictor):
 
     def __init__(self, recipe: Recipe, *args: Any) -> None:
         super().__init__(recipe, *args)
-        self.orders_sinks = recipe.recall is not None  # a retriever always reads the first tokens
-        self.needs_positions = recipe.store.pre_rope
         if self.keep.scorer.repeats:
             self.repetition = RepetitionScores(self.keep, self.sinks, self.scorer)
         self.ragged = None if self.keep.budget.head_share is None else RaggedTokens(recipe)
@@ -43,7 +41,7 @@ class PromptEvictor(ScoreEvictor):
         """Return the scores of a repetition, once it has run, or those that `queries` give."""
         assert isinstance(storage, Segment)
         if self.repetition is None:
-            k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+            k, v = new or storage.exact()
             return Decision(self.needed(queries), self.score_all(storage, queries, k, v), new=new)
         queries = self.needed(queries)
         if self.repetition.scores is None:
@@ -58,19 +56,19 @@ class PromptEvictor(ScoreEvictor):
         assert isinstance(storage, Segment)
         queries, new = decision.queries, decision.new
         visible = queries.visible
-        k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+        k, v = new or storage.exact()
         n = k.shape[2]
         slots, choice = self.decided(storage, decision, n, trace)
         if slots is not None:
             v = self._fitted(storage, k, v, slots, choice, queries)
             masked = visible is not None or queries.alibi is not None
-            indexed = masked or self.needs_positions or trace is not None
+            indexed = masked or self.recipe.store.pre_rope or trace is not None
             if self.ragged is not None and choice is not None and choice.contested is not None:
                 self.ragged.add(k, v, choice.contested, choice.counts, 0, visible, indexed)
             storage.note_kept(slots, n, indexed)
             k, v = gather(k, slots), gather(v, slots)
             if self.rope is not None:
-                k = renumber_once(self.rope, k, slots, n)
+                k = renumber(self.rope, k, slots, n - 1)
         self.phase = Phase.DONE
         if new is not None:
             storage.extend(k, v, 0, visible, prompt=True)
@@ -116,7 +114,7 @@ class PromptEvictor(ScoreEvictor):
         if best is not None:
             newer = torch.arange(n, tokens, device=best.device).expand(*best.shape[:2], -1)
             slots = torch.cat([best, newer], dim=-1)
-        if not self.orders_sinks or visible is None:
+        if self.recipe.recall is None or visible is None:  # it always reads the first tokens
             return slots, choice
         if slots is None:
             slots = torch.arange(tokens, device=visible.device).expand(*sinks.shape[:2], -1)
@@ -144,7 +142,7 @@ class PromptEvictor(ScoreEvictor):
         stays = torch.zeros(k.shape[:3], dtype=torch.bool, device=k.device).scatter(2, slots, True)
         shown = None if queries.visible is None else queries.visible[..., :n].expand_as(stays)
         kept = segment.keys.as_stored(
-            gather(k, slots), segment.keys.recent, None if shown is None else shown.gather(2, slots)
+            gather(k, slots), None if shown is None else shown.gather(2, slots)
         )
         keys = k.scatter(2, places, kept)
         if self.ragged is not None and choice is not None and choice.contested is not None:

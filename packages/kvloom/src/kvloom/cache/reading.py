@@ -95,7 +95,7 @@ def _past_regions(state: LayerState, queries: Queries, step_tokens: int) -> list
 def exact_tokens(state: LayerState) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, Hk, N, D] of all tokens seen, none of which is packed yet."""
     segment, sinks = state.segment, state.sinks
-    k, v = segment.exact_keys(), segment.exact_values()
+    k, v = segment.exact()
     if sinks is None or sinks.keys is None or sinks.values is None or sinks.start is None:
         return k, v
     slot = torch.arange(segment.first, device=k.device) - sinks.start[:, None]

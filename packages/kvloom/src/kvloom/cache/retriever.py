@@ -23,9 +23,6 @@ from .latents import whole_keys
 from .segment import Segment, joined_mask
 from .step import Queries, Trace
 
-# A step that reads a whole tier copies this many tokens at a time.
-_READ_AT_ONCE = 8192
-
 
 class Retriever(Stateful):
     """An index of the oldest tokens of a segment, and their offload store if there is a tier.
@@ -83,15 +80,16 @@ class Retriever(Stateful):
                 _at(segment.mask(visible, 0, end), slots),
                 segment.mask(visible, end, len(segment)),
             )
-        bias: tuple[Tensor | None, Tensor | None] = (None, None)
+        bias = None
         if alibi is not None:
-            at_slots = _at(segment.logical(0, end, slots.device), slots)
-            bias = alibi.bias(at_slots), segment.bias(alibi, end, len(segment))
+            bias = alibi.bias(_at(segment.logical(0, end, slots.device), slots))
         if self.store is not None:
-            recalled = Region.exact(*self.store.read(slots), visible=masks[0], bias=bias[0])
+            recalled = Region.exact(*self.store.read(slots), visible=masks[0], bias=bias)
             return [recalled, segment.region(visible, step_tokens, alibi, begin=end)]
         mask = joined_mask(masks, (slots.shape[2], len(segment) - end), slots)
-        return [Region(*segment.views(), Slots(slots, end), mask, _joined_bias(bias), step_tokens)]
+        if alibi is not None and bias is not None:
+            bias = torch.cat([bias, segment.bias(alibi, end, len(segment))], dim=2)
+        return [Region(*segment.views(), Slots(slots, end), mask, bias, step_tokens)]
 
     def grow(self, segment: Segment, visible: Tensor | None, like: Tensor) -> None:
         """Index the tokens that are due, and offload them where the recipe has a tier.
@@ -169,13 +167,11 @@ class Retriever(Stateful):
     def _offloaded_regions(
         self, segment: Segment, visible: Tensor | None, alibi: Alibi | None
     ) -> list[Region]:
-        """Return all offloaded tokens as regions of at most `_READ_AT_ONCE` tokens."""
+        """Return all offloaded tokens as regions."""
         regions: list[Region] = []
         if self.store is None:
             return regions
-        step = max(1, _READ_AT_ONCE // self.store.unit) * self.store.unit
-        for lo in range(0, self.store.tokens, step):
-            hi = min(lo + step, self.store.tokens)
+        for lo, hi in self.store.ranges():
             sides = (segment.keys, segment.values)
             keys, values = (
                 side.view_offloaded(tensors, hi - lo)
@@ -184,15 +180,6 @@ class Retriever(Stateful):
             bias = None if alibi is None else segment.bias(alibi, lo, hi)
             regions.append(Region(keys, values, None, segment.mask(visible, lo, hi), bias))
         return regions
-
-
-def _joined_bias(bias: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    """Return one bias fp32 [B or 1, Hq, tokens]; None if there is none."""
-    recalled, later = bias
-    if recalled is None or later is None:
-        return None
-    rows = max(recalled.shape[0], later.shape[0])
-    return torch.cat([x.expand(rows, -1, -1) for x in (recalled, later)], dim=2)
 
 
 def _at(x: Tensor | None, slots: Tensor) -> Tensor:

@@ -182,7 +182,8 @@ class ScoreEvictor(Evictor):
         """Return scores fp32 [B, Hk, N], the first ones with `PROTECTED` for protected tokens."""
         protected, self.protected = self.protected, None
         assert protected is not None
-        return scores.masked_fill(protected, PROTECTED)
+        # a repetition does not score later tokens
+        return scores.masked_fill(protected[..., : scores.shape[-1]], PROTECTED)
 
     def wait(self, phase: Phase, queries: Queries, scores: Tensor | None = None) -> None:
         """Begin to wait for a repetition, or with `scores` for other layers."""

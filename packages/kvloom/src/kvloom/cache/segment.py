@@ -85,6 +85,10 @@ class Segment(Stateful):
         """Return the exact values [B, Hk, N, D]: those of all tokens if nothing is packed."""
         return self.values.tail.view()
 
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Return `exact_keys` and `exact_values`."""
+        return self.exact_keys(), self.exact_values()
+
     def unpacked_keys(self, lo: int, hi: int) -> Tensor:
         """Return the keys [B, Hk, hi - lo, D] of tokens lo to hi, none of which is offloaded."""
         return self.views()[0].tensor(lo - self.offloaded, hi - self.offloaded)

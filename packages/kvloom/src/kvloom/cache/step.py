@@ -204,7 +204,7 @@ class StepInputs(NamedTuple):
 
 
 class Uncommitted(Stateful):
-    """The newest tokens of a layer whose commit waits: for a crop, or for the recipe's `start`.
+    """The newest tokens of a layer whose commit waits: for a crop, or for `compress_after`.
 
     Until then, the layer drops, packs and indexes nothing. tokens: The number of these
     tokens. queries: Their queries if a later score reads them, else empty.

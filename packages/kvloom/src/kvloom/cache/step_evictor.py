@@ -48,7 +48,7 @@ class StepEvictor(ScoreEvictor):
             k, v = region.keys.tail, region.values.tail
             step = self.scorer.step(queries, k, v, region.visible, index, storage.seen, region.bias)
             return Decision(queries, self.scorer.score(step))
-        k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+        k, v = new or storage.exact()
         if self.rope is not None and new is None:
             newest = storage.first + k.shape[2] - 1
             k = renumber(self.rope, k, storage.step_index(k.device), newest)
@@ -70,7 +70,7 @@ class StepEvictor(ScoreEvictor):
         self.scores.add(scores, self.sinks_among(storage, scores, visible, len(self.scores)))
         if trace is not None:
             note_scores(trace, storage, self.scores.scores.clone())
-        k, v = (storage.exact_keys(), storage.exact_values()) if new is None else new
+        k, v = new or storage.exact()
         n, slots = k.shape[2], None
         if self.keep.drops(n):
             assert self.heavy is not None

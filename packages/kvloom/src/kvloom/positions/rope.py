@@ -40,7 +40,7 @@ class Rope(NamedTuple):
 
     def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated by each of the positions [P], in x's dtype."""
-        return self.apply(x, *(x.mean(dim=0) for x in self.angles(positions.to(x.device))))
+        return self.apply(x, *(angle.mean(dim=0) for angle in self.angles(positions.to(x.device))))
 
     def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [..., D] with pairs rotated by cos and sin, fp32 [..., dims / 2]."""
@@ -67,12 +67,6 @@ def renumber(rope: Rope, k: Tensor, index: Tensor, newest: int) -> Tensor:
     """
     rank = index.argsort(dim=-1).argsort(dim=-1)
     return rope.rotate(k, newest + 1 - index.shape[-1] + rank - index)
-
-
-def renumber_once(rope: Rope, k: Tensor, slots: Tensor, tokens: int) -> Tensor:
-    """Rotate keys k [B, Hk, M, D], kept at slots [B, Hk, M] of `tokens` tokens, to the last M."""
-    m = slots.shape[-1]
-    return rope.rotate(k, torch.arange(tokens - m, tokens, device=k.device) - slots)
 
 
 def _angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -170,18 +170,6 @@ class Recall:
             )
 
 
-def grown_mask(old: Tensor | None, nonpadding: Tensor, tokens: int) -> Tensor | None:
-    """Return the mask bool [B, 1, N + T] of N `tokens` and T new ones, False for padding.
-
-    None: there is no padding.
-    """
-    if old is None and bool(nonpadding.all()):
-        return None
-    if old is None:
-        old = nonpadding.new_ones(nonpadding.shape[0], 1, tokens)
-    return torch.cat([old, nonpadding], dim=2)
-
-
 def grown(old: Tensor | None, new: Tensor) -> Tensor:
     """Return old and new concatenated along dimension 2."""
     return new if old is None else torch.cat([old, new], dim=2)

@@ -7,8 +7,9 @@ the others. Reordering a batch moves row numbers, not rows. Does not decide whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from ..kernels.select.reference import gather
 from ..state import Stateful
 from .tiers import FileRows, Rows, Tier, Traffic
+
+_AT_ONCE = 8192  # tokens
 
 
 class PackedFormat(Protocol):
@@ -229,6 +232,11 @@ class OffloadStore(Stateful):
         formats = (None,) if self.formats == (None, None) else self.formats
         return [OffloadBuffer(new_rows, fmt, self.unit) for fmt in formats]
 
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield ranges of whole units, about `_AT_ONCE` tokens each, that together are all."""
+        step = max(1, _AT_ONCE // self.unit) * self.unit
+        return pairwise([*range(0, self.tokens, step), self.tokens])
+
     @property
     def _blocks(self) -> int:
         """The number of blocks."""
@@ -242,9 +250,7 @@ class OffloadStore(Stateful):
         """Offload all tokens again, for the present rows alone."""
         assert self.like is not None
         new, counted = self.fresh(), self.traffic
-        step = max(1, 8192 // self.unit) * self.unit
-        for lo in range(0, self.tokens, step):
-            hi = min(lo + step, self.tokens)
+        for lo, hi in self.ranges():
             new.append(self.raw(lo, hi), hi - lo, self.like)
         self.buffers, self.extents, self.source = new.buffers, new.extents, new.source
         self.traffic = counted

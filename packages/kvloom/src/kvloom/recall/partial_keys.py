@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..errors import RecipeError
 from ..kernels.select import reference as ref
-from ..registry.fields import check_whole
-from .index import Finder, Index, grown, grown_mask
+from ..registry.fields import check_fields, check_whole
+from .index import Finder, Index, grown
 
 # The number of queries and keys that are read in float64 at once.
 _CHUNK = 4096
@@ -59,7 +59,10 @@ class TopKFinder(Finder):
 
     def extend(self, keys: Tensor, nonpadding: Tensor) -> None:
         """Count keys [B, Hk, T, D], and note padding."""
-        self.real = grown_mask(self.real, nonpadding, self.tokens)
+        if self.real is None and not bool(nonpadding.all()):
+            self.real = nonpadding.new_ones(nonpadding.shape[0], 1, self.tokens)
+        if self.real is not None:
+            self.real = torch.cat([self.real, nonpadding], dim=2)
         self.tokens += keys.shape[2]
 
     def find(self, q: Tensor, tokens: int, query_heads: str, keys: Callable[[], Tensor]) -> Tensor:
@@ -88,7 +91,8 @@ class PartialKeys(Index):
     reads_queries: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.share, float | int) or not 0 < self.share <= 1:
+        check_fields(self, "share")
+        if not 0 < self.share <= 1:
             raise RecipeError(f"share={self.share!r} of the channels must lie in (0, 1]")
         check_whole("block", self.block, 1)
 

@@ -68,8 +68,11 @@ class Buffer(Stateful):
     def room(self, x: Tensor) -> WriteTarget:
         """Make room for x [B, Hk, T, D] after the live tokens; raise `count` to make it live."""
         allocation, t = self.allocation, x.shape[2]
-        if allocation is None or allocation.start + self.count + t > allocation.data.shape[2]:
-            allocation = self._grown(t, x)
+        if allocation is None:
+            b, h, _, *rest = x.shape
+            allocation = self.allocation = Allocation(x.new_empty(b, h, t, *rest))
+        elif allocation.start + self.count + t > allocation.data.shape[2]:
+            self._make_room(allocation, t)
         return WriteTarget(allocation.data, allocation.start + self.count)
 
     def spare_room(self, t: int) -> WriteTarget | None:
@@ -135,16 +138,6 @@ class Buffer(Stateful):
         self.allocation = Allocation(live.new_empty(b, h, state["room"], *rest), state["start"])
         self.count = n
         self.view().copy_(live)
-
-    def _grown(self, t: int, like: Tensor) -> Allocation:
-        """Return the allocation with room for t more tokens; like: [B, Hk, any, D]."""
-        allocation = self.allocation
-        if allocation is None:
-            b, h, _, *rest = like.shape
-            allocation = self.allocation = Allocation(like.new_empty(b, h, t, *rest))
-        else:
-            self._make_room(allocation, t)
-        return allocation
 
     def _make_room(self, allocation: Allocation, t: int) -> None:
         need = self.count + t

@@ -181,14 +181,14 @@ class KVSide(Stateful):
             x = x[:, :, :0]
         self.tail.replace(x if len(self.tail) == 0 else torch.cat([self.tail.view(), x], dim=2))
 
-    def as_stored(self, x: Tensor, recent: int, nonpadding: Tensor | None = None) -> Tensor:
+    def as_stored(self, x: Tensor, nonpadding: Tensor | None = None) -> Tensor:
         """Return a prompt x [B, Hk, N, D] as it is read once this side has stored it.
 
-        recent: the newest tokens that stay exact. nonpadding: bool [B, 1 or Hk, N].
+        nonpadding: bool [B, 1 or Hk, N].
         """
         if self.packed is None:
             return x
-        count = self.packed.fmt.to_pack(x.shape[2], recent)
+        count = self.packed.fmt.to_pack(x.shape[2], self.recent)
         nonpadding = None if nonpadding is None else nonpadding[:, :, :count]
         return torch.cat([self.as_packed(x[:, :, :count], nonpadding), x[:, :, count:]], dim=2)
 

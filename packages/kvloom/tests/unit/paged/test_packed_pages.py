@@ -74,9 +74,8 @@ def expected(attention, one, new):
     """Return what a request's newest tokens see: earlier pages unpacked, all else exact."""
     begin = one.seen - new
     sides = []
-    for x, (fmt, _) in zip(
-        (one.k, one.v), attention.pages.layout.plan.formats_and_encodings, strict=True
-    ):
+    plan = attention.pages.layout.plan
+    for x, fmt in ((one.k, plan.keys), (one.v, plan.values)):
         x = x[: one.seen].transpose(0, 1)[None].clone()
         packed = begin // PAGE * PAGE
         if packed and fmt is not None:
@@ -148,7 +147,7 @@ def test_a_page_has_the_bytes_of_its_formats():
     for recipe in RECIPES:
         layout = layer(recipe).pages.layout
         plan = layout.plan
-        packed = sum(fmt.nbytes(PAGE, D, HEADS) for fmt, _ in plan.formats_and_encodings)
+        packed = sum(fmt.nbytes(PAGE, D, HEADS) for fmt in (plan.keys, plan.values))
         sinks = 2 * plan.sinks * HEADS * D * 4
         assert layout.nbytes == packed + sinks, recipe
         assert 0 <= layout.bytes_per_token_and_head * PAGE * HEADS - layout.nbytes < PAGE * HEADS

@@ -165,9 +165,9 @@ class PromptChoice:
         self.waiting[place] = k, v
         layers = self.eviction.joint[place]
         if place == layers[-1]:
-            waiting = [self.evictors[i] for i in layers]
-            for i, one, joint in zip(layers, waiting, decide(waiting), strict=True):
-                yield i, self._evict(i, Decision(one.end_wait(), *joint, new=self.waiting.pop(i)))
+            decisions = decide([self.evictors[i] for i in layers])
+            for i, joint in zip(layers, decisions, strict=True):
+                yield i, self._evict(i, joint._replace(new=self.waiting.pop(i)))
 
     def _evict(self, place: int, decision: Decision) -> Heads:
         """Return the keys and values of each head that stay in a layer, once it has decided."""
@@ -196,7 +196,7 @@ class PromptChoice:
         keys, stays = k.clone(), torch.zeros(k.shape[:3], dtype=torch.bool)
         for head, kept in enumerate(slots):
             side = KVSide(fmt, calibrated=calibrated and of_heads(calibrated, "keys", head, 1))
-            keys[0, head, kept] = side.as_stored(k[:, head : head + 1, kept], 0)[0, 0]
+            keys[0, head, kept] = side.as_stored(k[:, head : head + 1, kept])[0, 0]
             stays[0, head, kept] = True
         return stays, keys
 

@@ -14,7 +14,7 @@ _BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z/]*)")
+_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z/]*)")
 
 
 def parse_amount(option: str) -> tuple[float, str] | None:

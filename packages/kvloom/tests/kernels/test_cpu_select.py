@@ -278,3 +278,31 @@ def test_what_is_not_covered_is_said_and_left_to_the_reference():
     with dispatch.use("auto"):
         ops.select_pages(scores, 2, 4)
     assert dispatch.ran["select_pages", "cpu", ""] == 1
+
+
+def test_kernels_that_fail_to_compile_leave_their_cases_to_the_reference(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no compiler")
+
+    q, keys, scores = torch.randn(1, 2, D), draw(1, 2, 8), torch.rand(1, 2, 5)
+    alive, centroids = some(1, 2, 5), draw(1, 2, 5)
+    order, size = torch.arange(5).expand(1, 2, 5), torch.ones(1, 2, 5, dtype=torch.int)
+    calls = {
+        "kmeans": (keys, torch.tensor([[[0, 3]]]), some(1, 1, 8, share=1), some(1, 1, 2, share=1),
+                   "l2", 2),
+        "page_bounds": (keys, 4, None),
+        "cluster_scores": (q, centroids, alive, "max"),
+        "page_scores": (q, centroids, centroids + 1, "max"),
+        "select_clusters": (scores, size, order.int(), order.int(), 4),
+        "select_pages": (scores, 2, 4),
+    }  # fmt: skip
+    for name in ("compiled_kmeans", "kernels"):
+        monkeypatch.setattr(cpu, name, fail)
+    for name, arguments in calls.items():
+        op = ops.OPS[name]
+        monkeypatch.setattr(op, "bindings", {})
+        with dispatch.use("auto"), pytest.warns(UserWarning, match="no compiler; the reference"):
+            got = op(*arguments)
+        want = getattr(ref, name)(*arguments)
+        for x, y in zip(*(z if isinstance(z, tuple) else (z,) for z in (got, want)), strict=True):
+            assert torch.equal(x, y)

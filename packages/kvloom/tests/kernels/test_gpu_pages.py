@@ -152,3 +152,17 @@ def test_what_the_kernel_does_not_read():
     assert "values: pages of exact tokens" in " ".join(exact)
     before_rope = resolve("skvq").store.keys.encoding
     assert "pre_rope" in " ".join(paged.problems(1, like, **{**formats, "keys": before_rope}))
+
+
+@needs_interpreter
+def test_capped_logits_are_left_to_the_reference():
+    keys, values = sides("kivi", 64, FP32)
+    where = Paged(rows(64, [70, 7], (keys, values)))
+    for view in (keys, values):
+        view.tail.nan_to_num_()
+    q = torch.randn(2, HEADS, 1, D)
+    region = Region(keys, values, where)
+    with dispatch.use("gpu"):
+        assert "not capped" in ops.attend.choose(q, [region], 0.1, softcap=5.0).why
+    capped, plain = (attend_regions(q, [region], 0.1, softcap=x).out for x in (0.01, None))
+    assert not torch.allclose(capped, plain)

@@ -13,6 +13,7 @@ import torch
 import interpreter
 from bound_encodings import bound, layer_encoding
 from kvloom.encoding import META
+from kvloom.kernels import dispatch, ops
 from kvloom.kernels.quantize import reference as ref
 from kvloom.kernels.quantize import triton as gpu
 from kvloom.kernels.quantize.reference import PackedTensors, RopeAngles
@@ -52,18 +53,21 @@ def same(got, want):
 
 
 def check(x, spec, real=None, step=1e-6):
-    """Pack in two calls and unpack a stretch: as the reference does all at once."""
+    """Pack in two calls and unpack a stretch: as the reference does all at once.
+
+    Between them, an undone step has packed other tokens.
+    """
     b, h, n, d = x.shape
     encoding, (codes, scale, zero) = spec.encoding, ref.to_codes(x.float(), spec, real)
     held = storage(b, h, n, d, spec, 113)
     cut = n // 2 // encoding.tokens_per_scale * encoding.tokens_per_scale
-    for lo, hi in ((0, cut), (cut, n)):
+    for lo, hi, sign in ((0, cut, 1), (cut, n, -1), (cut, n, 1)):
         upto = PackedTensors(
             held.codes[:, :, : ref.rows_for(hi, encoding.bits)],
             *(m[:, :, : hi // encoding.tokens_per_scale] for m in held[1:]),
         )
         here = None if real is None else real[:, :, lo:hi]
-        gpu.pack(x[:, :, lo:hi], spec, upto, lo, here)
+        gpu.pack(sign * x[:, :, lo:hi], spec, upto, lo, here)
     same(held.codes, ref.pack_codes(codes, encoding.bits))
     if spec.static is None:
         same(held.scale, scale)
@@ -79,6 +83,19 @@ def check(x, spec, real=None, step=1e-6):
 
 
 if interpreter.INTERPRETED:
+
+    def test_a_head_size_of_its_own_is_a_case_of_its_own():
+        encoding, scales = Packed(2, "token", 0, rotation="group").encoding, torch.empty(1, 1, 4, 1)
+        for d in (64, 96, 64):
+            layer_encoding = encoding.bind(1, d)
+            room = PackedTensors(
+                torch.zeros(1, 1, 1, d, dtype=torch.uint8), scales, scales[..., :0]
+            )
+            with dispatch.use("gpu"):
+                packs = ops.pack.choose(torch.zeros(1, 1, 4, d), layer_encoding)
+                unpacks = ops.unpack.choose(room, layer_encoding, 0, 4, FP32)
+            for chosen in (packs, unpacks):
+                assert ("96 rotated" in chosen.why) == (d == 96)
 
     @pytest.mark.parametrize(("bits", "axis", "meta", "dtype", "group", "dim"), CASES)
     def test_groups_of_a_head(bits, axis, meta, dtype, group, dim):

@@ -131,3 +131,18 @@ def test_other_cases_are_left_to_the_reference(subtests):
             bound = ops.attend.choose(queries, [case], 0.2, **options)
             assert bound.backend == "ref"
             assert bound.why
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("queries", [1, 5, 10, T])
+def test_the_newest_queries_of_a_step(dtype, queries):
+    """A layer that shares keys may attend by fewer queries than the step has."""
+    q, views = drawn(B, HQ, T, 32, dtype=dtype), stored("near-lossless", 300, 32, dtype)
+    regions, scale = [Region(*views, step_tokens=T)], 32**-0.5
+    want = reference.attend_regions(q, regions, scale)
+    with dispatch.use("auto"):
+        got = ops.attend(q[:, :, T - queries :], regions, scale)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        got.out.float(), want.out[:, :, T - queries :], rtol=tolerance, atol=tolerance
+    )

@@ -72,6 +72,8 @@ def _function(names: tuple[str, ...], body: str, **scope: Any) -> Callable[..., 
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The codes of tokens' dtypes, as in `simd`."""
+META_CODES = {"fp32": 0, "fp16": 1, "bf16": 2, "fp8": 3}
+"""The codes of dtypes of scales and zeros, by `Encoding.meta`."""
 
 VECTOR = Block(address=int, batch=int)
 MATRIX = Block(address=int, batch=int, head=int)

@@ -8,6 +8,7 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +47,19 @@ def _scores_problem(scores: Tensor, *_: Any, **__: Any) -> str | None:
     return None if scores.dtype == torch.float32 else f"scores are {scores.dtype}, not fp32"
 
 
+@dataclass(frozen=True)
+class _CaseBinding:
+    """`Backend.bind` of a function whose kernel `load` compiles for the same arguments."""
+
+    run: Callable[..., Any]
+    load: Callable[..., object]
+
+    def __call__(self, *args: Any) -> Callable[..., Any]:
+        """Compile, and return the function."""
+        self.load(*args)
+        return self.run
+
+
 def _scores_op(
     reference: Callable[P, R],
     run: Callable[..., R],
@@ -57,17 +71,28 @@ def _scores_op(
     return Op(reference.__name__, reference, _scores_case, cpu=backend)
 
 
-def _rows_op(
-    reference: Callable[P, R], run: Callable[..., R], load: Callable[[], object], rows: int = 0
+def _keys_op(
+    reference: Callable[P, R], run: Callable[..., R], load: Callable[..., object]
 ) -> Op[P, R]:
-    """Declare an operation on keys, bounds or centroids, its argument number `rows`; CPU only."""
+    """Declare an operation on keys that has a CPU kernel only."""
 
-    def case(*args: Any, **_: Any) -> tuple[Tensor, Hashable]:
-        x = args[rows]
+    def case(x: Tensor, *_: Any) -> tuple[Tensor, Hashable]:
         return x, (x.shape[3], x.dtype)
 
-    coverage = select_cpu.COVERAGE.of(lambda *args, **_: (args[rows],))
-    return Op(reference.__name__, reference, case, cpu=Backend(Binding(run, load), coverage))
+    coverage = select_cpu.COVERAGE.of(lambda x, *_: (x,))
+    return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
+
+
+def _queries_op(
+    reference: Callable[P, R], run: Callable[..., R], load: Callable[..., object]
+) -> Op[P, R]:
+    """Declare an operation on queries and on centroids or bounds; it has a CPU kernel only."""
+
+    def case(q: Tensor, x: Tensor, _: Tensor, query_heads: str) -> tuple[Tensor, Hashable]:
+        return x, (x.shape[3], x.dtype, q.shape[1] // x.shape[1], query_heads)
+
+    coverage = select_cpu.COVERAGE.of(lambda q, x, *_: (x,))
+    return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
 
 
 # --- append ---------------------------------------------------------------------------------------
@@ -208,13 +233,20 @@ lowest = _scores_op(
 # --- select ---------------------------------------------------------------------------------------
 
 
-_SELECT = select_cpu.kernels
-kmeans = _rows_op(select_reference.kmeans, select_cpu.kmeans, _SELECT)
-page_bounds = _rows_op(select_reference.page_bounds, select_cpu.page_bounds, _SELECT)
-cluster_scores = _rows_op(select_reference.cluster_scores, select_cpu.cluster_scores, _SELECT, 1)
-page_scores = _rows_op(select_reference.page_scores, select_cpu.page_scores, _SELECT, 1)
-select_clusters = _scores_op(select_reference.select_clusters, select_cpu.select_clusters, _SELECT)
-select_pages = _scores_op(select_reference.select_pages, select_cpu.select_pages, _SELECT)
+kmeans = _keys_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.clustering)
+page_bounds = _keys_op(select_reference.page_bounds, select_cpu.page_bounds, select_cpu.bounding)
+cluster_scores = _queries_op(
+    select_reference.cluster_scores, select_cpu.cluster_scores, select_cpu.scoring_clusters
+)
+page_scores = _queries_op(
+    select_reference.page_scores, select_cpu.page_scores, select_cpu.scoring_pages
+)
+select_clusters = _scores_op(
+    select_reference.select_clusters, select_cpu.select_clusters, select_cpu.selecting
+)
+select_pages = _scores_op(
+    select_reference.select_pages, select_cpu.select_pages, select_cpu.selecting
+)
 
 OPS: dict[str, Op[..., Any]] = {
     op.name: op

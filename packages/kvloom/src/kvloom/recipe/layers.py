@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import RecipeError
 
-_END = re.compile(r"(first|last)\s*(\d+)")
-_RANGE = re.compile(r"(\d+)\s*(?:-\s*(\d+))?")
+_END = re.compile(r"(first|last)\s*(\d{1,9})")
+_RANGE = re.compile(r"(\d{1,9})\s*(?:-\s*(\d{1,9}))?")
 
 
 class Unchanged(enum.Enum):

@@ -48,7 +48,21 @@ def test_a_place_names_layers(where, layers):
 
 
 @pytest.mark.parametrize(
-    "where", ["", "-1", "2-1", "first", "first 0", "last -1", "middle 2", "1,2", 1.0, True, None]
+    "where",
+    [
+        "",
+        "-1",
+        "2-1",
+        "first",
+        "first 0",
+        "last -1",
+        "middle 2",
+        "1,2",
+        "9" * 5000,
+        1.0,
+        True,
+        None,
+    ],
 )
 def test_another_place_is_refused(where):
     with pytest.raises(RecipeError, match="does not name layers; use a number"):

@@ -9,7 +9,7 @@ grouped-query attention.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -65,49 +65,73 @@ def attend_regions(
 
 
 def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> AttentionState:
-    keys, values, where, visible, bias, step_tokens = region
+    where, attend = region.where, partial(attend_exact, softcap=softcap)
     if isinstance(where, Slots):
-        return _slots(q, region, where, scale, softcap)
+        return _slots(q, region, where, scale, attend)
     if isinstance(where, Spans):
-        return _spans(q, region, where, scale, softcap)
+        return attend_spans(q, region, where, scale, attend, UNPACK)
     if isinstance(where, Paged):
-        return _pages(q, keys, values, where, scale)
-    return _stretch(q, keys, values, 0, scale, softcap, visible, bias, step_tokens)
+        return _pages(q, region.keys, region.values, where, scale, attend)
+    return attend_dense(q, region, 0, region.keys.tokens, scale, attend, UNPACK)
 
 
-def _stretch(
+def attend_dense(
     q: Tensor,
-    keys: KVView,
-    values: KVView,
+    region: Region,
     begin: int,
+    end: int,
     scale: float,
-    softcap: float | None,
-    visible: Tensor | None,
-    bias: Tensor | None,
-    step_tokens: int,
+    attend: Callable[..., AttentionState],
+    most: int,
 ) -> AttentionState:
-    """Attend to all tokens from `begin` on, unpacking `UNPACK` at a time."""
-    n = keys.tokens
-    ends = {*range(begin + UNPACK, max(keys.prefix, values.prefix), UNPACK), n}
-    ends |= {view.prefix for view in (keys, values) if begin < view.prefix < n}
-    cuts = [begin, *sorted(end for end in ends if end <= n - step_tokens or end == n)]
+    """Attend to the tokens of a region from `begin` to `end`, unpacking `most` at a time.
+
+    The masks of the region are those of these tokens. attend: `attend_exact`, or a function with
+    the same arguments, which gets no bias where there is none.
+    """
+    keys, values, _, visible, bias, step_tokens = region
+    own = min(step_tokens, q.shape[2])
+    past = end - own if own > 1 else end  # a single query sees all tokens
+    packed = min(max(begin, keys.prefix, values.prefix), past)
     states = []
-    for lo, hi in pairwise(cuts):
+    for lo, hi in pairwise(sorted({begin, *range(begin, packed, most), packed, past, end})):
         columns = slice(lo - begin, hi - begin)
+        masks = {} if bias is None else {"bias": bias[..., columns]}
         states.append(
-            attend_exact(
-                q, keys.tensor(lo, hi), values.tensor(lo, hi), scale,
-                causal=step_tokens > 0 and hi == n,
-                visible=None if visible is None else visible[..., columns],
-                softcap=softcap,
-                bias=None if bias is None else bias[..., columns],
+            attend(
+                q, keys.tensor(lo, hi), values.tensor(lo, hi), scale, causal=lo >= past,
+                visible=None if visible is None else visible[..., columns], **masks,
             )
         )  # fmt: skip
-    return merge(states) if states else attend_exact(q, keys.tail, values.tail, scale)
+    return merge(states) if states else nothing(q)
+
+
+def attend_spans(
+    q: Tensor,
+    region: Region,
+    where: Spans,
+    scale: float,
+    attend: Callable[..., AttentionState],
+    most: int,
+) -> AttentionState:
+    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens.
+
+    attend, most: as for `attend_dense`.
+    """
+    b, hq, t, d = q.shape
+    heads = b * where.bounds.shape[1]
+    rows = q.reshape(heads, b * hq // heads, t, d)
+    seen = None if region.visible is None else region.visible.reshape(heads, 1, -1)
+    states = []
+    for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
+        own = region._replace(visible=None if seen is None else seen[i : i + 1], step_tokens=0)
+        states.append(attend_dense(rows[i : i + 1], own, first, first + count, scale, attend, most))
+    out, lse = (torch.cat(x) for x in list(zip(*states, strict=True))[:2])
+    return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
 
 def _slots(
-    q: Tensor, region: Region, where: Slots, scale: float, softcap: float | None
+    q: Tensor, region: Region, where: Slots, scale: float, attend: Callable[..., AttentionState]
 ) -> AttentionState:
     """Attend q [B, Hq, 1, D] to tokens at slots, and to all from `begin` on."""
     count, states = where.slots.shape[2], []
@@ -116,12 +140,9 @@ def _slots(
     (seen, seen_rest), (bias, bias_rest) = (part or (None, None) for part in parts)
     if count:
         k, v = (_gathered(view, where) for view in (region.keys, region.values))
-        states.append(attend_exact(q, k, v, scale, visible=seen, softcap=softcap, bias=bias))
-    states.append(
-        _stretch(
-            q, region.keys, region.values, where.begin, scale, softcap, seen_rest, bias_rest, 0
-        )
-    )
+        states.append(attend(q, k, v, scale, visible=seen, bias=bias))
+    rest = Region(region.keys, region.values, None, seen_rest, bias_rest, 0)
+    states.append(attend_dense(q, rest, where.begin, rest.keys.tokens, scale, attend, UNPACK))
     return merge(states)
 
 
@@ -140,23 +161,14 @@ def _gathered(view: KVView, where: Slots) -> Tensor:
     )  # fmt: skip
 
 
-def _spans(
-    q: Tensor, region: Region, where: Spans, scale: float, softcap: float | None
+def _pages(
+    q: Tensor,
+    keys: KVView,
+    values: KVView,
+    where: Paged,
+    scale: float,
+    attend: Callable[..., AttentionState],
 ) -> AttentionState:
-    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
-    b, hq, t, d = q.shape
-    heads = where.bounds.shape[1]
-    rows = q.reshape(b * heads, hq // heads, t, d)
-    visible, states = region.visible, []
-    for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
-        k, v = (view.tensor(first, first + count) for view in (region.keys, region.values))
-        seen = None if visible is None else visible.reshape(b * heads, 1, -1)[i : i + 1, :, :count]
-        states.append(attend_exact(rows[i : i + 1], k, v, scale, visible=seen, softcap=softcap))
-    out, lse = (torch.cat(x).view(b, hq, t, -1) for x in list(zip(*states, strict=True))[:2])
-    return AttentionState(out, lse.squeeze(-1))
-
-
-def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) -> AttentionState:
     """Attend q [B, Hq, 1, D], each row to its own pages."""
     table, rows = where.table, []
     for i, (packed, tokens) in enumerate(
@@ -172,7 +184,7 @@ def _pages(q: Tensor, keys: KVView, values: KVView, where: Paged, scale: float) 
             if first is not None and packed:
                 x[0, :, : first.shape[2]] = first[table.blocks[i, 0]]
             sides.append(x)
-        rows.append(attend_exact(q[i : i + 1], sides[0], sides[1], scale))
+        rows.append(attend(q[i : i + 1], sides[0], sides[1], scale))
     return AttentionState(
         torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows])
     )
@@ -302,7 +314,7 @@ def merge(states: list[AttentionState]) -> AttentionState:
     return AttentionState(out, lse)
 
 
-def visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
+def _visible_keys(t: int, n: int, visible: Tensor | None, device: torch.device) -> Tensor:
     """Return which of n keys the last t tokens may see: causally, itself if it would see none.
 
     visible: bool [B, 1 or Hk, 1, N], False hides a key. Returns bool [T, N], or [B, 1 or Hk, T, N].
@@ -363,7 +375,7 @@ def sdpa(
     for lo in range(0, t, step):
         queries, end = q[:, :, lo : lo + step], n - t + min(t, lo + step)
         shown = None if mask is None else mask[..., :end]
-        seen = visible_keys(queries.shape[2], end, shown, q.device)
+        seen = _visible_keys(queries.shape[2], end, shown, q.device)
         outs.append(fused(queries, k[:, :, :end], v[:, :, :end], seen))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 

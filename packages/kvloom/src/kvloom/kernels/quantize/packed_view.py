@@ -41,13 +41,13 @@ def _to_unpack(
 
 def _unpack_case(packed: PackedTensors, *args: Any, **options: Any) -> tuple[Tensor, Hashable]:
     layer_encoding, dtype = _to_unpack(packed, *args, **options)
-    return packed.codes, (layer_encoding.encoding, dtype)
+    return packed.codes, (layer_encoding.encoding, dtype, packed.codes.shape[3])
 
 
 pack = Op(
     "pack",
     reference.pack,
-    lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype)),
+    lambda x, layer_encoding, *_, **__: (x, (layer_encoding.encoding, x.dtype, x.shape[3])),
     cpu=Backend(pack_cpu.Packer, pack_cpu.COVERAGE.of(_to_pack), keeps=True, bit_exact=True),
     gpu=Backend(Binding(pack_triton.pack, pack_triton.kernels), pack_triton.COVERAGE.of(_to_pack)),
 )

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...encoding import META, PACK_BLOCK, LayerEncoding, top
+from ...encoding import PACK_BLOCK, LayerEncoding, top
 from ...positions.rope import rotate_pairs
 from .. import triton_runtime as cuda
+from ..arguments import META_CODES
 from ..limits import Coverage, dtype_problem, unread_fields
 from .hadamard import ends, levels, parts
 from .reference import PackedTensors, RopeAngles
@@ -75,7 +76,7 @@ def pack(
         cuda.launch(
             module.pack, grid, x,
             x, mask, codes, scale, zero, begin, n, h, *x.stride(), *mask_steps, *steps, *m_steps,
-            d, scale.shape[3], **form, META=list(META).index(encoding.meta), **tile,
+            d, scale.shape[3], **form, META=META_CODES[encoding.meta], **tile,
             CHANNEL=channel, G=tile["DB"] if group == d else group,
             HAS_PADDING=nonpadding is not None and channel, BEGUN=begun, CODES=fused,
             contract=False,
@@ -86,7 +87,7 @@ def pack(
         cuda.launch(
             module.ranges, (-(-n // tokens), x.shape[0], scale.shape[3]), x,
             x, table.columns, table.clip, table.divisor, scale, zero, begin, n, h, *x.stride(),
-            m_steps[0], m_steps[2], d, TOP=top(bits), META=list(META).index(encoding.meta),
+            m_steps[0], m_steps[2], d, TOP=top(bits), META=META_CODES[encoding.meta],
             TB=tokens, DB=room, DIVISOR=divided, contract=False,
         )  # fmt: skip
     if not fused:
@@ -158,7 +159,7 @@ def _pack_levels(x: Tensor, layer_encoding: LayerEncoding, out: PackedTensors, b
         rotation_kernels().pack_levels, grid, x,
         x, signs(group, x.device), *rounding(encoding.bits, x.device), codes, scale, begin, n, h,
         *x.stride(), *steps, *m_steps, d, d // group, BITS_X2=int(2 * encoding.bits),
-        TOP=top(encoding.bits), META=list(META).index(encoding.meta),
+        TOP=top(encoding.bits), META=META_CODES[encoding.meta],
         MOST=torch.finfo(layer_encoding.meta).max, BEGUN=begin % PACK_BLOCK[encoding.bits][0] > 0,
         G=group, ROOT=math.sqrt(group), HALVINGS=min(4, group.bit_length() - 1),
         **butterflies(group), **tile, contract=False,

@@ -99,42 +99,61 @@ def encode(x, scale, zero, TOP: tl.constexpr):
 
 @triton.jit
 def put(
-    byte, row, codes, block, last, step, channel, inside, PER: tl.constexpr, BEGUN: tl.constexpr
-):
+    byte, row, keep, codes, block, last, step, channel, inside,
+    PER: tl.constexpr, BEGUN: tl.constexpr,
+):  # fmt: skip
     """Store bytes [A, DB], row `row` of the PER rows of each pack block; add to begun ones.
 
     block: [A], numbers of pack blocks of the whole storage, up to `last`; the first one of all
-    programs is begun or not.
+    programs is begun or not. keep: a begun byte modulo this has the tokens before: an undone step
+    may have left others behind them.
     """
     ptr = codes + (block * PER + row).to(tl.int64)[:, None] * step + channel[None, :]
     mask = (block <= last)[:, None] & inside[None, :]
     if BEGUN:
         first = (tl.program_id(0) == 0) & (tl.arange(0, block.shape[0]) == 0)
-        byte += tl.load(ptr, mask=mask & first[:, None], other=0).to(tl.int32)
+        byte += tl.load(ptr, mask=mask & first[:, None], other=0).to(tl.int32) % keep
     tl.store(ptr, byte.to(tl.uint8), mask=mask)
 
 
 @triton.jit
 def join(
-    code, codes, block, last, step, channel, inside,
+    code, begun, codes, block, last, step, channel, inside,
     BITS_X2: tl.constexpr, P: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [A, P, DB] of the pack blocks `block`, 0 where there is no token."""
+    """Store codes [A, P, DB] of the pack blocks `block`, 0 where there is no token.
+
+    begun: the tokens of the first block that are stored already.
+    """
     t = tl.arange(0, P)[None, :, None]
+    one = begun * 0 + 1
     if BITS_X2 == 6:
+        keep = one << (2 * tl.minimum(begun, 4))
         low = tl.where(t < 4, (code & 3) << (2 * (t & 3)), 0)
-        put(tl.sum(low, axis=1), 0, codes, block, last, step, channel, inside, 3, BEGUN)
+        put(tl.sum(low, axis=1), 0, keep, codes, block, last, step, channel, inside, 3, BEGUN)
+        keep = one << (2 * tl.maximum(begun - 4, 0))
         low = tl.where(t < 4, 0, (code & 3) << (2 * (t & 3)))
-        put(tl.sum(low, axis=1), 1, codes, block, last, step, channel, inside, 3, BEGUN)
+        put(tl.sum(low, axis=1), 1, keep, codes, block, last, step, channel, inside, 3, BEGUN)
         high = (code >> 2) << t
-        put(tl.sum(high, axis=1), 2, codes, block, last, step, channel, inside, 3, BEGUN)
+        put(
+            tl.sum(high, axis=1), 2, one << begun, codes, block, last, step, channel, inside, 3,
+            BEGUN,
+        )  # fmt: skip
     elif BITS_X2 == 3:
-        third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
-        third = tl.where(t == 4, 81, third)
-        put(tl.sum(code * third, axis=1), 0, codes, block, last, step, channel, inside, 1, BEGUN)
+        byte = tl.sum(code * power_of_3(t), axis=1)
+        keep = power_of_3(begun)
+        put(byte, 0, keep, codes, block, last, step, channel, inside, 1, BEGUN)
     else:
         byte = tl.sum(code << (t * (BITS_X2 // 2)), axis=1)
-        put(byte, 0, codes, block, last, step, channel, inside, 1, BEGUN)
+        keep = one << (begun * (BITS_X2 // 2))
+        put(byte, 0, keep, codes, block, last, step, channel, inside, 1, BEGUN)
+
+
+@triton.jit
+def power_of_3(t):
+    """Return 3 ** t, t from 0 to 4."""
+    power = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
+    return tl.where(t == 4, 81, power)
 
 
 @triton.jit
@@ -211,8 +230,8 @@ def pack(
     if CODES:
         code = tl.where(mask, encode(values, step, least, TOP), 0)
         join(
-            code, codes + row * c_row + head * c_head, block, (begin + n - 1) // PACK_BLOCK, c_byte,
-            channel, inside, BITS_X2, P, BEGUN,
+            code, begin % PACK_BLOCK, codes + row * c_row + head * c_head, block,
+            (begin + n - 1) // PACK_BLOCK, c_byte, channel, inside, BITS_X2, P, BEGUN,
         )  # fmt: skip
 
 
@@ -245,8 +264,8 @@ def pack_given(
     least = as_float(tl.load(zero + where, mask=mask, other=0))
     code = tl.where(mask, encode(values, step, least, TOP), 0)
     join(
-        code, codes + row * c_row + head * c_head, block, (begin + n - 1) // PACK_BLOCK, c_byte,
-        channel, inside, BITS_X2, P, BEGUN,
+        code, begin % PACK_BLOCK, codes + row * c_row + head * c_head, block,
+        (begin + n - 1) // PACK_BLOCK, c_byte, channel, inside, BITS_X2, P, BEGUN,
     )  # fmt: skip
 
 
@@ -314,8 +333,7 @@ def unpack(
         ptr = codes + block.to(tl.int64)[:, None] * c_byte + channel[None, :]
         byte = tl.load(ptr, mask=byte_mask, other=0).to(tl.int32)[:, None, :]
         if BITS_X2 == 3:
-            third = tl.where(t == 0, 1, tl.where(t == 1, 3, tl.where(t == 2, 9, 27)))
-            code = byte // tl.where(t > 3, 81, third) % 3
+            code = byte // power_of_3(tl.minimum(t, 4)) % 3
         else:
             code = (byte >> (t * (BITS_X2 // 2))) & ((1 << (BITS_X2 // 2)) - 1)
     column = tl.load(columns + head * D + channel, mask=inside, other=0)

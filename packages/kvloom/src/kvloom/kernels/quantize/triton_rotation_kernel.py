@@ -106,6 +106,6 @@ def pack_levels(
     tl.store(scale + row * m_row + head * m_head + where, step, mask=written)
     code = tl.where(mask, tl.reshape(code, [A, P, DB]), 0)
     join(
-        code, codes + row * c_row + head * c_head, block, (begin + n - 1) // PACK_BLOCK, c_byte,
-        channel, inside, BITS_X2, P, BEGUN,
+        code, begin % PACK_BLOCK, codes + row * c_row + head * c_head, block,
+        (begin + n - 1) // PACK_BLOCK, c_byte, channel, inside, BITS_X2, P, BEGUN,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -27,6 +27,7 @@ from ..simd import (
     broadcast,
     call,
     constant,
+    features,
     loop,
     lowered,
     muladd,
@@ -38,7 +39,7 @@ from .noise import M1, M2, TOP, C
 
 # Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
 # vector takes two registers (AVX2) or four (NEON), 12 of 16 or 24 of 32.
-AT_ONCE = (12, 2) if binding.get_host_cpu_features().get("avx512f") else (6, 1)
+AT_ONCE = (12, 2) if "avx512f" in features() else (6, 1)
 
 # log(1 + f) = f - f^2 / 2 + f^3 * polynomial, on sqrt(1/2) <= 1 + f < sqrt(2) (Cephes)
 _LOG = (

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from .. import triton_runtime as cuda
 from ..arguments import contiguous_rows
 from ..limits import MAX_STEP, Coverage, dtype_problem
@@ -49,6 +50,7 @@ COVERAGE = Coverage(
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),
+    ("no gradient", dispatch.gradient_problem),
 )
 
 

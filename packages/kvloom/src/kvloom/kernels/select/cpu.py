@@ -104,8 +104,7 @@ def _score(
     b, hk, r, d = rows.shape
     n = high.shape[2]
     out = rows.new_empty(b, hk, r, n)
-    w = next(w for w in (4, 2, 1) if r % w == 0)
-    kernel = _scoring(d, w, high.dtype, low is not None)
+    kernel = scoring(r, high, low is not None)
     rows, below = rows.contiguous(), None if below is None else below.contiguous()
     high, low, alive = _flat(high), _flat(low), _flat(alive)
     packed = SCORE.pack(
@@ -147,7 +146,7 @@ def _select(
         scores=scores.data_ptr(), slots=slots.data_ptr(), size=address(size),
         start=address(start), order=address(order), tokens=0 if order is None else order.shape[2],
     )  # fmt: skip
-    _selecting().run(packed, 0, _threads(64 * b * h * turns * n))
+    selecting().run(packed, 0, _threads(64 * b * h * turns * n))
     return slots
 
 
@@ -163,7 +162,7 @@ def page_bounds(x: Tensor, page: int, nonpadding: Tensor | None) -> tuple[Tensor
         low=low.data_ptr(), high=high.data_ptr(), x=strides(x, 3),
         nonpadding=strides(nonpadding, 1),
     )  # fmt: skip
-    _bounding(d, x.dtype).run(packed, 0, _threads(x.numel()))
+    bounding(x).run(packed, 0, _threads(x.numel()))
     return low.to(x.dtype), high.to(x.dtype)  # exact: each is a number of x
 
 
@@ -193,17 +192,37 @@ def kernels() -> Any:
     return cpu_kernel
 
 
-@cache
-def _scoring(d: int, w: int, dtype: torch.dtype, bounds: bool) -> Any:
-    variant = kernels().SelectVariant(d, w, DTYPE_CODES[dtype], bounds)
+def scoring(rows: int, high: Tensor, bounds: bool) -> Any:
+    """Compile the kernel that multiplies rows of queries by centroids or bounds [B, Hk, C, D]."""
+    w = next(w for w in (4, 2, 1) if rows % w == 0)
+    variant = kernels().SelectVariant(high.shape[3], w, DTYPE_CODES[high.dtype], bounds)
     return kernels().scoring(variant)
 
 
-@cache
-def _selecting() -> Any:
+def selecting() -> Any:
+    """Compile the kernel that selects by scores."""
     return kernels().selecting()
 
 
-@cache
-def _bounding(d: int, dtype: torch.dtype) -> Any:
-    return kernels().bounding(d, DTYPE_CODES[dtype])
+def bounding(x: Tensor, *_: Any) -> Any:
+    """Compile the kernel of `page_bounds` for keys x."""
+    return kernels().bounding(x.shape[3], DTYPE_CODES[x.dtype])
+
+
+def scoring_clusters(q: Tensor, centroids: Tensor, _: Tensor, query_heads: str) -> Any:
+    """Compile the kernel of `cluster_scores` for these arguments."""
+    return scoring(_rows(q, centroids, query_heads), centroids, False)
+
+
+def scoring_pages(q: Tensor, low: Tensor, _: Tensor, query_heads: str) -> Any:
+    """Compile the kernel of `page_scores` for these arguments."""
+    return scoring(_rows(q, low, query_heads), low, True)
+
+
+def clustering(x: Tensor, *_: Any) -> Any:
+    """Compile the kernels of `kmeans` for keys x."""
+    return compiled_kmeans(x.shape[3], x.dtype)
+
+
+def _rows(q: Tensor, keys: Tensor, query_heads: str) -> int:
+    return 1 if query_heads == "mean" else q.shape[1] // keys.shape[1]

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -39,6 +39,7 @@ from ..simd import (
     add_bytes,
     broadcast,
     constant,
+    features,
     has_pairs,
     load,
     load_any,
@@ -276,8 +277,7 @@ def bounding(d: int, dtype_code: int) -> Any:
 
 PANEL = 2 * WIDTH  # centroids whose products are taken together
 # Keys beside them: as many as leave room in the registers, 32 of sixteen lanes or fewer.
-_HAS = binding.get_host_cpu_features()
-ROWS = 12 if _HAS.get("avx512f") else 3
+ROWS = 12 if "avx512f" in features() else 3
 TOKENS = 96
 
 

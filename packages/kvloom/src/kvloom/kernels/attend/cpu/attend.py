@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....encoding import LayerEncoding
@@ -328,12 +329,17 @@ class BoundCall:
         visible = bias = None
         if any(x.visible is not None for x in read):
             parts = [_visible(x, b, self.heads, queries.device) for x in read]
-            visible = padded(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+            visible = padded(parts[0] if len(parts) == 1 else _with_room(parts))
         biases = [x.bias.float().expand(b, hq, -1) for x in read if x.bias is not None]
         if biases:
             assert len(biases) == len(read)
-            bias = padded(biases[0] if len(biases) == 1 else torch.cat(biases, dim=2))
+            bias = padded(biases[0] if len(biases) == 1 else _with_room(biases))
         return {"visible": strides(visible, 2), "bias": strides(bias, 2)}, (visible, bias)
+
+
+def _with_room(parts: list[Tensor]) -> Tensor:
+    """Join masks [b, heads, tokens]; kernels read whole vectors from any token on."""
+    return F.pad(torch.cat(parts, dim=2), (0, 15))
 
 
 def _visible(region: Region, b: int, heads: int, device: torch.device) -> Tensor:

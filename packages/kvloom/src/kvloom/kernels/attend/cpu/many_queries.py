@@ -7,16 +7,14 @@ fused attention; both return the log-sum-exp, by which parts are merged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
-from ..reference import AttentionState, merge, nothing, with_sinks
-from ..regions import KVView, Region, Spans
+from ..reference import AttentionState, attend_dense, attend_spans, merge, with_sinks
+from ..regions import Region, Spans
 from .prompt import attend_tokens
 
 TILE = 1024
@@ -68,54 +66,12 @@ def attend(
 ) -> AttentionState:
     """Attend as `reference.attend_regions` does; each part is rounded to q's dtype."""
     assert softcap is None
-    state = merge([state for region in regions for state in _states(q, region, scale)])
+    parts = []
+    for region in regions:
+        if isinstance(region.where, Spans):
+            parts.append(attend_spans(q, region, region.where, scale, attend_tokens, TILE))
+        else:
+            end = region.keys.tokens
+            parts.append(attend_dense(q, region, 0, end, scale, attend_tokens, TILE))
+    state = merge(parts)
     return state if sink_logits is None else with_sinks(state, sink_logits)
-
-
-def _states(q: Tensor, region: Region, scale: float) -> Iterator[AttentionState]:
-    """Attend to the parts of a region."""
-    keys, values, where, visible, _, step_tokens = region
-    if isinstance(where, Spans):
-        yield _spans(q, region, where, scale)
-        return
-    past = keys.tokens - step_tokens
-    for lo, hi in _parts(keys, values, 0, past):
-        yield _part(q, keys.tensor(lo, hi), values.tensor(lo, hi), scale, False, visible, lo)
-    if step_tokens:
-        k, v = keys.tensor(past), values.tensor(past)
-        yield _part(q, k, v, scale, step_tokens > 1, visible, past)
-    elif not past:
-        yield nothing(q)
-
-
-def _parts(keys: KVView, values: KVView, lo: int, hi: int) -> list[tuple[int, int]]:
-    """Cut tokens lo to hi into the exact ones and `TILE` packed ones at a time."""
-    packed = min(max(lo, keys.prefix, values.prefix), hi)
-    return list(pairwise(sorted({lo, *range(lo, packed, TILE), packed, hi})))
-
-
-def _spans(q: Tensor, region: Region, where: Spans, scale: float) -> AttentionState:
-    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
-    b, hq, t, d = q.shape
-    heads = b * where.bounds.shape[1]
-    rows = q.reshape(heads, b * hq // heads, t, d)
-    seen = None if region.visible is None else region.visible.reshape(heads, 1, -1)
-    states = []
-    for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
-        row, parts = rows[i : i + 1], []
-        for lo, hi in _parts(region.keys, region.values, first, first + count):
-            k, v = region.keys.tensor(lo, hi), region.values.tensor(lo, hi)
-            mask = None if seen is None else seen[i : i + 1]
-            parts.append(_part(row, k, v, scale, False, mask, lo - first))
-        states.append(merge(parts) if parts else nothing(row))
-    out, lse = (torch.cat(x) for x in list(zip(*states, strict=True))[:2])
-    return AttentionState(out.view(b, hq, t, d), lse.view(b, hq, t))
-
-
-def _part(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, visible: Tensor | None, begin: int
-) -> AttentionState:
-    """Attend to exact tokens, which are those of the mask from `begin` on."""
-    if visible is not None:
-        visible = visible[..., begin : begin + k.shape[2]]
-    return attend_tokens(q, k, v, scale, causal=causal, visible=visible)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ....encoding import META, PACK_BLOCK, Encoding
+from ....encoding import PACK_BLOCK, Encoding
+from ...arguments import META_CODES
 from ...simd import SIZE
 
 # What has an S and a Z of its own: nothing (exact, or folded into the query); a channel, for all
@@ -43,7 +44,7 @@ class SideConstants(NamedTuple):
             int(2 * encoding.bits),
             rope_dims=rope[0],
             interleaved=int(rope[1]),
-            meta=0 if static else list(META).index(encoding.meta),
+            meta=0 if static else META_CODES[encoding.meta],
             tokens_per_scale=encoding.group if by_channel else 0,
             own_space=int(encoding.own_space),
         )

@@ -26,15 +26,18 @@ SPANS = Coverage(OF_ONE_HEAD)
 COVERAGE = f"{decode.STEPS}; {decode.ENCODINGS}; `Spans`: {SPANS}; `Paged`: {paged.COVERAGE}"
 
 
-def problems(q: Tensor, regions: Sequence[Region], _softcap: float | None = None) -> list[str]:
+def problems(q: Tensor, regions: Sequence[Region], softcap: float | None = None) -> list[str]:
     """Return why no kernel attends q [B, Hq, T, D] to these regions; empty if one does."""
     reasons: list[str] = []
     for region in regions:
         given = q.shape[2], region.keys.exact, region.keys.encoding, region.values.encoding
         if isinstance(region.where, Paged):
             found = paged.problems(*given)
+            found += [] if softcap is None else ["logits of pages are not capped"]
         else:
             found = decode.problems(*given)
+            if isinstance(region.where, Slots) and given[0] > 1:
+                found = [*found, f"{given[0]} queries a step are not one"]
         if isinstance(region.where, Spans) and not found:
             sides = zip(("keys", "values"), given[2:], strict=True)
             found = [f"{side}: {x}" for side, e in sides if e for x in SPANS.problems(e)]

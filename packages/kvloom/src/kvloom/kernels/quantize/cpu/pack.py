@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....encoding import META, PACK_BLOCK, LayerEncoding, top
+from ....encoding import PACK_BLOCK, LayerEncoding, top
 from ... import dispatch
-from ...arguments import DTYPE_CODES, DescribedStorage, address, contiguous_rows, on_cpu, strides
+from ...arguments import (
+    DTYPE_CODES,
+    META_CODES,
+    DescribedStorage,
+    address,
+    contiguous_rows,
+    on_cpu,
+    strides,
+)
 from ...limits import Coverage, dtype_problem, unread_fields
 from .. import hadamard
 from ..reference import PackedTensors, RopeAngles
@@ -191,7 +199,7 @@ def _prepare(layer_encoding: LayerEncoding, heads: int, d: int) -> _Prepared:
         top=top(encoding.bits),
         per_block=per_block,
         block_rows=block_rows,
-        meta=list(META).index(encoding.meta),
+        meta=META_CODES[encoding.meta],
     )
     return _Prepared(joint_heads, spec, addresses, encode, decode, rotation, tuple(tables.values()))
 

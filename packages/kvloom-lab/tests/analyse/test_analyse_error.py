@@ -83,6 +83,13 @@ def test_exact_sides_have_no_error_and_finer_codes_less():
     assert getattr(model, "_kvloom", None) is None
 
 
+def test_layers_have_their_own_formats():
+    (found,) = error.measure(
+        build("llama-gqa"), IDS, [resolve("kivi:group=16@first 1=full")]
+    ).values()
+    assert found[0].keys == found[0].values == 0 < found[1].keys
+
+
 def test_a_recipe_that_does_not_fit_is_refused():
     with pytest.raises(IncompatibleRecipe, match="group=32 does not divide head_dim=16"):
         error.measure(build("llama-gqa"), IDS, [resolve("rtn:group=32")])

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from importlib.machinery import ModuleSpec
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from kvloom_lab.bench import throughput as throughput_module
 from kvloom_lab.bench.serving import DYNAMIC, Job, RunFigures
 from kvloom_lab.bench.throughput import ThroughputRow, make_rows
 from kvloom_lab.cli.app import app
+from kvloom_lab.show.plots import throughput_plot
 
 PROMPT, NEW = 70, 6
 TOKEN = 2 * 2 * 2 * 32 * 4  # bytes: two layers, keys and values, two heads, fp32
@@ -209,6 +211,23 @@ def test_a_bound_that_not_even_one_request_fits(model_folder):
     assert (found.exit_code, found.stdout) == (2, "")
     said = "kvloom: 0.0 MiB hold not even one request of 70 and 6 new tokens; give --memory 1MiB"
     assert said in found.stderr
+
+
+def test_tokens_that_are_protected_are_planned(model, tmp_path):
+    recipe = resolve("snapkv:tokens=40")
+    protect = replace(recipe.protect, ids=(3, 4))
+    requests = throughput_module.Requests(
+        model.config, throughput_module.read_model(model.config), 1 << 30, PROMPT, NEW,
+        np.zeros(1), [],
+    )  # fmt: skip
+    plain, protected = (requests.recipe_nbytes(replace(recipe, protect=x))
+                        for x in (recipe.protect, protect))  # fmt: skip
+    assert plain == protected
+    figure = throughput_plot(
+        [ThroughputRow("full", 8, 8, problem="it broke")],
+        {"model": "m", "dtype": "d", "memory": 1 << 20},
+    )
+    figure.savefig(tmp_path / "x.svg")
 
 
 def test_a_cache_without_room_has_a_row(model_folder):

@@ -76,6 +76,7 @@ def test_hardware_from_a_file(tmp_path, llama):
     ("text", "says"),
     [
         ("memory_gb = 48", "has no number above 0 for bandwidth_gb_s, tflops"),
+        ("memory_gb = inf\nbandwidth_gb_s = 1\ntflops = 1", "has no number above 0 for memory_gb"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nspeed = 2", "has unknown fields speed"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nkv = [0.5, 0.4, 0.9]", "ascending"),
         ("memory_gb = ", "cannot be read"),
@@ -110,6 +111,7 @@ def test_units(parse, option, value):
     [
         (parse_bytes, "24 bananas"), (parse_bytes, "0GB"), (parse_bytes, "-1GB"),
         (parse_tokens, "many"), (parse_tokens, "0"), (parse_rate, "0"), (parse_rate, "fast"),
+        (parse_tokens, "9" * 400), (parse_bytes, "9" * 400),
     ],
 )  # fmt: skip
 def test_what_is_no_size_is_refused(parse, option):

@@ -14,7 +14,7 @@ from kvloom.hf import stock
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom_lab.models import load_model
 from kvloom_lab.planner import read_model
-from kvloom_lab.planner.plan_recipes import plan
+from kvloom_lab.planner.plan_recipes import RecipePlanner, plan
 from kvloom_lab.planner.step import CacheBytes
 from kvloom_lab.planner.units import UNLIMITED, largest_fitting
 
@@ -123,6 +123,27 @@ def test_the_longest_context_and_the_largest_batch_fit_and_one_more_does_not(spe
     )
     assert row.longest_in_chunks > row.longest_context
     assert (at.fits_in_chunks, beyond.fits_in_chunks) == (True, False)
+
+
+def test_up_to_compress_after_all_tokens_are_exact_and_read(llama):
+    found = read_model(llama)
+    exact, after = CacheBytes(resolve("full"), found), 4096
+    for spec in ("near-lossless", "small", "quest:full_layers=0"):
+        cache = CacheBytes(resolve(f"{spec},compress_after={after}" if ":" in spec
+                                   else f"{spec}:compress_after={after}"), found)  # fmt: skip
+        (kind,) = cache.kinds
+        assert kind.read(after, found.geometry) == (exact.nbytes(after, 1) // 4, after)
+        assert kind.read(2 * after, found.geometry)[0] < exact.nbytes(2 * after, 1) // 4
+        assert cache.chunked_nbytes(2 * after, 1) >= exact.nbytes(after, 1)
+
+
+def test_a_context_may_fit_beyond_compress_after_alone(llama):
+    found = read_model(llama)
+    memory = CacheBytes(resolve("full"), found).nbytes(8000, 1)
+    cache = CacheBytes(resolve("near-lossless:compress_after=16384"), found)
+    planner = RecipePlanner(found, 8000, 1, memory + found.weights.nbytes, None, None)
+    assert planner.longest(cache, lambda n: cache.nbytes(n, 1) <= memory) > 16384
+    assert planner.longest(cache, lambda n: planner.fits_in_chunks(cache, n)) in (7999, 8000)
 
 
 def test_the_largest_number_is_found_beyond_a_gap():

@@ -144,7 +144,7 @@ def test_a_pass_leaves_the_forwards_of_the_model(model, read):
 
 
 def test_a_recipe_has_the_bytes_of_its_bound_and_says_where_it_comes_from(tune, model):
-    found = tune(share=0.3)
+    found = tune(share=0.3, context=None, settings=replace(SMALL, context=CONTEXT))
     geometry = compat.geometry(model)
     exact = Recipe().nbytes(CONTEXT, geometry)
     assert found.recipe.nbytes(CONTEXT, geometry) <= 0.3 * exact

@@ -130,7 +130,7 @@ def test_predicted_bytes_are_those_of_the_parts():
 
 def test_problems_of_a_part_name_the_layer():
     (problem,) = resolve("kivi-between:exact=3").problems(Geometry(2, 4, 2, 64, torch.bfloat16))
-    assert problem.startswith("layers 'first 3' do not exist; kvloom caches 2 layers")
+    assert problem.startswith("layers 'first 3': kvloom does not cache all of these")
 
 
 def test_the_score_weighs_values():

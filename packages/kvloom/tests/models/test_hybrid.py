@@ -275,6 +275,25 @@ def test_candidates_of_one_pass_diverge_as_each_alone(name):
     torch.testing.assert_close(found[1], want, rtol=1e-3, atol=1e-4)
 
 
+@torch.no_grad()
+def test_candidates_are_scored_by_repetitions_of_their_own():
+    model, ids = zoo.build("llama-gqa"), BATCH["input_ids"][:1]
+    recipes = [resolve(f"kvzip:tokens=20,recent=4,chunk={x},instruction=5 6") for x in (9, 61)]
+    prompts = (ReadPrompt(model, ids[:, :PROMPT], ids[:, PROMPT:END], step=1) for _ in range(3))
+    asked = recipes, recipes[:1], recipes[1:]
+    both, *alone = (x.whole(y) for x, y in zip(prompts, asked, strict=True))
+    torch.testing.assert_close(both, torch.cat(alone))
+    assert not torch.allclose(both[0], both[1])
+
+
+@torch.no_grad()
+def test_candidates_that_need_all_queries_of_a_prompt_are_refused():
+    model, ids = zoo.build("llama-gqa"), BATCH["input_ids"][:1]
+    prompt = ReadPrompt(model, ids[:, :PROMPT], ids[:, PROMPT:END], step=1)
+    with pytest.raises(CacheMisuse, match=r"'small' needs the queries of a whole prompt"):
+        prompt.whole([resolve("small")])
+
+
 def test_a_state_in_a_module_is_refused():
     config = tf.RecurrentGemmaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,

@@ -158,6 +158,7 @@ def test_embeddings_are_refused_by_name():
         ("h2o", {"spans": ((0, 5, 9),)}, r"span \(0, 5, 9\) must be \(first, end\)"),
         ("h2o", {"spans": ((5, 5),)}, r"span \(5, 5\) has no tokens"),
         ("h2o", {"spans": ((-3, -9),)}, r"span \(-3, -9\) has no tokens"),
+        ("h2o", {"spans": ((-3, 0),)}, r"span \(-3, 0\) has no tokens"),
         ("h2o", {"role": "system"}, "role='system' must be a Role or None"),
     ],
 )

@@ -123,7 +123,8 @@ def measure(
                 tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)
             for kind in KINDS:
                 if kind in tensors:
-                    groups = _calibrated_groups(recipe, facts[layer_index], kind)
+                    plain = recipe.for_layer(layer_index, available)
+                    groups = _calibrated_groups(plain, facts[layer_index], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
                     distributions.append(Distribution(layer_index, kind, x, group, groups))
 

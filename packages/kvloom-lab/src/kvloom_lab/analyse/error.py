@@ -69,7 +69,8 @@ def measure(
         def add(layer_index: int, inputs: AttentionInputs) -> None:
             exact = ExactAttention(AttentionSample.of(inputs, queries))
             for recipe in recipes:
-                pairs = _pairs(exact, inputs, recipe, facts[recipe.name][index[layer_index]])
+                plain = recipe.for_layer(layer_index, shape.layer_indices)
+                pairs = _pairs(exact, inputs, plain, facts[recipe.name][index[layer_index]])
                 new = torch.tensor([summed(a, b) for a, b in pairs], dtype=torch.float64)
                 key = recipe.name, layer_index
                 sums[key] = sums[key] + new if key in sums else new

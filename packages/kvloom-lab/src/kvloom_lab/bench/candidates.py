@@ -164,7 +164,7 @@ def _prefill_recipe(
 
 
 def _pack_recipe(name: str, shape: LayerShape, q: Tensor, k: Tensor, v: Tensor) -> list[Candidate]:
-    recipe = resolve(name)
+    recipe = resolve(name).for_layer(0, range(1))
     if recipe.store.exact:
         return [Candidate(name, problem="it packs nothing")]
 

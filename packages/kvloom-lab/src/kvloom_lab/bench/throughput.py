@@ -17,7 +17,7 @@ import torch
 
 from kvloom.errors import IncompatibleRecipe, InputError
 from kvloom.progress import Progress
-from kvloom.recipe import Recipe, resolve
+from kvloom.recipe import Protect, Recipe, resolve
 
 from ..models import check_positions
 from ..planner.model import ModelFacts, read_model
@@ -119,7 +119,8 @@ class Requests:
         if recipe.keep is None or recipe.keep.when != "prompt":
             return max(cache.nbytes(tokens, 1) for tokens in lengths)
         # later tokens all stay
-        later = CacheBytes(replace(recipe, keep=None), self.facts)
+        protect = Protect(recipe.protect.sinks, recipe.protect.exact_recent)
+        later = CacheBytes(replace(recipe, keep=None, protect=protect), self.facts)
         grown = max(later.nbytes(tokens, 1) for tokens in lengths) - later.nbytes(self.prompt, 1)
         return cache.nbytes(self.prompt, 1) + grown
 

@@ -7,6 +7,7 @@ Python launches the work at the same time: a step takes the longer of the two.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _hardware(data: dict[str, Any], path: Path) -> Hardware:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _range(path: Path, name: str, value: Any, unit: float) -> Range:

@@ -186,15 +186,20 @@ class RecipePlanner:
         return replace(
             row,
             fits=self.fits(cache, self.context, self.batch),
-            longest_context=largest_fitting(
-                lambda n: self.fits(cache, n, self.batch), beyond=cache.packing_period
-            ),
+            longest_context=self.longest(cache, lambda n: self.fits(cache, n, self.batch)),
             largest_batch=largest_fitting(lambda b: self.fits(cache, self.context, b)),
             fits_in_chunks=self.fits_in_chunks(cache, self.context),
-            longest_in_chunks=largest_fitting(
-                lambda n: self.fits_in_chunks(cache, n), beyond=cache.packing_period
-            ),
+            longest_in_chunks=self.longest(cache, lambda n: self.fits_in_chunks(cache, n)),
         )
+
+    def longest(self, cache: CacheBytes, fits: Callable[[int], bool]) -> int:
+        """Return the longest context that fits.
+
+        Up to `compress_after` tokens, a cache may be larger than beyond.
+        """
+        limit, beyond = cache.compress_after, cache.packing_period
+        found = largest_fitting(lambda n: n <= limit or fits(n), beyond=beyond)
+        return found if fits(found) else largest_fitting(fits, beyond=beyond)
 
     def with_times(self, row: PlanRow, cache: CacheBytes, hardware: Hardware | Machine) -> PlanRow:
         """Return the row with the times of a step, or with the reason why they are missing."""
@@ -217,9 +222,7 @@ class RecipePlanner:
             return row
         return replace(
             row,
-            longest_at_target=largest_fitting(
-                lambda n: self.on_target(cache, n), beyond=cache.packing_period
-            ),
+            longest_at_target=self.longest(cache, lambda n: self.on_target(cache, n)),
             reaches=self.on_target(cache, self.context),
         )
 
@@ -264,7 +267,7 @@ class RecipePlanner:
         """Return whether memory holds weights and cache: a prompt that is read in small chunks."""
         assert self.memory is not None
         try:
-            nbytes = cache.nbytes(tokens, self.batch)
+            nbytes = cache.chunked_nbytes(tokens, self.batch)
         except RecipeError:
             return False
         return self.facts.weights.nbytes + nbytes <= self.memory

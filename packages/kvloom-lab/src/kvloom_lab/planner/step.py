@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from kvloom.recipe import Geometry, Recipe, SlidingLayer, predicted_layer_nbytes
+from kvloom.recipe import (
+    BudgetGroup,
+    Geometry,
+    Recipe,
+    SlidingLayer,
+    predicted_layer_nbytes,
+)
 
 from .model import ModelFacts
 from .units import Range
@@ -36,20 +42,22 @@ class WindowKind:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that need equal bytes: their plain recipe, and (rank, count) in a shared budget."""
+    """Layers that need equal bytes: their plain recipe, and their place in a shared budget."""
 
     recipe: Recipe
-    rank: int
-    count: int
+    group: BudgetGroup
     layers: int
 
     def nbytes(self, tokens: int, geometry: Geometry) -> int:
         """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
-        return predicted_layer_nbytes(self.recipe, tokens, geometry, self.rank, self.count)
+        return predicted_layer_nbytes(self.recipe, tokens, geometry, *self.group)
 
     def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
         """Return the bytes and the tokens of one layer and row that a decode step reads."""
-        nbytes, recipe = self.nbytes(tokens, geometry), self.recipe
+        recipe = self.recipe
+        if tokens <= recipe.compress_after:  # the queries that wait are not read
+            return tokens * geometry.layer_token_nbytes(), tokens
+        nbytes = self.nbytes(tokens, geometry)
         kept = self.kept_tokens(tokens)
         recall = recipe.recall
         if recall is None or kept <= recall.tokens:
@@ -62,13 +70,13 @@ class LayerKind:
         return index + chosen, recall.tokens
 
     def kept_tokens(self, tokens: int) -> int:
-        """Return the tokens that a layer keeps of a prompt."""
+        """Return the tokens that a layer keeps of a prompt, once it evicts."""
         keep = self.recipe.keep
-        if keep is None or not keep.drops(tokens) or tokens <= self.recipe.compress_after:
+        if keep is None or not keep.drops(tokens):
             return tokens
         if keep.by_age:
             return min(tokens, self.recipe.budget_tokens(tokens))
-        return min(tokens, keep.layer_tokens(tokens, self.count)[self.rank])
+        return min(tokens, keep.layer_tokens(tokens, self.group.size)[self.group.place])
 
     @property
     def waits(self) -> bool:
@@ -82,12 +90,12 @@ class CacheBytes:
 
     def __init__(self, recipe: Recipe, model: ModelFacts) -> None:
         recipe, layer_indices = recipe.for_model(model.geometry), model.geometry.layer_indices
-        kinds: Counter[tuple[Recipe, int, int]] = Counter()
+        kinds: Counter[tuple[Recipe, BudgetGroup]] = Counter()
+        self.compress_after = recipe.compress_after
         places = recipe.budget_groups(layer_indices)
         for layer_index, budget_group in zip(layer_indices, places, strict=True):
             plain = recipe.for_layer(layer_index, layer_indices)
-            rank, count = budget_group if _unequal(plain) else (0, 1)
-            kinds[plain, rank, count] += 1
+            kinds[plain, budget_group if _unequal(plain) else BudgetGroup(0, 1)] += 1
         self.kinds = [LayerKind(*kind, layers) for kind, layers in kinds.items()]
         self.geometry = model.geometry
         sliding = model.geometry.sliding
@@ -105,15 +113,22 @@ class CacheBytes:
 
         A block that waits is up to 16 times as large as a packed one.
         """
-        formats = [fmt for kind in self.kinds for fmt in kind.recipe.store.formats.values() if fmt]
-        return 16 * max((max(getattr(fmt, "residual", 1), fmt.unit or 1) for fmt in formats),
-                        default=0)  # fmt: skip
+        formats = (fmt for kind in self.kinds for fmt in kind.recipe.store.formats.values())
+        return 16 * max((fmt.packed_at_once for fmt in formats), default=0)
 
     def nbytes(self, tokens: int, batch: int) -> int:
         """Return the bytes of all layers that hold a context of `tokens` tokens."""
         cached = sum(kind.layers * kind.nbytes(tokens, self.geometry) for kind in self.kinds)
         sliding = sum(kind.layers * kind.nbytes(tokens) for kind in self.windows)
         return batch * (cached + sliding + self.state_nbytes)
+
+    def chunked_nbytes(self, tokens: int, batch: int) -> int:
+        """Return the largest number of bytes while a prompt is read in small chunks.
+
+        The first `compress_after` tokens are all exact for a time.
+        """
+        ends = {tokens, min(tokens, self.compress_after or tokens)}
+        return max(self.nbytes(end, batch) for end in ends)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
@@ -139,8 +154,8 @@ def _unequal(recipe: Recipe) -> bool:
 class LayerWork:
     """What a decode step does in one kind of layers.
 
-    kind: None for sliding windows and states, which transformers stores. nbytes: read by one layer,
-    whole batch; states are also written. flops: of one layer's attention, whole batch.
+    kind: None for sliding windows and states, which are timed as exact layers. nbytes: read by one
+    layer, whole batch; states are also written. flops: of one layer's attention, whole batch.
     """
 
     kind: LayerKind | None

@@ -139,8 +139,8 @@ def throughput_plot(rows: Sequence[ThroughputRow], environment: dict[str, Any]) 
     from ..planner.units import show_bytes
 
     timed = [row for row in rows if row.processor_tokens_s]
-    sizes = list(dict.fromkeys((row.prompt, row.new) for row in timed))
-    figure = new_figure(6 * max(1, len(sizes)) + 2, 4.8)
+    sizes = list(dict.fromkeys((row.prompt, row.new) for row in rows))
+    figure = new_figure(6 * len(sizes) + 2, 4.8)
     e = environment
     figure.suptitle(
         f"{e['model']} ({e['dtype']}), {show_bytes(e['memory'])} of caches", fontsize=11
@@ -303,7 +303,7 @@ def distribution_plot(distributions: Sequence[Distribution], environment: dict[s
                     f"groups of {e['recipe']}")  # fmt: skip
     axes = figure.subplots(len(kinds), 2 * len(layers), squeeze=False)
     for row, kind in enumerate(kinds):
-        vmax = max(by_layer[n, kind].x.abs().quantile(0.999).item() for n in layers)
+        vmax = max(float(np.quantile(by_layer[n, kind].x.abs().numpy(), 0.999)) for n in layers)
         for column, number in enumerate(layers):
             d = by_layer[number, kind]
             for reordered, order in enumerate((None, d.order)):

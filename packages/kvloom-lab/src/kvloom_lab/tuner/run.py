@@ -135,7 +135,7 @@ def tune(
     *,
     share: float | None = None,
     kl: float | None = None,
-    context: int = 2048,
+    context: int | None = None,
     settings: Settings | None = None,
     folder: str | Path | None = None,
     progress: TotalProgress | None = None,
@@ -149,11 +149,10 @@ def tune(
         model: The model, loaded.
         tokenizer: The model's.
         text: What the model is tuned on; longer than one context.
-        share: The bound: a share of the exact cache's bytes after `context` tokens. Give it or
-            `kl`.
+        share: The bound: a share of the exact cache's bytes after the prompt. Give it or `kl`.
         kl: The bound: a mean divergence from the exact cache in nats.
-        context: Tokens of the prompt.
-        settings: How layers are scored; its own `context` is ignored.
+        context: Tokens of the prompt; None: those of `settings`.
+        settings: How layers are scored.
         folder: Where scores are written, and read by a second run; None: in kvloom's cache folder.
         progress: Called with finished units of work.
 
@@ -161,7 +160,10 @@ def tune(
         InputError: Nothing meets the bound, or the text or the model's context is too short.
         UnsupportedModel: kvloom does not support the model.
     """
-    settings = replace(settings or Settings(), context=context)
+    settings = settings or Settings()
+    if context is not None:
+        settings = replace(settings, context=context)
+    context = settings.context
     with attachment_restored(model), torch.inference_mode():
         supported_model(model, all_heads_for="tuning")
         sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))

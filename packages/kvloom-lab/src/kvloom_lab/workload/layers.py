@@ -108,10 +108,10 @@ def empty_layers(recipe: Recipe, shape: LayerShape, count: int = 1) -> list[Laye
     A single layer comes after the layers that the recipe leaves exact.
     """
     recipe.check(shape.geometry)
-    facts = random_calibration(recipe, shape)
     before = recipe.recall.full_layers if recipe.recall is not None and count == 1 else 0
-    total = before + count
-    return build_layers(recipe, range(total), [facts] * total, [facts.rope] * total)[before:]
+    layers = range(before + count)
+    facts = [random_calibration(recipe.for_layer(i, layers), shape) for i in layers]
+    return build_layers(recipe, layers, facts, [x.rope for x in facts])[before:]
 
 
 def random_calibration(recipe: Recipe, shape: LayerShape) -> LayerFacts:

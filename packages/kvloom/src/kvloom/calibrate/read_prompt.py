@@ -71,12 +71,12 @@ class ReadPrompt:
         queries: int = 32,
     ) -> None:
         self.model, self.ids, self.continuation, self.step = model, ids, continuation, step
-        self.repeated: dict[int, Tensor | None] = {}
-        """By layer, the scores of a repetition of this prompt, once they are needed."""
+        self.repeated: dict[Any, dict[int, Tensor | None]] = {}
+        """The scores of repetitions of this prompt, by the rule of the scores and by layer."""
         cache = Cache(model, Recipe())
-        self.numbers, self.fingerprint = cache.geometry.layer_indices, cache.fingerprint
+        self.layer_indices, self.fingerprint = cache.geometry.layer_indices, cache.fingerprint
         self.layers = cache.layers  # after the prompt
-        routed = zip(self.numbers, cache.full_layers, strict=True)
+        routed = zip(self.layer_indices, cache.full_layers, strict=True)
         self.readers = {layer_index: _Reader(layer.cache, queries) for layer_index, layer in routed}
         for layer_index, reader in self.readers.items():
             cache.replace(layer_index, reader)
@@ -92,7 +92,7 @@ class ReadPrompt:
     def evicted(self, recipe: Recipe) -> LayerContext:
         """Return what all layers hold where an exact store has evicted tokens after the prompt."""
         cache, tokens = Cache(self.model, recipe), {}
-        for layer_index in self.numbers:
+        for layer_index in self.layer_indices:
             tokens[layer_index] = _Tokens(*self._filled(layer_index, cache).exact_tokens())
         return self._base(tokens)[0]
 
@@ -112,7 +112,7 @@ class ReadPrompt:
         """Return KL(exact || recipe) of recipes of the whole model, fp32 [recipes, T]."""
         caches = [Cache(self.model, recipe) for recipe in recipes]
         batch = self._rows(len(recipes), self.exact)
-        for layer_index in self.numbers:
+        for layer_index in self.layer_indices:
             batch.replace(
                 layer_index, _Candidates([self._filled(layer_index, cache) for cache in caches])
             )
@@ -127,37 +127,48 @@ class ReadPrompt:
     def kept(self, recipe: Recipe) -> list[float]:
         """Return the share of the prompt that each layer keeps, averaged over its heads."""
         cache = Cache(self.model, recipe)
-        members = [self._filled(layer_index, cache) for layer_index in self.numbers]
+        members = [self._filled(layer_index, cache) for layer_index in self.layer_indices]
         return [1 - member.dropped / member.seen for member in members]
 
     def _filled(self, layer_index: int, cache: Cache) -> LayerCache:
         """Return one layer of a cache, with the prompt."""
         member = self._stored(layer_index, cache)
         if member.repetition is not None:
-            if not self.repeated:
-                self._repeat(member.recipe)
-            member.repetition.copy_scores(self.repeated[layer_index])
+            rule = member.repetition.rule
+            if rule not in self.repeated:
+                self.repeated[rule] = self._repeat(member.recipe)
+            member.repetition.copy_scores(self.repeated[rule][layer_index])
             outside_inference_mode(member.end_repetition)()
         member.forget_undo()
         return member
 
     def _stored(self, layer_index: int, cache: Cache) -> LayerCache:
         """Store the prompt in one layer of a cache, and return it."""
-        member = cache.full_layers[list(self.numbers).index(layer_index)].cache
+        keep = cache.recipe.keep
+        if keep is not None and (keep.fit or (keep.scorer.of_prompt and not keep.scorer.repeats)):
+            raise CacheMisuse(
+                f"recipe {cache.recipe.name!r} needs the queries of a whole prompt, of which only "
+                "the last are known here; measure it with kvloom eval"
+            )
+        member = cache.full_layers[list(self.layer_indices).index(layer_index)].cache
         outside_inference_mode(member.prefill)(self.readers[layer_index].inputs)
         return member
 
-    def _repeat(self, recipe: Recipe) -> None:
-        """Let the model repeat the prompt; note each layer's scores, as `recipe` takes them."""
+    def _repeat(self, recipe: Recipe) -> dict[int, Tensor | None]:
+        """Let the model repeat the prompt; return each layer's scores, as `recipe` takes them."""
         cache = Cache(self.model, Recipe(keep=recipe.keep, protect=recipe.protect))
         repetition = of_prompt(self.model, cache, {"input_ids": self.ids})
         assert repetition is not None
-        members = {layer_index: self._stored(layer_index, cache) for layer_index in self.numbers}
+        members = {
+            layer_index: self._stored(layer_index, cache) for layer_index in self.layer_indices
+        }
         with use_kvloom(self.model._kvloom.configs):
             repetition.score()
+        scores = {}
         for layer_index, member in members.items():
             assert member.repetition is not None
-            self.repeated[layer_index] = member.repetition.scores
+            scores[layer_index] = member.repetition.scores
+        return scores
 
     def _base(self, tokens: dict[int, _Tokens]) -> tuple[LayerContext, Tensor]:
         """Return the base of these tokens, and the logits of the continuation [1, T, V]."""

@@ -3,7 +3,7 @@
 from .geometry import Geometry, SlidingLayer
 from .layers import UNCHANGED, listed
 from .named import RECIPES, register_recipe
-from .parts import LayerOverride, Protect, Tuned
+from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes
 from .resolve import options, part_options, resolve, summary
 from .role import Role
@@ -13,6 +13,7 @@ from .text import is_file
 __all__ = [
     "RECIPES",
     "UNCHANGED",
+    "BudgetGroup",
     "Geometry",
     "LayerOverride",
     "Protect",

@@ -58,8 +58,11 @@ class Protect:
             if len(span) != 2:
                 raise RecipeError(f"a span {span!r} must be (first, end), two numbers of tokens")
             first, end = span
-            if (first < 0) == (end < 0) and first >= end:
-                raise RecipeError(f"a span {span!r} has no tokens; give an end after the first")
+            if end == 0 or ((first < 0) == (end < 0) and first >= end):
+                raise RecipeError(
+                    f"a span {span!r} has no tokens; give an end after the first (a large one for "
+                    "all tokens to the prompt's end)"
+                )
         if self.ids is not None and self.ids_except is not None:
             raise RecipeError("ids and ids_except are two rules for one choice; give one of them")
         recent = self.exact_recent

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -18,7 +18,7 @@ from ..errors import RecipeError
 from ..keep import SCORERS, Keep, Scorer
 from ..recall import INDEXES, Index
 from ..registry import Registry
-from ..registry.fields import alternatives, field_types
+from ..registry.fields import alternatives, field_types, missing_fields
 from ..store import FORMATS, Format, Packed
 from .layers import UNCHANGED, Unchanged
 
@@ -83,15 +83,10 @@ def from_dict(cls: type, table: Any, where: str = "recipe") -> Any:
         raise RecipeError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}")
     if cls is Keep:
         table = {"budget": {}, **table}
-    missing = [field.name for field in fields(cls) if _required(field) and field.name not in table]
-    if missing:
+    if missing := missing_fields(cls, table):
         raise RecipeError(f"{where}: {cls.__name__} needs the field {missing[0]!r}")
     types = field_types(cls)
     return cls(**{name: _value(types[name], value, name) for name, value in table.items()})
-
-
-def _required(field: Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

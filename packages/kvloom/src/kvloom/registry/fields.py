@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -53,6 +54,15 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise `RecipeError` if a value is not one of the choices, or not of its type."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):
         raise RecipeError(f"{name}={value!r} is not one of {', '.join(map(str, choices))}")
+
+
+def missing_fields(part: Any, given: Collection[str]) -> list[str]:
+    """Return the fields of a dataclass without a default that are not among the given names."""
+    return [
+        x.name
+        for x in fields(part)
+        if x.init and x.default is MISSING is x.default_factory and x.name not in given
+    ]
 
 
 @cache

@@ -109,6 +109,7 @@ def test_public_functions_are_decorators():
         (lambda: kvloom.register_recipe("x")(lambda: Recipe()), "with a docstring"),
         (lambda: kvloom.register_recipe("x")(needs), "option 'a' of recipe 'x' needs a default"),
         (lambda: kvloom.register_recipe("x")(untyped), "option 'a' of recipe 'x' needs a default"),
+        (lambda: kvloom.register_recipe("x")(several), "option 'a' of recipe 'x' needs a default"),
         (lambda: kvloom.register_recipe("x")(starts), "cannot have an option 'compress_after'"),
     ],
 )
@@ -130,6 +131,11 @@ EMPTY = [empty(base) for base in (Scorer, Index, Format)]
 def needs(a: int) -> Recipe:
     """An option without a default."""
     return Recipe(compress_after=a)
+
+
+def several(a: list = ()) -> Recipe:
+    """An option that no text spells."""
+    return Recipe(layers=a)
 
 
 def untyped(a=1) -> Recipe:

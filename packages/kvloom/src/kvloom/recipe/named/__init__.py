@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 
 from ...errors import RecipeError
 from ...registry import Registry
+from ...registry.fields import alternatives
 from ..spec import Recipe
 from . import eviction, general, prompt_eviction, quantization, recall, recommended
 from .general import PARTS
@@ -102,7 +103,8 @@ def _check(name: str, build: Any) -> None:
                 f"recipe {name!r} cannot have an option {option!r}, which every recipe has "
                 "already; rename it"
             )
-        if parameter.default is parameter.empty or option not in hints:
+        kinds = set(alternatives(hints.get(option)))
+        if parameter.default is parameter.empty or not kinds <= {int, float, str, bool}:
             raise RecipeError(
                 f"option {option!r} of recipe {name!r} needs a default and an annotation of int, "
                 "float, str or bool"

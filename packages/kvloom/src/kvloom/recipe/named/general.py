@@ -7,14 +7,13 @@ A recipe file has the options that these recipes lack.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from ...errors import RecipeError
 from ...keep import SCORERS, Budget, Keep, Outliers
 from ...recall import INDEXES, Recall
 from ...registry import Registry
-from ...registry.fields import check_choice
+from ...registry.fields import check_choice, missing_fields
 from ...store import FORMATS, Store
 from ..parts import Protect
 from ..spec import Recipe
@@ -102,11 +101,6 @@ def _part(what: str, name: str, options: dict[str, Any]) -> Any:
     if name not in PARTS[what]:  # listing all names loads plugins
         check_choice(what, name, PARTS[what])
     part = PARTS[what][name]
-    missing = [x.name for x in fields(part) if _required(x) and x.name not in options]
-    if missing:
+    if missing := missing_fields(part, options):
         raise RecipeError(f"{what} {name!r} needs a value: {missing[0]}=…")
     return part(**options)
-
-
-def _required(field: Field[Any]) -> bool:
-    return field.init and field.default is MISSING and field.default_factory is MISSING

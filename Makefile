@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 
-.PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick soak soak-quick train clean
+.PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick soak soak-quick clean
 
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
@@ -65,9 +65,6 @@ soak: .venv/ready
 
 soak-quick: .venv/ready
 	$(SOAK) --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY))
-
-train: .venv/ready
-	PYTHONPATH=tools $(BIN)/python -m reference_model.train
 
 .venv/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

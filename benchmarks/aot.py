@@ -1,8 +1,7 @@
 """Compile every variant of every Triton kernel for sm_80 and sm_90; no GPU is needed.
 
-Prints the resources of each and records them in results/<machine>/aot.json: registers per thread,
-bytes of shared memory, spilled bytes (must be 0). Takes minutes on one core; `--brief` compiles the
-variants that CI compiles.
+Prints the resources of each: registers per thread, bytes of shared memory, spilled bytes (must be
+0). Takes minutes on one core; `--brief` compiles the variants that CI compiles.
 
     python benchmarks/aot.py [--brief] [--only attend]
 """
@@ -15,10 +14,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-
-import triton
-
-from record import environment, write
 
 TOOL = Path(__file__).parents[1] / "tools" / "compile_triton.py"
 sys.path.append(str(TOOL.parent))
@@ -34,7 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     arguments = [*(["--brief"] if options.brief else []), "--only", options.only]
     clean = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    forms, problems = [], []
+    problems = []
     with subprocess.Popen(
         [sys.executable, TOOL, *arguments],
         stdout=subprocess.PIPE,
@@ -44,7 +39,6 @@ def main() -> int:
         assert process.stdout is not None
         for line in process.stdout:
             one = json.loads(line)
-            forms.append(one)
             problems += compile_triton.problems(one)
             print(
                 f"{one['family']:7} sm_{one['arch']} {one['registers']:4} registers "
@@ -52,11 +46,7 @@ def main() -> int:
                 flush=True,
             )
     print(*problems, sep="\n")
-    if process.returncode or problems:
-        return 1
-    if not options.brief and not options.only:
-        write("aot", {"environment": environment(triton=triton.__version__), "forms": forms})
-    return 0
+    return 1 if process.returncode or problems else 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from kvloom.recipe import RECIPES as REGISTERED
 from kvloom_lab.bench import LayerShape
 from kvloom_lab.bench.candidates import decode_candidates
 from kvloom_lab.bench.timing import Candidate
-from kvloom_lab.bench.transformers_caches import INSTALL
 from kvloom_lab.workload.clock import read_bandwidth_gb_s
 from kvloom_lab.workload.layers import short_name
 
@@ -44,9 +43,7 @@ def named_candidates(q_heads: int, kv_heads: int, tokens: int) -> dict[str, Cand
     for dtype, recipes in RECIPES.items():
         shape = LayerShape(q_heads, kv_heads, D, 1, dtype)
         installed = [recipe for recipe in recipes if recipe.partition(":")[0] in REGISTERED]
-        for one in decode_candidates(shape, installed, tokens):
-            if one.name in INSTALL:  # caches of transformers
-                continue
+        for one in decode_candidates(shape, installed, tokens, ["sdpa"]):
             assert one.call is not None, one.problem
             is_recipe = one.name in recipes
             found.setdefault(f"{one.name} {short_name(dtype)}" if is_recipe else one.name, one)

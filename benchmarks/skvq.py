@@ -16,8 +16,7 @@ from dataclasses import asdict, replace
 import record
 from kvloom.recipe import Recipe, resolve
 from kvloom_lab.analyse import error
-from kvloom_lab.eval import Row, Settings, compare, environment, load, prepare
-from kvloom_lab.show.plots import comparison_plot
+from kvloom_lab.eval import Row, Settings, compare, load, prepare
 from kvloom_lab.workload.text import cut_rows, leading_ids, library_text, tokenize
 
 BARE = "group=32,reorder=false,pre_rope=false,clip=1.0,window=0,sinks=0,meta=fp16"
@@ -78,8 +77,6 @@ def main() -> None:
     print("perplexity against bits:")
     wide = compare(model, widths, task)
     show(wide, means)
-    about = environment(model, "reference", task, 0, "CPython's library")
-    comparison_plot(wide, about).savefig(record.results() / "skvq.png")
 
     def plain(table: list[Row]) -> list[dict]:
         return [

@@ -46,7 +46,8 @@ PEERS = {
         {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
     ),
     "quantized": Peer(
-        (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT), "hqq", "optimum-quanto")),
+        (TORCH, ("-c", str(ROOT / "constraints.txt"), "-e", str(ROOT / "packages/kvloom"),
+                 "-e", str(ROOT / "packages/kvloom-lab"), "hqq", "optimum-quanto")),
         ("-m", "kvloom_lab", "bench", "generate", "--recipes", "full,kivi,kivi-4",
          "--baselines", "dynamic,quanto,hqq"),
     ),

@@ -1,6 +1,6 @@
 """Write the model card from measured figures.
 
-    PYTHONPATH=tools python -m reference_model.card --log LOG
+    PYTHONPATH=tools python -m reference_model.card --log LOG --command COMMAND
 
 Reads `evaluation.json` in the folder of the weights, and the training log; draws the plots; fills
 in the card's text. Every number in the card comes from these two files.

@@ -67,6 +67,13 @@ def test_packing_starts_where_the_recipe_says(here, recipe, tokens):
     assert "nothing packed" not in after
 
 
+def test_tokens_before_compress_after_are_exact(here):
+    args = ["generate", "line 7: the", "--model", here / "model", "--max-new-tokens", 40]
+    found = run(*args, "--recipe", "kivi:residual=32,compress_after=2048").stderr
+    assert "all exact: kivi:residual=32,compress_after=2048 begins after 2,048 tokens" in found
+    assert "starts to pack" not in found
+
+
 def test_generate_counts_kept_tokens_where_tokens_are_evicted(here):
     args = ["--model", here / "model", "--recipe", "minikv", "--max-new-tokens", "2"]
     said = run("generate", "line", *args).stderr

@@ -71,7 +71,7 @@ class FakeLab:
     def recall(self):
         return self.rates
 
-    def steps(self, shape, recipes, context):
+    def steps(self, shape, recipes, context, baselines=()):
         return {name: TimedStep(self.ms(name, context), 100) for name in (*recipes, "DynamicCache")}
 
 

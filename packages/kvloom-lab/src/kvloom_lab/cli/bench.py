@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..bench.timing import Candidate
 
-app = typer.Typer(no_args_is_help=True, help="Measure speed compared with torch and transformers.")
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()

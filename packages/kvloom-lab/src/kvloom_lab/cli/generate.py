@@ -177,6 +177,9 @@ def _sizes(cache: Cache) -> list[str]:
     sizes = [f"{nbytes / 2**20:.2f} MiB in the cache"]
     if not cache.full_layers:
         return [*sizes, "no layer compressed: sliding windows limit all of them already"]
+    if cache.full_layers[0].get_seq_length() <= recipe.compress_after:
+        limit = recipe.compress_after
+        return [*sizes, f"all exact: {recipe.name} begins after {limit:,} tokens (compress_after)"]
     begin = first_packed_at(recipe)
     if begin is not None and not any(holds_packed(layer.cache) for layer in cache.full_layers):
         unit = "kept tokens" if recipe.keep is not None else "tokens"

@@ -69,7 +69,8 @@ class KvloomLM(HFLM):
                 for i in numbers:
                     copied = cache if i == numbers[-1] else copy.deepcopy(cache)
                     scored[i] = self._scored(copied, ids[:, -1:], requests[i][2])
-                    self.cache_hook.add_partial("loglikelihood", requests[i][0], scored[i])
+                    if requests[i][0] is not None:  # None: a window of a rolling task
+                        self.cache_hook.add_partial("loglikelihood", requests[i][0], scored[i])
         return [scored[i] for i in range(len(requests))]
 
     def _scored(self, cache: Cache, new: torch.Tensor, ids: list[int]) -> tuple[float, bool]:

@@ -20,15 +20,13 @@ from ..workload.text import leading_ids, tokenize
 Baseline = TypeVar("Baseline")
 """What a task measures of `full`, and compares other recipes with."""
 
-ASK = {
-    "after": "after the context is compressed, so that no score depends on the question",
-    "inside": "at the end of the prompt, so that the question is part of what is compressed",
-}
-"""Where a question stands in relation to the context."""
+ASK = "after", "inside"
+"""When a question is asked: after the context is compressed, so that no score depends on it, or
+inside, at the end of the prompt, so that it is part of what is compressed."""
 
 
 def check_ask(ask: str) -> None:
-    """Raise `InputError` for an unknown key of `ASK`."""
+    """Raise `InputError` for a word that is not in `ASK`."""
     if ask not in ASK:
         raise InputError(f"ask={ask!r} is unknown; use one of {', '.join(ASK)}")
 
@@ -111,7 +109,7 @@ class Source:
         new_tokens: Of a continuation.
         batch: Contexts in one pass.
         seed: Of everything drawn.
-        ask: A key of `ASK`.
+        ask: A word of `ASK`.
         data_path: A file or folder of the user, for tasks that take one.
     """
 

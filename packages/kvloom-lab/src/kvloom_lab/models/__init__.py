@@ -182,9 +182,5 @@ def random_llama(shape: layers.ModelShape, longest: int) -> LlamaForCausalLM:
         attn_implementation="sdpa",
         dtype=shape.dtype,
     )
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(shape.dtype)
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
+    model: LlamaForCausalLM = LlamaForCausalLM._from_config(config)
+    return model.eval()

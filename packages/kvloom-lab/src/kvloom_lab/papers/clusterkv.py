@@ -15,7 +15,7 @@ from .claim import (
     require_retrieval,
     shares,
 )
-from .lab import Lab, named
+from .lab import Lab, NotTestable, named
 from .recalling import PAPER_OPTIONS, shared_budgets
 from .speed import EXACT, LLAMA_3_8B, OPT_6_7B, speedup, stated
 
@@ -108,15 +108,17 @@ def _recipes(tokens: int) -> list[Recipe]:
 def _language(lab: Lab) -> Finding:
     names = ("ClusterKV", "Quest", "InfiniGen")
     rows: dict[str, list[float]] = {name: [] for name in names}
-    lengths = [n for n in (lab.context, 2 * lab.context, lab.long_context) if n > BUDGET]
-    for context in dict.fromkeys(lengths):
+    contexts = {lab.context, min(2 * lab.context, lab.long_context), lab.long_context}
+    lengths = sorted(n for n in contexts if n > BUDGET)
+    _require_recall(lab)
+    for context in lengths:
         qualities = lab.quality(_recipes(BUDGET), context, samples=4)
         for name in names:
             rows[name].append(qualities[name].perplexity - qualities["full"].perplexity)
     order = ordered(qualities, ("ClusterKV", "Quest"), ("ClusterKV", "InfiniGen"))
     far = max(abs(x) for x in rows["ClusterKV"])
     return Finding(
-        ClaimTable([f"{n:,} tokens" for n in dict.fromkeys(lengths)], rows),
+        ClaimTable([f"{n:,} tokens" for n in lengths], rows),
         far <= 0.5 and order.holds,
         f"perplexity of ClusterKV is at most {far:.3f} from full; {order.evidence}",
     )
@@ -135,7 +137,13 @@ def _answers(lab: Lab) -> Finding:
     )
 
 
+def _require_recall(lab: Lab) -> None:
+    if lab.long_context <= BUDGET:
+        raise NotTestable(f"the model's positions leave no tokens out of a budget of {BUDGET:,}")
+
+
 def _hits(lab: Lab) -> Finding:
+    _require_recall(lab)
     options = f"tokens={BUDGET},{PAPER_OPTIONS},query_heads=each,tier=host"
     rates = {r: lab.hits(f"clusterkv:{options},steps={r}") for r in (1, 2)}
     rows = {f"R = {r}": (x,) for r, x in rates.items()}

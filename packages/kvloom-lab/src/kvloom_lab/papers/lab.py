@@ -121,7 +121,7 @@ class Lab:
         )
         self._measured: dict[tuple[object, ...], dict[Recipe, list[Measured[Any]]]] = {}
         self._recall: dict[str, dict[int, float]] = {}
-        self._attention: list[list[attention.LayerAttention]] = []
+        self._attention: dict[int, list[list[attention.LayerAttention]]] = {}
         self._importance: dict[int, Importance] = {}
         self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
 
@@ -183,9 +183,12 @@ class Lab:
 
     def attention_of_texts(self, texts: int) -> list[list[attention.LayerAttention]]:
         """Return these figures of several parts of the text."""
-        for ids in self.texts(texts, self.context + 1)[len(self._attention) :]:
-            self._attention.append(attention.measure(self.model, ids[None], context=self.context))
-        return self._attention[:texts]
+        if texts not in self._attention:
+            self._attention[texts] = [
+                attention.measure(self.model, ids[None], context=self.context)
+                for ids in self.texts(texts, self.context + 1)
+            ]
+        return self._attention[texts]
 
     def recall(self) -> dict[str, dict[int, float]]:
         """Return the recall rates after the long context, by index and budget in tokens."""
@@ -232,15 +235,19 @@ class Lab:
         return hit_rate(self.model, recipe, ids, self.long_context)
 
     def steps(
-        self, shape: ModelShape, recipes: Sequence[str], context: int
+        self,
+        shape: ModelShape,
+        recipes: Sequence[str],
+        context: int,
+        baselines: Sequence[str] = (),
     ) -> dict[str, TimedStep]:
-        """Return decode steps after a context, by recipe, and with transformers' DynamicCache.
+        """Return decode steps after a context, by recipe and by baseline of `bench generate`.
 
         The model has random weights, and caches are filled with random keys and values. Raises
         `InputError` for a recipe that has no time.
         """
         candidates = generate_candidates(
-            random_llama(shape, context), shape, recipes, context, baselines=("dynamic",)
+            random_llama(shape, context), shape, recipes, context, baselines
         )
         what = f"timing steps of {shape} after {context:,} tokens"
         time_candidates(

@@ -34,7 +34,7 @@ def throughput(
     geometry = shape.geometry
     exact = rows * tokens * geometry.token_nbytes()
     batches = {STOCK: rows, EXACT: rows, recipe: exact // resolve(recipe).nbytes(tokens, geometry)}
-    few = lab.steps(replace(shape, batch=rows), [EXACT], tokens)
+    few = lab.steps(replace(shape, batch=rows), [EXACT], tokens, ("dynamic",))
     many = lab.steps(replace(shape, batch=batches[recipe]), [recipe], tokens)
     ms = {name: step.ms for name, step in (few | {recipe: many[recipe]}).items()}
     speeds = {name: 1e3 * batches[name] / ms[name] for name in batches}

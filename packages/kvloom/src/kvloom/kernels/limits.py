@@ -70,8 +70,7 @@ def dtype_problem(dtype: torch.dtype, what: str = "tokens are") -> str | None:
     return None if dtype in DTYPES else f"{what} {dtype}, not fp32, fp16 or bf16"
 
 
-def head_dim_problem(d: int, most: int = 512) -> str | None:
+def head_dim_problem(d: int) -> str | None:
     """Return why CPU kernels do not read heads of size d."""
-    return (
-        None if d % 16 == 0 and d <= most else f"head_dim={d} is not a multiple of 16, up to {most}"
-    )
+    fits = d % 16 == 0 and d <= 512
+    return None if fits else f"head_dim={d} is not a multiple of 16, up to 512"

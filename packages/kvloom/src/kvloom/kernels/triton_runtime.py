@@ -16,12 +16,6 @@ import torch
 from torch import Tensor
 
 
-def wide_head(x: Tensor, most: int) -> str | None:
-    """Return why no Triton kernel takes tensors [..., D] like x, with D up to `most`."""
-    d = x.shape[-1]
-    return None if 1 <= d <= most else f"head_dim={d} is not between 1 and {most}"
-
-
 def misplaced(device: torch.device) -> list[str]:
     """Return why no Triton kernel runs on tensors of a device."""
     reasons = []

@@ -275,9 +275,9 @@ def _tile(
 @cache
 def kernels() -> Any:
     """Import the kernels, and with them Triton."""
-    from . import triton_kernel as gpu_pack
+    from . import triton_kernel
 
-    return gpu_pack
+    return triton_kernel
 
 
 @cache

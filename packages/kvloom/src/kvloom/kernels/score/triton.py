@@ -22,6 +22,11 @@ _KINDS = ("gumbel", "constant")
 _WIDEST = 256  # head dimension
 
 
+def _wide_head(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
+    d = k.shape[-1]
+    return None if 1 <= d <= _WIDEST else f"head_dim={d} is not between 1 and {_WIDEST}"
+
+
 def _unread_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     if q.dtype != k.dtype:
         return f"queries are {q.dtype}, keys {k.dtype}"
@@ -46,7 +51,7 @@ class Changes(NamedTuple):
 
 
 COVERAGE = Coverage(
-    (f"`head_dim` up to {_WIDEST}", lambda q, k, *_, **__: cuda.wide_head(k, _WIDEST)),
+    (f"`head_dim` up to {_WIDEST}", _wide_head),
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),
@@ -140,6 +145,6 @@ def _options(
 @cache
 def kernels() -> Any:
     """Import the kernels, and with them Triton."""
-    from . import triton_kernel as gpu_mass
+    from . import triton_kernel
 
-    return gpu_mass
+    return triton_kernel

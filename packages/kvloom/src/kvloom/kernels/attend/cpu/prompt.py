@@ -21,7 +21,7 @@ from ...dispatch import Backend, Op, differentiated
 from ...limits import Coverage
 from .. import reference
 from ..reference import AttentionState
-from .arguments import ABSENT, PROMPT
+from .arguments import PROMPT
 
 _PRODUCTS_PER_THREAD = 1 << 21
 
@@ -102,7 +102,7 @@ def attend(
         batch=b, group=hq // hk, queries=t, tokens=n, causal=causal, head_dim=d,
         kv_heads=hk,
         q=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(),
-        visible=ABSENT if seen is None else strides(seen, 2), out=out.data_ptr(),
+        visible=strides(seen, 2), out=out.data_ptr(),
         lse=lse.data_ptr(), scale=scale, scratch=scratch.data_ptr(), scratch_bytes=4 * size,
     )  # fmt: skip
     kernel.run(packed, 1, threads)

@@ -21,7 +21,7 @@ from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import MAX_STEP, READ_FIELDS, Coverage, dtype_problem
 from ...quantize import triton as quantize
-from ...quantize.hadamard import rotate
+from ...quantize.hadamard import matrix
 from ..reference import AttentionState
 from ..regions import KVView, Slots, Spans
 from .arguments import ExactRows, Form, Options, Side
@@ -370,12 +370,11 @@ def processors(device: torch.device) -> int:
 
 @cache
 def _rotation(group: int, device: torch.device) -> Tensor:
-    """Return the matrix whose product with a row is the row rotated, fp32 [group, group]."""
-    return rotate(torch.eye(group, dtype=torch.float32)).to(device)
+    return matrix(group).to(device)
 
 
 def rotate_groups(x: Tensor, group: int, back: bool = False) -> Tensor:
     """Return x [..., D], groups of channels rotated or rotated back by torch, in its dtype."""
-    matrix = _rotation(group, x.device)
-    groups = x.float().unflatten(-1, (-1, group)) @ (matrix.T if back else matrix)
+    turned = _rotation(group, x.device)
+    groups = x.float().unflatten(-1, (-1, group)) @ (turned.T if back else turned)
     return groups.flatten(-2).to(x.dtype)

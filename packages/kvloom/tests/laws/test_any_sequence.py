@@ -21,6 +21,10 @@ pytestmark = by_reference
 PACKED_VALUES = Store(values=Packed(bits=2, axis="token", group=16))
 FIRST_DRAFT = (("first draft", 30, 5, 3),)
 FOUND = {
+    "accepted tokens of a first draft that are too few for a pyramid": Case(
+        Recipe(Keep(Budget(fraction=0.7125, recent=0.3, layers="pyramid"), Mass(), when="prompt")),
+        3, (2, 1), 16, "fp32", (0,), (("first draft", 1, 7, 3),),
+    ),
     "values fitted to a repetition's scores after a first draft": Case(
         Recipe(Keep(Budget(12, recent=2), Reconstruction(), when="prompt", fit=Fit(32, 20, 8))),
         1, (2, 1), 16, "fp32", (0,), FIRST_DRAFT,

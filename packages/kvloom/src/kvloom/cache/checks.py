@@ -113,10 +113,15 @@ def check_range(name: str, store: Store, max_abs: tuple[float, ...], k: Tensor, 
 
 
 def check_crop(state: LayerState, tokens: int) -> None:
-    """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed."""
+    """Raise `CacheMisuse` if a layer's newest `tokens` tokens cannot be removed.
+
+    Raises `RecipeError` if too few for its budgets would stay of a first prompt and a draft.
+    """
     if tokens >= state.seen:
         return
-    storage, evictor = state.storage, state.evictor
+    storage, evictor, left = state.storage, state.evictor, state.seen - tokens
+    if evictor is not None and evictor.phase is Phase.EMPTY and left > state.recipe.compress_after:
+        evictor.check_prompt(left)
     draft = 0 if state.uncommitted is None else state.uncommitted.tokens
     remedy = "call activate_past_recording() before the step that is to be undone"
     if tokens > draft and evictor is not None and evictor.irreversible:

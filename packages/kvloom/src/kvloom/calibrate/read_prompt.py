@@ -148,7 +148,7 @@ class ReadPrompt:
         if keep is not None and (keep.fit or (keep.scorer.of_prompt and not keep.scorer.repeats)):
             raise CacheMisuse(
                 f"recipe {cache.recipe.name!r} needs the queries of a whole prompt, of which only "
-                "the last are known here; measure it with kvloom eval"
+                "the last are known here; call kvloom_lab.compare instead"
             )
         member = cache.full_layers[list(self.layer_indices).index(layer_index)].cache
         outside_inference_mode(member.prefill)(self.readers[layer_index].inputs)

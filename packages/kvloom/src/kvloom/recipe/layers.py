@@ -57,8 +57,8 @@ def select(where: str, layer_indices: Sequence[int]) -> Sequence[int]:
         missing = not chosen or int(high or low) > layer_indices[-1]
     if missing:
         raise RecipeError(
-            f"layers {where!r}: kvloom does not cache all of these; of this model it caches "
-            f"{len(layer_indices)}: {listed(layer_indices)}"
+            f"layers {where!r}: kvloom does not cache all of these; name some of the "
+            f"{len(layer_indices)} that it caches: {listed(layer_indices)}"
         )
     return chosen
 

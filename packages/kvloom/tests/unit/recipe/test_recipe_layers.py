@@ -84,8 +84,8 @@ def test_layers_that_are_not_cached_are_refused_by_name(where):
     recipe = Recipe(layers=(LayerOverride(where, store=FOUR),), name="mine")
     (problem,) = recipe.problems(geometry(4, HYBRID))
     assert problem == (
-        f"layers {recipe.layers[0].where!r}: kvloom does not cache all of these; of this model it "
-        "caches 4: 1, 3, 5, 7"
+        f"layers {recipe.layers[0].where!r}: kvloom does not cache all of these; name some of the "
+        "4 that it caches: 1, 3, 5, 7"
     )
     with pytest.raises(IncompatibleRecipe, match="'mine' does not fit this model: layers"):
         recipe.check(geometry(4, HYBRID))

@@ -92,9 +92,9 @@ def attend_dense(
     keys, values, _, visible, bias, step_tokens = region
     own = min(step_tokens, q.shape[2])
     past = end - own if own > 1 else end  # a single query sees all tokens
-    packed = min(max(begin, keys.prefix, values.prefix), past)
+    packed = [min(max(begin, side.prefix), past) for side in (keys, values)]
     states = []
-    for lo, hi in pairwise(sorted({begin, *range(begin, packed, most), packed, past, end})):
+    for lo, hi in pairwise(sorted({begin, *range(begin, max(packed), most), *packed, past, end})):
         columns = slice(lo - begin, hi - begin)
         masks = {} if bias is None else {"bias": bias[..., columns]}
         states.append(

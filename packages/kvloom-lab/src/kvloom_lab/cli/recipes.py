@@ -300,7 +300,6 @@ def calibrate_command(
     """
     from kvloom.calibrate import Settings, calibrate, cut_contexts
 
-    from ..models import load
     from ..workload.text import calibration_text, leading_ids, read_files, tokenize
 
     chosen = parse_recipes(recipes)
@@ -314,11 +313,11 @@ def calibrate_command(
             f"next to a config.json; write {str(out.with_suffix('.kvcal'))!r} instead"
         )
     content = read_files(text) if text else calibration_text()
-    silence_transformers()
-    loaded, tokenizer = load(model, dtype)
-    settings = Settings(contexts=samples, context=context)
+    settings, of_model = Settings(contexts=samples, context=context), ChosenModel(model, dtype)
+    tokenizer = of_model.tokenizer
     ids = cut_contexts(tokenize(tokenizer, content), leading_ids(tokenizer), settings)
     with show_progress() as progress:
+        loaded = of_model.load(progress)
 
         def on_step(what: str, done: int, total: int) -> None:
             progress(f"{what}, {done} of {total}", done, total)

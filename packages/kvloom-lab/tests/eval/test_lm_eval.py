@@ -10,6 +10,7 @@ pytest.importorskip("lm_eval")
 pytestmark = pytest.mark.filterwarnings("default")  # lm_eval's own
 
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.model import CachingLM  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -109,3 +110,10 @@ def test_example_tasks_read_the_official_files(name, tmp_path, monkeypatch):
     else:
         found = task.process_results(doc, [answer])
     assert scores.items() <= found.items()
+
+
+def test_windows_of_rolling_tasks_are_no_answers_to_remember(tmp_path):
+    lm = model(KvloomLM, recipe="kivi")
+    cached = CachingLM(lm, str(tmp_path / "answers.db"))
+    one = [Instance("loglikelihood_rolling", {}, (TEXT[:300],), 0)]
+    assert cached.loglikelihood_rolling(one) == lm.loglikelihood_rolling(one, disable_tqdm=True)

@@ -1,5 +1,3 @@
-const percent = x => `${(100 * x).toFixed(1)} %`;
-const mean = xs => xs.reduce((a, b) => a + b, 0) / xs.length;
 const layers = data.layers, heads = layers[0].heads.length;
 const prompt = data.prompt_tokens;
 
@@ -251,7 +249,7 @@ function detail() {
   else {
     line("kept by", `${keeping.length} of ${count(found.length, "head")} (${where()})`);
     if (keeping.length && keeping.length < found.length) line("which", which(keeping));
-    if (view.lines) view.lines(found, i, state.step).forEach(l => line(...l));
+    view.lines(found, i, state.step).forEach(l => line(...l));
   }
   const scored = found.filter(f => f.head.scores);
   const first = score(scored.map(f => f.head.scores.first[i]));
@@ -294,13 +292,6 @@ function focusToken(i) {
   if (!(i >= 0) || i >= spans.length || birth(i) > state.step) return;
   state.token = i;
   detail();
-}
-function options(select, list) {
-  select.replaceChildren(...list.map(([value, text]) => {
-    const o = make("option", text);
-    o.value = value;
-    return o;
-  }));
 }
 
 $("recipe").textContent = data.recipe;

@@ -10,9 +10,6 @@ const draw = (name, attributes, text) => {
   if (text !== undefined) e.textContent = text;
   return e;
 };
-const mean = xs => xs.length ? xs.reduce((a, b) => a + b, 0) / xs.length : null;
-const has = x => x !== null && x !== undefined;
-const percent = (x, digits = 1) => has(x) ? `${(100 * x).toFixed(digits)}%` : "–";
 
 const SCORES = {
   perplexity: ["perplexity", "how many tokens the model hesitates between, on average; 1 is certainty"],
@@ -96,14 +93,6 @@ function visible(row) {
 }
 const rowsOf = task => task.rows.filter(visible);
 const exactRow = task => task.rows.find(row => row.recipe === data.exact);
-function options(select, list, value) {
-  select.replaceChildren(...list.map(([v, text]) => {
-    const o = make("option", text);
-    o.value = v;
-    return o;
-  }));
-  if (has(value) && list.some(([v]) => String(v) === String(value))) select.value = value;
-}
 function facts(pairs) {
   const dl = make("dl", undefined, "facts");
   for (const [name, value] of pairs) if (has(value) && value !== "") dl.append(make("dt", name), make("dd", value));

@@ -94,7 +94,7 @@ def end_repetition(state: LayerState) -> None:
     state.repetition.end(state.segment)
     evictor = state.score_evictor
     if evictor.phase is Phase.REPEATING:
-        scores = state.repetition.take(len(state.segment))
+        scores = state.repetition.pop(len(state.segment))
         _evict_or_wait(state, Decision(evictor.end_wait(), scores))
 
 

@@ -47,7 +47,7 @@ class PromptEvictor(ScoreEvictor):
         if self.repetition.scores is None:
             self.wait(Phase.REPEATING, queries)
             return None
-        return Decision(queries, self.repetition.take(len(storage)))
+        return Decision(queries, self.repetition.pop(len(storage)))
 
     def evict(
         self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool

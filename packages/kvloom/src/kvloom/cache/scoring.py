@@ -116,7 +116,7 @@ class RunningScores(Buffer):
 
     def keep(self, slots: Tensor) -> None:
         """Keep only the scores of the tokens at slots int64 [B, Hk, M]."""
-        self.take(gather(self.view(), slots))
+        self.adopt(gather(self.view(), slots))
 
     def put(self, scores: Tensor) -> None:
         """Replace all scores by a copy of `scores` [B, Hk, N]."""
@@ -148,7 +148,7 @@ class RepetitionScores(Stateful):
             keys = segment.exact_keys()
             self.scores = keys.new_zeros(keys.shape[:3], dtype=torch.float32)
 
-    def take(self, tokens: int) -> Tensor:
+    def pop(self, tokens: int) -> Tensor:
         """Return the scores of the first `tokens` tokens, and forget all scores."""
         assert self.scores is not None
         scores, self.scores = self.scores, None

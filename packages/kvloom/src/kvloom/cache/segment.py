@@ -138,8 +138,8 @@ class Segment(Stateful):
 
         k, v: [B, Hk, M, D], contiguous; the segment owns them from now on.
         """
-        self.keys.tail.take(k)
-        self.values.tail.take(v)
+        self.keys.tail.adopt(k)
+        self.values.tail.adopt(v)
 
     def note_kept(self, slots: Tensor, tokens: int, index: bool) -> None:
         """Note that the tokens at slots [B, Hk, M] of `tokens` tokens stay; moves no tensor."""

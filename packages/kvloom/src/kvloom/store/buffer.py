@@ -85,9 +85,9 @@ class Buffer(Stateful):
 
     def replace(self, x: Tensor) -> None:
         """Replace all tokens by a copy of x [B, Hk, N, D], without spare room."""
-        self.take(x.detach().clone(memory_format=torch.contiguous_format))
+        self.adopt(x.detach().clone(memory_format=torch.contiguous_format))
 
-    def take(self, x: Tensor) -> None:
+    def adopt(self, x: Tensor) -> None:
         """Replace all tokens by x [B, Hk, N, D] itself, contiguous, which nothing else writes."""
         self.allocation, self.count = Allocation(x), x.shape[2]
 

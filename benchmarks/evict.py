@@ -32,7 +32,8 @@ NAMES = (
 def at_bytes_of(target: str, g: Geometry) -> list[Recipe]:
     """Return every recipe at the size of the target's cache right after the context."""
     share = resolve(target).nbytes(CONTEXT, g) / (CONTEXT * g.token_nbytes())
-    recipes = [at_share(resolve(name), share, CONTEXT, g) for name in NAMES]
+    names = [name for name in NAMES if name == target or resolve(name).keep is not None]
+    recipes = [at_share(resolve(name), share, CONTEXT, g) for name in names]
     return [replace(recipe, name=f"{recipe.name}, {target}'s bytes") for recipe in recipes]
 
 
@@ -41,11 +42,12 @@ def main() -> None:
     model, tokenizer = load()
     path = record.results() / "evict.json"
     done = json.loads(path.read_text())["bytes2k"]["rows"] if path.exists() else []
-    rows = {row["recipe"]: row for row in done}
     settings = Settings(context=CONTEXT, new_tokens=192, batch=8, questions=QUESTIONS)
     task = prepare(model, tokenizer, library_text(), settings)
     hays = task.haystacks[: len(task.haystacks) // 4]
     recipes = [*at_bytes_of("kivi", geometry(model)), *at_bytes_of("minikv", geometry(model))]
+    present = {"full", *(recipe.name for recipe in recipes)}
+    rows = {row["recipe"]: row for row in done if row["recipe"] in present}
     missing = with_full([recipe for recipe in recipes if recipe.name not in rows])
     for recipe, measured in zip(missing, iter_rows(model, missing, task), strict=True):
         row = asdict(measured)

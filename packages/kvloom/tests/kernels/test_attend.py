@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import naive
 from kvloom.kernels.attend import reference as ref
+from kvloom.kernels.attend.regions import KVView, Region, Spans
 
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 heads = pytest.mark.parametrize(("hq", "hk"), HEADS.values(), ids=HEADS)
@@ -278,3 +279,17 @@ def test_merge_by_hand():
     merged = ref.merge([one, two])
     assert merged.out.item() == pytest.approx(2.0)
     assert merged.lse.item() == pytest.approx(np.log(8.0))
+
+
+@pytest.mark.parametrize("where", [None, Spans(torch.tensor([[[0, 6], [6, 0]]]), 6)])
+def test_no_tokens_have_the_channels_of_values(where):
+    """Some models have narrower values than keys."""
+    q, k, v = (
+        torch.randn(1, 4, 1, 32),
+        torch.randn(1, 1 + (where is None), 6, 32),
+        torch.randn(1, 1 + (where is None), 6, 16),
+    )
+    regions = [Region.exact(k[:, :, :0], v[:, :, :0]), Region.exact(k, v)]
+    if where is not None:
+        regions = [Region(KVView(None, k), KVView(None, v), where)]
+    assert ref.attend_regions(q, regions, 0.2).out.shape == (1, 4, 1, 16)

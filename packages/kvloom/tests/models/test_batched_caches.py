@@ -60,6 +60,18 @@ def test_each_cache_steps_as_if_alone(name, tokens):
     assert [c.get_seq_length() for c in caches] == [70 + 4 * tokens] * len(caches)
 
 
+def test_gradients_of_a_batched_step_are_those_of_single_ones():
+    model, ids = zoo.build("llama-gqa"), prompt(70, 1)["input_ids"]
+    caches = [kvloom.Cache(model, "full") for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            model(input_ids=ids, past_key_values=cache)
+    batch = BatchedCaches(model, caches)
+    model(input_ids=ids[:, :1].repeat(2, 1), past_key_values=batch).logits.sum().backward()
+    with pytest.raises(CacheMisuse, match="stores tokens without gradients"):
+        model(input_ids=ids[:, :1], past_key_values=caches[0]).logits.sum().backward()
+
+
 def test_a_failure_in_one_cache_leaves_all_as_they_were():
     model = zoo.build("llama-gqa")
     caches = filled(model, 1)

@@ -284,6 +284,9 @@ def test_candidates_are_scored_by_repetitions_of_their_own():
     both, *alone = (x.whole(y) for x, y in zip(prompts, asked, strict=True))
     torch.testing.assert_close(both, torch.cat(alone))
     assert not torch.allclose(both[0], both[1])
+    prompt = ReadPrompt(model, ids[:, :PROMPT], ids[:, PROMPT:END], step=1)
+    needs_none = resolve("kvzip:tokens=500,recent=4,chunk=9,instruction=5 6")
+    assert torch.equal(prompt.whole([needs_none, recipes[0]])[1], both[0])
 
 
 @torch.no_grad()

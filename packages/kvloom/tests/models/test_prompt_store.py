@@ -203,6 +203,15 @@ def test_put_knows_the_ids_of_all_calls(tmp_path):
             store.put(again, ids.flip(1))
 
 
+def test_put_takes_tokens_whose_positions_kvloom_closes_up():
+    model, ids = zoo.build("gpt2"), prompt(150)[:, :128]
+    cache = kvloom.Cache(model, "streaming:tokens=48,positions=renumbered")
+    with torch.no_grad():
+        for part in ids.split([64] + [1] * 64, dim=1):
+            model(part, past_key_values=cache)
+    assert cache.token_hash.problem(ids) == ""
+
+
 def test_put_refuses_tokens_at_positions_of_their_own(tmp_path):
     model, ids = zoo.build("llama-gqa"), prompt(150)[:, :64]
     store, cache = kvloom.PromptStore(tmp_path), kvloom.Cache(model, PACKED)

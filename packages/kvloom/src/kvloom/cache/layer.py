@@ -383,7 +383,8 @@ class LayerCache:
     def crop(self, tokens: int) -> None:
         """Remove the newest `tokens` tokens, then drop and pack what waited for the crop.
 
-        Raises `CacheMisuse` if they cannot be removed, before anything is changed.
+        Raises `CacheMisuse` if they cannot be removed, and `RecipeError` if too few of a first
+        prompt would stay for its budgets, before anything is changed.
         """
         self.check_crop(tokens)
         state = self._state

@@ -135,9 +135,10 @@ class ReadPrompt:
         member = self._stored(layer_index, cache)
         if member.repetition is not None:
             rule = member.repetition.rule
-            if rule not in self.repeated:
-                self.repeated[rule] = self._repeat(member.recipe)
-            member.repetition.copy_scores(self.repeated[rule][layer_index])
+            scores = self.repeated.get(rule) or self._repeat(member.recipe)
+            if any(x is not None for x in scores.values()):  # the budget is below the prompt
+                self.repeated[rule] = scores
+            member.repetition.copy_scores(scores[layer_index])
             outside_inference_mode(member.end_repetition)()
         member.forget_undo()
         return member
@@ -272,7 +273,8 @@ class _Candidates(BatchedLayer):
     """A layer whose rows each have a cache of their own."""
 
     def __init__(self, members: Sequence[LayerCache]) -> None:
-        super().__init__(members, [slice(row, row + 1) for row in range(len(members))])
+        rows = [slice(row, row + 1) for row in range(len(members))]
+        super().__init__([RoutedLayer(member) for member in members], rows)
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend in each cache with its row of the batch."""

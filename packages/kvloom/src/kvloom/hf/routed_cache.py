@@ -233,6 +233,7 @@ class RoutedCache(transformers.Cache):
 
         Raises:
             CacheMisuse: A layer cannot remove them.
+            RecipeError: Too few tokens of a first prompt would stay for its budgets.
         """
         seen = self.get_seq_length()
         tokens = removed_tokens(tokens_to_remove, seen)

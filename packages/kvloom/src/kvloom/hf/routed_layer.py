@@ -166,11 +166,20 @@ class RoutedLayer(CacheLayerMixin):
             run = outside_inference_mode(run)
         seen = self.cache.seen
         out = run(step)
+        self.note_gradients(out, step, seen)
+        return out
+
+    def note_gradients(self, out: Tensor, step: StepInputs, seen: int) -> None:
+        """Refuse gradients of `out` that stored tokens lack; note those that new ones will lack.
+
+        seen: tokens before the step.
+        """
+        if self.gradients_from >= seen:  # these tokens were removed
+            self.gradients_from = math.inf
         if out.requires_grad and self.gradients_from < seen:
-            out.register_hook(refuse_gradient)
+            out.register_hook(_refuse_gradient)
         if step.k.requires_grad or step.v.requires_grad:
             self.gradients_from = min(self.gradients_from, seen)
-        return out
 
     def with_inputs_of_call(self, step: StepInputs) -> StepInputs:
         """Return a step with the token ids, the norms and the predictor of this call, if any."""
@@ -215,24 +224,16 @@ class RoutedLayer(CacheLayerMixin):
     def crop(self, tokens: int) -> None:
         """Remove -tokens tokens (0: none), then drop and pack what waited."""
         self.cache.crop(removed_tokens(tokens, self.cache.seen))
-        self._forget_gradients()
 
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self._forget_gradients()
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
-        self._forget_gradients()
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
-
-    def _forget_gradients(self) -> None:
-        """Forget which gradients tokens lack that are no longer stored."""
-        if self.gradients_from >= self.cache.seen:
-            self.gradients_from = math.inf
 
     @outside_inference_mode
     def map_rows(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -272,7 +273,7 @@ def removed_tokens(tokens: int, seen: int) -> int:
     return -tokens if tokens <= 0 else max(0, seen - tokens)
 
 
-def refuse_gradient(gradient: Tensor) -> None:
+def _refuse_gradient(gradient: Tensor) -> None:
     """Refuse `backward` through a step after tokens that were stored without their graph."""
     raise CacheMisuse(
         "a kvloom cache stores tokens without gradients, so those of earlier calls would lack "

@@ -37,7 +37,7 @@ from .implementation import use_kvloom
 from .passes import last_logits
 from .repetition import Repetition, of_prompt
 from .routed_cache import RoutedCache
-from .routed_layer import RoutedLayer, on_one_device, refuse_gradient
+from .routed_layer import RoutedLayer, on_one_device
 from .supported import unwrap
 
 
@@ -314,7 +314,7 @@ class BatchedCaches(RoutedCache):
         ends = [0, *accumulate(_rows(cache) for cache in caches)]
         self.caches, self.slices = caches, [slice(*pair) for pair in pairwise(ends)]
         layers = [
-            BatchedLayer([cache.layers[i].cache for cache in caches], self.slices)
+            BatchedLayer([cache.layers[i] for cache in caches], self.slices)
             for i in range(len(caches[0].layers))
         ]
         super().__init__(layers, caches[0].fingerprint)
@@ -341,9 +341,10 @@ class BatchedCaches(RoutedCache):
 class BatchedLayer(RoutedLayer):
     """The same layer of several caches; each attends with its rows of the batch."""
 
-    def __init__(self, members: Sequence[LayerCache], slices: Sequence[slice]) -> None:
-        super().__init__(members[0])
-        self.members, self.slices = members, slices
+    def __init__(self, routed: Sequence[RoutedLayer], slices: Sequence[slice]) -> None:
+        super().__init__(routed[0].cache)
+        self.routed, self.slices = routed, slices
+        self.members = [layer.cache for layer in routed]
 
     @property
     def needs_ids(self) -> bool:
@@ -363,15 +364,12 @@ class BatchedLayer(RoutedLayer):
                 f"{self.cache.name}: rows with padding cannot be batched; step each cache alone"
             )
         step = self.with_inputs_of_call(step)
-        has_past = any(member.seen for member in self.members)
-        parts = [
-            outside_inference_mode(member.run)(_step_of(member, step).map(itemgetter(rows)))
-            for member, rows in zip(self.members, self.slices, strict=True)
-        ]
-        out = torch.cat(parts)
-        if out.requires_grad and has_past:
-            out.register_hook(refuse_gradient)
-        return out
+        parts = []
+        for layer, rows in zip(self.routed, self.slices, strict=True):
+            own, seen = _step_of(layer.cache, step).map(itemgetter(rows)), layer.cache.seen
+            parts.append(outside_inference_mode(layer.cache.run)(own))
+            layer.note_gradients(parts[-1], own, seen)
+        return torch.cat(parts)
 
 
 def _step_of(member: LayerCache, step: StepInputs) -> StepInputs:

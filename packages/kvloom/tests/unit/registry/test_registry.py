@@ -77,7 +77,7 @@ def test_public_functions_are_decorators():
     assert kvloom.register_format(entry("format", "mine")).kind == "mine"
 
     @kvloom.register_recipe("my-recipe")
-    def my_recipe(sinks: int = 2) -> Recipe:
+    def my_recipe(sinks: int = 2, recent: int | None = None) -> Recipe:
         """Sinks and nothing else."""
         return Recipe(protect=kvloom.Protect(sinks=sinks))
 

@@ -39,9 +39,9 @@ class AttentionState(NamedTuple):
     products: Tensor | None = None
 
 
-def nothing(q: Tensor) -> AttentionState:
-    """Return the state of attention of q [B, Hq, T, D] to no tokens."""
-    out = torch.zeros_like(q, dtype=torch.float32)
+def nothing(q: Tensor, channels: int) -> AttentionState:
+    """Return the state of attention of q [B, Hq, T, D] to no tokens, with values of `channels`."""
+    out = q.new_zeros(*q.shape[:3], channels, dtype=torch.float32)
     return AttentionState(out, out.new_full(q.shape[:3], -torch.inf))
 
 
@@ -103,7 +103,7 @@ def attend_dense(
                 visible=None if visible is None else visible[..., columns], **masks,
             )
         )  # fmt: skip
-    return merge(states) if states else nothing(q)
+    return merge(states) if states else nothing(q, values.exact.shape[3])
 
 
 def attend_spans(

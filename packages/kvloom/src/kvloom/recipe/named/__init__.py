@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import NoneType
 from typing import Any, get_type_hints
 
 from ...errors import RecipeError
@@ -103,8 +104,9 @@ def _check(name: str, build: Any) -> None:
                 f"recipe {name!r} cannot have an option {option!r}, which every recipe has "
                 "already; rename it"
             )
-        kinds = set(alternatives(hints.get(option)))
-        if parameter.default is parameter.empty or not kinds <= {int, float, str, bool}:
+        kinds = set(alternatives(hints.get(option))) - {NoneType}
+        spelled = kinds and kinds <= {int, float, str, bool}
+        if parameter.default is parameter.empty or not spelled:
             raise RecipeError(
                 f"option {option!r} of recipe {name!r} needs a default and an annotation of int, "
                 "float, str or bool"

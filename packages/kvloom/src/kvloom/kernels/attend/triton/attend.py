@@ -66,7 +66,7 @@ def attend(
         q = q.to(dense[0].keys.tail.dtype).contiguous()
         calls = _calls(q, dense, scale, softcap)
         states += [run([(call, kernels()._split) for call in calls])] if calls else []
-    state = merge(states) if states else nothing(q)
+    state = merge(states) if states else nothing(q, q.shape[3])
     return state if sink_logits is None else with_sinks(state, sink_logits)
 
 

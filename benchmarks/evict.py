@@ -1,6 +1,6 @@
 """Quality of eviction recipes on the reference model, at the bytes of `kivi` and of `minikv`.
 
-Needles are asked after the context, whose compression depends on no question, and at its end.
+A question stands after the context, which is compressed without it, or at the end of the context.
 Every row is written as soon as it is measured; a second run continues where the first stopped.
 
     python benchmarks/evict.py

@@ -313,6 +313,12 @@ class Sequence:
         (seen,) = {layer.get_seq_length() for layer in self.layers}
         return seen
 
+    @property
+    def waits(self) -> bool:
+        """Whether layers evict only when all of a prompt has been scored."""
+        evictors = [layer.cache._state.evictor for layer in self.layers]
+        return any(evictor is not None and evictor.defers for evictor in evictors)
+
     def apply(self, name: str, *arguments: Any) -> None:
         """Apply an operation, and check what it leaves."""
         getattr(self, f"_{name.replace(' ', '_')}")(*arguments)
@@ -451,8 +457,7 @@ class Sequence:
         Layers that decide together evict from all of these as one prompt, others from the prompt.
         """
         twin, inputs, rejected = self._twin(), self._inputs(prompt + tokens), min(rejected, tokens)
-        evictors = [layer.cache._state.evictor for layer in self.layers]
-        waits = any(evictor is not None and evictor.defers for evictor in evictors)
+        waits = self.waits
         accepted = prompt + tokens - rejected
         for layer in self.layers:
             layer.activate_past_recording()
@@ -477,8 +482,7 @@ class Sequence:
         if not self.seen:
             return
         rejected = min(rejected, tokens)
-        evictors = [layer.cache._state.evictor for layer in self.layers]
-        waits = any(evictor is not None and evictor.defers for evictor in evictors)
+        waits = self.waits
         twin = self._twin()
         inputs = self._inputs(tokens)
         for layer in self.layers:

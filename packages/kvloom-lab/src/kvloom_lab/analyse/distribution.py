@@ -116,6 +116,7 @@ def measure(
         def add(layer_index: int, inputs: AttentionInputs) -> None:
             if layer_index not in chosen:
                 return
+            plain = recipe.for_layer(layer_index, available)
             tensors = {"keys": inputs.k, "values": inputs.v}
             rope = ropes.get(layer_index)
             if rope is not None:
@@ -123,7 +124,6 @@ def measure(
                 tensors["raw_keys"] = rope.rotate(inputs.k.float(), undo)
             for kind in KINDS:
                 if kind in tensors:
-                    plain = recipe.for_layer(layer_index, available)
                     groups = _calibrated_groups(plain, facts[layer_index], kind)
                     x = tensors[kind][0].float().transpose(1, 2).flatten(0, 1).cpu()
                     distributions.append(Distribution(layer_index, kind, x, group, groups))

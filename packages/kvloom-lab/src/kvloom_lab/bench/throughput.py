@@ -239,11 +239,12 @@ def measure(
                     ready[name] = tried
                 on_step(name, 1)
             if name in ready:
-                job, kl = ready.pop(name)
+                job, kl = ready[name]
                 run = serving.in_process(serving.figures, job, *settings)
                 if isinstance(run, RunFigures):
                     run.kl = kl
-                    ready[name] = job, kl
+                else:
+                    del ready[name]
                 yield job, run
             on_step("", 1)
 

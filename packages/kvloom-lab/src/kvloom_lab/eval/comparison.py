@@ -60,7 +60,7 @@ class Settings:
         new_tokens: Tokens of the continuation, decoded one by one.
         batch: Rows of text, and questions asked together.
         questions: Number of needles, eight in one context.
-        ask: When a question is asked, a word of `ASK`.
+        ask: Where a question stands, a word of `ASK`.
         seed: Of the parts of the text, the needles and their positions.
     """
 

@@ -21,8 +21,8 @@ Baseline = TypeVar("Baseline")
 """What a task measures of `full`, and compares other recipes with."""
 
 ASK = "after", "inside"
-"""When a question is asked: after the context is compressed, so that no score depends on it, or
-inside, at the end of the prompt, so that it is part of what is compressed."""
+"""Where a question stands. after: after the compressed context; no score depends on it. inside: at
+the end of the prompt; it is compressed with the context."""
 
 
 def check_ask(ask: str) -> None:

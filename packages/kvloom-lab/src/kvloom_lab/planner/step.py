@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from kvloom.recipe import (
-    BudgetGroup,
-    Geometry,
-    Recipe,
-    SlidingLayer,
-    predicted_layer_nbytes,
-)
+from kvloom.recipe import BudgetGroup, Geometry, Recipe, SlidingLayer, predicted_layer_nbytes
 
 from .model import ModelFacts
 from .units import Range

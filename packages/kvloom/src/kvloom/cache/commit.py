@@ -194,11 +194,12 @@ def _add_uncommitted(state: LayerState, queries: Queries, new: KV | None) -> Non
         state.segment.append(*_store_sinks(state, queries, new))
     before, evictor = state.uncommitted, state.evictor
     tokens = queries.tokens + (0 if before is None else before.tokens)
-    scores = evictor is not None and evictor.scoring
-    if evictor is not None and evictor.repetition is not None:
-        scores = scores and evictor.keep.fit is not None
     needed = (
-        scores
+        (
+            evictor is not None
+            and evictor.scoring
+            and (evictor.repetition is None or evictor.keep.fit is not None)
+        )
         or state.needs_ids
         or (state.outliers is not None and not state.outliers.done)
         or (state.retriever is not None and state.retriever.learns)

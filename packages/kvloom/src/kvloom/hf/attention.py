@@ -62,11 +62,7 @@ def attention(
     later_seen, sees_past = later_tokens(layer, attention_mask)
     causal = later_seen is None and sees_past
     visible = visible_tokens(layer, attention_mask)
-    if (
-        several
-        and not _causal(module, kwargs)
-        and (stock_mask(attention_mask, query.device) is None)
-    ):
+    if several and not _causal(module, kwargs) and stock_mask(attention_mask, query.device) is None:
         raise not_causal(layer)
     check_arguments(layer, kwargs)
     if (in_window and several) or (first and (layer.latents is not None or not causal)):

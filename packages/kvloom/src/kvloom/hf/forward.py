@@ -66,7 +66,7 @@ class RoutedForward:
         if isinstance(cache, RoutedCache) and cache.read_prompt is not None:
             read_prompt, cache.read_prompt = cache.read_prompt, None
             return read_prompt(self, cache, kwargs)
-        positions = kwargs.get("position_ids")
+        positions = kwargs.get("position_ids")  # as given: `_prepared` may close them up
         kwargs = {**kwargs, **_prepared(self.model, kwargs)}
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RoutedCache):
@@ -87,10 +87,7 @@ class RoutedForward:
                 repeated.run()
             cache.finish_shared()
             tokens = cache.get_seq_length() - seen
-            if cache.learned_positions:  # `_prepared` has closed them up
-                positions = None if positions is None else positions[..., -tokens:]
-                kwargs = {**kwargs, "position_ids": positions}
-            token_hash = cache.token_hash.after(kwargs, seen, tokens)
+            token_hash = cache.token_hash.after(kwargs, positions, seen, tokens)
             if tokens > 1:
                 stock.release(cache.stock_layers)
         cache.token_hash = token_hash

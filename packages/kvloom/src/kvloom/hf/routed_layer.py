@@ -176,7 +176,7 @@ class RoutedLayer(CacheLayerMixin):
         """
         if self.gradients_from >= seen:  # these tokens were removed
             self.gradients_from = math.inf
-        if out.requires_grad and self.gradients_from < seen:
+        elif out.requires_grad:
             out.register_hook(_refuse_gradient)
         if step.k.requires_grad or step.v.requires_grad:
             self.gradients_from = min(self.gradients_from, seen)

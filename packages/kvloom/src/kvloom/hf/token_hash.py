@@ -50,14 +50,20 @@ class TokenHash:
         powers = torch.cat([powers.new_ones(1), powers[:-1]]).flip(0)
         return TokenHash(self.tokens + ids.shape[1], value + ((ids[0] + 1) * powers).sum())
 
-    def after(self, kwargs: dict[str, Any], seen: int, tokens: int) -> TokenHash:
-        """Return the hash after a call with `tokens` new tokens in a cache that had seen `seen`."""
+    def after(
+        self, kwargs: dict[str, Any], positions: Tensor | None, seen: int, tokens: int
+    ) -> TokenHash:
+        """Return the hash after a call with `tokens` new tokens in a cache that had seen `seen`.
+
+        positions: the caller's `position_ids` [..., tokens or more]; the last ones count.
+        """
         ids, total = kwargs.get("input_ids"), seen + tokens
-        refusal = self.refusal or (_refusal(kwargs, seen, tokens) if tokens > 1 else "")
+        positions = None if positions is None else positions[..., -tokens:]
+        refusal = self.refusal or (_refusal(kwargs, positions, seen, tokens) if tokens > 1 else "")
         known = self.value is not None and self.tokens == seen
         if refusal or not known or ids is None or ids.shape != (1, tokens):
             return TokenHash(total, None, refusal)
-        new, positions = self.then(ids), kwargs.get("position_ids")
+        new = self.then(ids)
         if tokens == 1 and positions is not None:  # another position gives another hash
             assert new.value is not None
             new.value += (positions.reshape(-1)[-1] - seen).to(new.value.device)
@@ -72,9 +78,9 @@ class TokenHash:
         return "" if same else "the cache has read other token ids, or at other positions"
 
 
-def _refusal(kwargs: dict[str, Any], seen: int, tokens: int) -> str:
+def _refusal(kwargs: dict[str, Any], positions: Tensor | None, seen: int, tokens: int) -> str:
     """Return why keys of a call are not those of a plain prompt with the same ids."""
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    mask = kwargs.get("attention_mask")
     if mask is not None and mask.dim() == 2 and not bool(mask.all()):
         return "its prompt had padding"
     plain = torch.arange(seen, seen + tokens)

@@ -71,27 +71,22 @@ def _scores_op(
     return Op(reference.__name__, reference, _scores_case, cpu=backend)
 
 
-def _keys_op(
-    reference: Callable[P, R], run: Callable[..., R], load: Callable[..., object]
+def _keys_case(x: Tensor, *_: Any) -> tuple[Tensor, Hashable]:
+    return x, (x.shape[3], x.dtype)
+
+
+def _queries_case(q: Tensor, x: Tensor, _: Tensor, query_heads: str) -> tuple[Tensor, Hashable]:
+    return x, (x.shape[3], x.dtype, q.shape[1] // x.shape[1], query_heads)
+
+
+def _select_op(
+    reference: Callable[P, R],
+    run: Callable[..., R],
+    load: Callable[..., object],
+    case: Callable[..., tuple[Tensor, Hashable]],
 ) -> Op[P, R]:
-    """Declare an operation on keys that has a CPU kernel only."""
-
-    def case(x: Tensor, *_: Any) -> tuple[Tensor, Hashable]:
-        return x, (x.shape[3], x.dtype)
-
-    coverage = select_cpu.COVERAGE.of(lambda x, *_: (x,))
-    return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
-
-
-def _queries_op(
-    reference: Callable[P, R], run: Callable[..., R], load: Callable[..., object]
-) -> Op[P, R]:
-    """Declare an operation on queries and on centroids or bounds; it has a CPU kernel only."""
-
-    def case(q: Tensor, x: Tensor, _: Tensor, query_heads: str) -> tuple[Tensor, Hashable]:
-        return x, (x.shape[3], x.dtype, q.shape[1] // x.shape[1], query_heads)
-
-    coverage = select_cpu.COVERAGE.of(lambda q, x, *_: (x,))
+    """Declare an operation on keys, centroids or bounds that has a CPU kernel only."""
+    coverage = select_cpu.COVERAGE.of(lambda *args: case(*args)[:1])
     return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
 
 
@@ -233,13 +228,16 @@ lowest = _scores_op(
 # --- select ---------------------------------------------------------------------------------------
 
 
-kmeans = _keys_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.clustering)
-page_bounds = _keys_op(select_reference.page_bounds, select_cpu.page_bounds, select_cpu.bounding)
-cluster_scores = _queries_op(
-    select_reference.cluster_scores, select_cpu.cluster_scores, select_cpu.scoring_clusters
+kmeans = _select_op(select_reference.kmeans, select_cpu.kmeans, select_cpu.clustering, _keys_case)
+page_bounds = _select_op(
+    select_reference.page_bounds, select_cpu.page_bounds, select_cpu.bounding, _keys_case
 )
-page_scores = _queries_op(
-    select_reference.page_scores, select_cpu.page_scores, select_cpu.scoring_pages
+cluster_scores = _select_op(
+    select_reference.cluster_scores, select_cpu.cluster_scores, select_cpu.scoring_clusters,
+    _queries_case,
+)  # fmt: skip
+page_scores = _select_op(
+    select_reference.page_scores, select_cpu.page_scores, select_cpu.scoring_pages, _queries_case
 )
 select_clusters = _scores_op(
     select_reference.select_clusters, select_cpu.select_clusters, select_cpu.selecting

@@ -68,14 +68,25 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> A
     where, attend = region.where, partial(attend_exact, softcap=softcap)
     if isinstance(where, Slots):
         return _slots(q, region, where, scale, attend)
-    if isinstance(where, Spans):
-        return attend_spans(q, region, where, scale, attend, UNPACK)
     if isinstance(where, Paged):
         return _pages(q, region.keys, region.values, where, scale, attend)
-    return attend_dense(q, region, 0, region.keys.tokens, scale, attend, UNPACK)
+    return attend_region(q, region, scale, attend, UNPACK)
 
 
-def attend_dense(
+def attend_region(
+    q: Tensor, region: Region, scale: float, attend: Callable[..., AttentionState], most: int
+) -> AttentionState:
+    """Attend to a region of dense tokens or `Spans`, unpacking `most` tokens at a time.
+
+    attend: `attend_exact`, or a function with the same arguments. It gets the argument `bias` only
+    where there is a bias.
+    """
+    if isinstance(region.where, Spans):
+        return _spans(q, region, region.where, scale, attend, most)
+    return _dense(q, region, 0, region.keys.tokens, scale, attend, most)
+
+
+def _dense(
     q: Tensor,
     region: Region,
     begin: int,
@@ -84,11 +95,7 @@ def attend_dense(
     attend: Callable[..., AttentionState],
     most: int,
 ) -> AttentionState:
-    """Attend to the tokens of a region from `begin` to `end`, unpacking `most` at a time.
-
-    The masks of the region are those of these tokens. attend: `attend_exact`, or a function with
-    the same arguments, which gets no bias where there is none.
-    """
+    """Attend to the tokens from `begin` to `end`; the region's masks are those of these tokens."""
     keys, values, _, visible, bias, step_tokens = region
     own = min(step_tokens, q.shape[2])
     past = end - own if own > 1 else end  # a single query sees all tokens
@@ -106,7 +113,7 @@ def attend_dense(
     return merge(states) if states else nothing(q, values.exact.shape[3])
 
 
-def attend_spans(
+def _spans(
     q: Tensor,
     region: Region,
     where: Spans,
@@ -114,10 +121,7 @@ def attend_spans(
     attend: Callable[..., AttentionState],
     most: int,
 ) -> AttentionState:
-    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens.
-
-    attend, most: as for `attend_dense`.
-    """
+    """Attend q [B, Hq, T, D], each key/value head of each row to its own tokens."""
     b, hq, t, d = q.shape
     heads = b * where.bounds.shape[1]
     rows = q.reshape(heads, b * hq // heads, t, d)
@@ -125,7 +129,7 @@ def attend_spans(
     states = []
     for i, (first, count) in enumerate(where.bounds.view(-1, 2).tolist()):
         own = region._replace(visible=None if seen is None else seen[i : i + 1], step_tokens=0)
-        states.append(attend_dense(rows[i : i + 1], own, first, first + count, scale, attend, most))
+        states.append(_dense(rows[i : i + 1], own, first, first + count, scale, attend, most))
     out, lse = (torch.cat(x) for x in list(zip(*states, strict=True))[:2])
     return AttentionState(out.view(b, hq, t, -1), lse.view(b, hq, t))
 
@@ -141,8 +145,8 @@ def _slots(
     if count:
         k, v = (_gathered(view, where) for view in (region.keys, region.values))
         states.append(attend(q, k, v, scale, visible=seen, bias=bias))
-    rest = Region(region.keys, region.values, None, seen_rest, bias_rest, 0)
-    states.append(attend_dense(q, rest, where.begin, rest.keys.tokens, scale, attend, UNPACK))
+    rest = region._replace(visible=seen_rest, bias=bias_rest, step_tokens=0)
+    states.append(_dense(q, rest, where.begin, rest.keys.tokens, scale, attend, UNPACK))
     return merge(states)
 
 

@@ -126,17 +126,16 @@ def join(
     begun: the tokens of the first block that are stored already.
     """
     t = tl.arange(0, P)[None, :, None]
-    one = begun * 0 + 1
     if BITS_X2 == 6:
-        keep = one << (2 * tl.minimum(begun, 4))
+        keep = 1 << (2 * tl.minimum(begun, 4))
         low = tl.where(t < 4, (code & 3) << (2 * (t & 3)), 0)
         put(tl.sum(low, axis=1), 0, keep, codes, block, last, step, channel, inside, 3, BEGUN)
-        keep = one << (2 * tl.maximum(begun - 4, 0))
+        keep = 1 << (2 * tl.maximum(begun - 4, 0))
         low = tl.where(t < 4, 0, (code & 3) << (2 * (t & 3)))
         put(tl.sum(low, axis=1), 1, keep, codes, block, last, step, channel, inside, 3, BEGUN)
         high = (code >> 2) << t
         put(
-            tl.sum(high, axis=1), 2, one << begun, codes, block, last, step, channel, inside, 3,
+            tl.sum(high, axis=1), 2, 1 << begun, codes, block, last, step, channel, inside, 3,
             BEGUN,
         )  # fmt: skip
     elif BITS_X2 == 3:
@@ -145,7 +144,7 @@ def join(
         put(byte, 0, keep, codes, block, last, step, channel, inside, 1, BEGUN)
     else:
         byte = tl.sum(code << (t * (BITS_X2 // 2)), axis=1)
-        keep = one << (begun * (BITS_X2 // 2))
+        keep = 1 << (begun * (BITS_X2 // 2))
         put(byte, 0, keep, codes, block, last, step, channel, inside, 1, BEGUN)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
-from ..reference import AttentionState, attend_dense, attend_spans, merge, with_sinks
+from ..reference import AttentionState, attend_region, merge, with_sinks
 from ..regions import Region, Spans
 from .prompt import attend_tokens
 
@@ -66,12 +66,5 @@ def attend(
 ) -> AttentionState:
     """Attend as `reference.attend_regions` does; each part is rounded to q's dtype."""
     assert softcap is None
-    parts = []
-    for region in regions:
-        if isinstance(region.where, Spans):
-            parts.append(attend_spans(q, region, region.where, scale, attend_tokens, TILE))
-        else:
-            end = region.keys.tokens
-            parts.append(attend_dense(q, region, 0, end, scale, attend_tokens, TILE))
-    state = merge(parts)
+    state = merge([attend_region(q, region, scale, attend_tokens, TILE) for region in regions])
     return state if sink_logits is None else with_sinks(state, sink_logits)

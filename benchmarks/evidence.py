@@ -164,7 +164,7 @@ FREE_TASKS = (  # 32 texts
 )  # fmt: skip
 GROWING_TASKS = (  # 8 texts
     TaskPlan("free", 2, 1024, dict.fromkeys((
-        "near-lossless", "small", "small:block=256", "small:fraction=0.25,block=256",
+        "near-lossless", "small", "small:block=512", "tiny:block=512",
         "streaming:tokens=512", "h2o:tokens=512", "triattention:fraction=0.25,recent=128,block=128",
     ), OWN)),
 )  # fmt: skip
@@ -178,7 +178,7 @@ OTHER_TASKS = (  # 20 system prompts; 32 texts; 40 short prompts
 )
 TRACE_TASKS = (  # 4 texts
     TaskPlan("trace", 1, 4096, dict.fromkeys(
-        ("near-lossless", "small", "small:block=256", "tiny", "kivi"), OWN
+        ("near-lossless", "small", "small:block=512", "tiny", "tiny:block=512", "kivi"), OWN
     )),
 )  # fmt: skip
 LONG: dict[str, Shares] = {

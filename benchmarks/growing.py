@@ -39,17 +39,16 @@ WORKLOADS = {  # where the text begins, in tokens, and the sizes of the steps
 EVERY = 64  # tokens between two points of the bytes as they grow
 SIZED = {"page": 512, "long": 1024, "chat": 1024}  # tokens of recipes with a fixed budget
 UNFITTED = (
-    "rotated:fraction=0.4,recent=64,head_share=0.2,layers=joint,block=256,store=near-lossless"
+    "rotated:fraction=0.4,recent=64,head_share=0.2,layers=joint,block=512,store=near-lossless"
 )
 
 
 def recipes(tokens: int) -> list[str]:
     """Return the recipes, `full` first; those with a fixed budget keep so many tokens."""
     return [
-        "full", "near-lossless", "small", "small:block=256", "small:fraction=0.25,block=256",
-        f"streaming:tokens={tokens}", f"h2o:tokens={tokens}", "small:block=128",
-        "tiny:block=256", UNFITTED,
-        "triattention:fraction=0.25,recent=128,block=128",
+        "full", "near-lossless", "small", "small:block=512", "small:block=256", "tiny",
+        "tiny:block=512", "micro:block=512", f"streaming:tokens={tokens}", f"h2o:tokens={tokens}",
+        UNFITTED, "triattention:fraction=0.25,recent=128,block=128",
     ]  # fmt: skip
 
 

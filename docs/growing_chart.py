@@ -11,7 +11,7 @@ from chart import MIB, ROOT, plt
 
 PANELS = {"chat": "A chat of ten turns", "long": "A long output"}
 RECIPES = (
-    "full", "near-lossless", "small", "small:block=256", "streaming:tokens=1024", "h2o:tokens=1024",
+    "full", "near-lossless", "small", "small:block=512", "streaming:tokens=1024", "h2o:tokens=1024",
 )  # fmt: skip
 
 

@@ -75,9 +75,9 @@ RAGGED = {f"{store}, {layers}": ragged(store, layers=layers)
 
 BLOCK = "rotated:fraction=0.4,recent=8,block=32"
 JOINT_BLOCK = f"{BLOCK},head_share=0.2,layers=joint"
-PACKED_BLOCK = f"{JOINT_BLOCK},fit=true,store=kivi-4"
+PACKED_BLOCK = "tiny:fraction=0.4,recent=8,block=32,group=16,residual=16"
 BLOCKS = {name: resolve(f"{name},contribution=false")  # these layers have no norms of inputs
-          for name in (BLOCK, JOINT_BLOCK, PACKED_BLOCK)}  # fmt: skip
+          for name in (BLOCK, JOINT_BLOCK)} | {PACKED_BLOCK: resolve(PACKED_BLOCK)}  # fmt: skip
 
 
 def recalling(

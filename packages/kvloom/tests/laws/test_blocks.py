@@ -15,22 +15,33 @@ from families import BLOCK as EXACT
 from families import JOINT_BLOCK as JOINT
 from families import LAYERS, ROPE, layers, run, tokens
 from families import PACKED_BLOCK as PACKED
+from kvloom.cache.block_evictor import QUERIES
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.keep import Budget, Keep, Rotated
 from kvloom.recipe import Recipe, resolve
+from kvloom.store.packed import PackedTokens
 from steps import SCALE, D, feed, padded, state
 
 HQ, HK = 4, 2
 RECENT, BLOCK, SINKS = 8, 32, 4
 recipes = pytest.mark.parametrize("spec", [EXACT, JOINT, PACKED])
+exact_recipes = pytest.mark.parametrize("spec", [EXACT, JOINT])
+
+
+def as_waiting(q: np.ndarray) -> np.ndarray:
+    """Return queries [Hq, N, D] as a layer reads those that waited for a block."""
+    packed = PackedTokens(QUERIES)
+    packed.append(torch.from_numpy(q[None]).float())
+    return packed.view().tensor()[0].double().numpy()
 
 
 class Rule:
     """The tokens that each head of one layer holds, by loops in float64; heads do not compete."""
 
     def __init__(self, qkv, share: float, inv_freq) -> None:
-        self.q, self.k, self.v = qkv
+        q, self.k, self.v = qkv
+        self.q, self.waiting = q.copy(), as_waiting(q)
         self.share, self.inv_freq = share, inv_freq
         self.kept: list[list[int]] = [[] for _ in range(HK)]
         self.exact, self.first_query = SINKS, 0  # the first exact token, and the first query
@@ -59,14 +70,22 @@ class Rule:
         for h in range(HK):
             self.kept[h] += [self.exact + i for _, i in order[h][: most[h]]]
         self.exact, self.first_query = self.exact + count, end
+        self.q[:, end:] = self.waiting[:, end:]  # as later queries are read
         self.offered, self.granted = self.offered + count, self.granted + granted
+
+    def keep_whole(self, end: int) -> None:
+        """Keep the exact tokens before `end` of all heads, and score nothing by their queries."""
+        for kept in self.kept:
+            kept += range(self.exact, end)
+        self.exact = self.first_query = end
 
 
 @by_reference
 def test_the_tokens_that_stay_are_those_of_the_rule_and_attention_is_theirs():
-    prompt, after, share = 100, 75, 0.4
+    prompt, after, share = 100, 115, 0.4
     (cache,), qkv = layers(EXACT, 1), tokens(prompt + after, batch=1, count=1)
     cache.observe()
+    exact = qkv[0][0].double().numpy()[0]
     rule = Rule([x.double().numpy()[0] for x in qkv[0]], share, ROPE.inv_freq.double().numpy())
     run([cache], qkv, [prompt])
     rule.evict(prompt - SINKS - RECENT, prompt, HK * (int(share * prompt) - SINKS - RECENT))
@@ -75,11 +94,13 @@ def test_the_tokens_that_stay_are_those_of_the_rule_and_attention_is_theirs():
         for h in range(HK):
             kept = rule.held(h, n + 1)
             want, _ = naive.attention(
-                rule.q[None, rule.head(h), n : n + 1], rule.k[None, h : h + 1, kept],
+                exact[None, rule.head(h), n : n + 1], rule.k[None, h : h + 1, kept],
                 rule.v[None, h : h + 1, kept], SCALE,
             )  # fmt: skip
             np.testing.assert_allclose(out[0, rule.head(h)].double(), want[0], atol=1e-5)
-        if n + 1 - rule.exact == RECENT + BLOCK:
+        if n + 1 == prompt + BLOCK + RECENT:
+            rule.keep_whole(prompt + BLOCK)
+        elif n + 1 - max(rule.exact, prompt + BLOCK) == RECENT + BLOCK:
             offered = rule.offered + BLOCK
             rule.evict(BLOCK, n + 1, int(HK * share * offered - rule.granted))
         for h in range(HK):
@@ -123,22 +144,22 @@ def test_the_cut_into_steps_changes_nothing(spec, prompt, sizes, pad):
                 assert torch.equal(x, b[name]), name
 
 
-@recipes
+@exact_recipes
 def test_a_crop_removes_exact_tokens_alone(spec):
     qkv = tokens(200)
     caches, never = layers(spec), layers(spec)
-    run(caches, qkv, [100, *[1] * 20])
-    run(never, qkv, [100, *[1] * 13])
+    run(caches, qkv, [100, *[1] * 22])
+    run(never, qkv, [100, *[1] * 18])
     for cache in caches:
-        cache.crop(7)
-    outs = [run(each, qkv, [1] * 60, at=120) for each in (caches, never)]
+        cache.crop(4)
+    outs = [run(each, qkv, [1] * 60, at=122) for each in (caches, never)]
     torch.testing.assert_close(*outs, rtol=0, atol=2e-5)
     with pytest.raises(CacheMisuse, match="reaches into"):
         caches[0].crop(90)
 
 
 @pytest.mark.floor
-@recipes
+@exact_recipes
 @pytest.mark.parametrize("prompt", [3, 11, 20])
 def test_a_crop_before_the_first_block_takes_back_its_queries(spec, prompt):
     """The budget is that of the prompt as it was given."""
@@ -153,6 +174,17 @@ def test_a_crop_before_the_first_block_takes_back_its_queries(spec, prompt):
     assert all(cache._state.evictor.offered for cache in caches)  # blocks were due later
 
 
+def test_a_crop_reaches_into_no_packed_token():
+    (cache,), qkv = layers(PACKED, 1), tokens(162, count=1)
+    run([cache], qkv, [100, *[1] * 62])
+    exact = cache._state.segment.exact_newest
+    assert 0 < exact < 16
+    with pytest.raises(CacheMisuse, match=f"packed tokens; the newest {exact} are still exact"):
+        cache.crop(exact + 1)
+    cache.crop(exact)
+    assert len(cache._state.evictor.queries) == 30 - exact
+
+
 def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
     (cache,), qkv = layers(EXACT.replace("0.4", "0.1"), 1), tokens(20, count=1)
     run([cache], qkv, [20])  # a budget of two tokens, one of them recent
@@ -162,13 +194,30 @@ def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
     cache.crop(1)
 
 
-@pytest.mark.parametrize("later", [[92], [1] * 92], ids=["one step", "single tokens"])
+@pytest.mark.parametrize("later", [[164], [1] * 164], ids=["one step", "single tokens"])
 def test_a_turn_after_a_short_first_prompt_keeps_its_share(later):
-    (cache,), qkv = layers(EXACT, 1), tokens(97, count=1)
-    run([cache], qkv, [5, *later])
+    (cache,), qkv = layers(EXACT, 1), tokens(170, count=1)
+    run([cache], qkv, [5, *later, 1])  # the block after the prompt stays whole
     evictor = cache._state.evictor
-    assert evictor.offered == (97 - SINKS - RECENT) // BLOCK * BLOCK
+    assert evictor.offered == (170 - 5 - BLOCK - evictor.recent) // BLOCK * BLOCK
     assert evictor.granted == int(HK * 0.4 * evictor.offered)
+
+
+@recipes
+def test_the_block_after_the_prompt_stays_whole_and_holds_no_queries(spec):
+    caches, qkv = layers(spec), tokens(180)
+    run(caches, qkv, [100])
+    dropped = [cache.dropped for cache in caches]
+    for n in range(100, 180):
+        run(caches, qkv, [1], at=n)
+        for cache, before in zip(caches, dropped, strict=True):
+            queries, block = cache._state.evictor.queries, 100 + BLOCK
+            if n + 1 < block + RECENT + BLOCK:
+                assert cache.dropped == before
+                assert len(queries) == max(0, n + 1 - block)
+            else:
+                assert cache.dropped > before
+    assert all(dropped)
 
 
 def test_a_cropped_first_prompt_is_one_block():
@@ -197,8 +246,9 @@ def test_a_long_text_is_bounded():
         sizes.append(sum(x.nbytes for x in caches))
     packed = 2 * HK * D * 4 / 8 * 1.5 * LAYERS  # 4 bits a number, and less than half as much more
     assert sizes[-1] - sizes[0] < 1000 * packed * 0.45
-    held = [len(cache._state.evictor.queries) for cache in caches]
-    assert max(held) < BLOCK + RECENT
+    held = [cache._state.evictor.queries for cache in caches]
+    assert max(map(len, held)) < BLOCK + RECENT
+    assert all(x.nbytes <= HQ * (D // 2 + 2) * (len(x) + 34) for x in held)
 
 
 @pytest.mark.parametrize(

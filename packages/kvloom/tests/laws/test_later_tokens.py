@@ -60,9 +60,10 @@ def test_queries_that_wait_for_a_block_are_refused():
         kvloom.Budget(fraction=0.5, recent=8, head_share=1.0), Mass(), when="block", block=32
     )
     layer = build(kvloom.Recipe(keep), *draw(0, 300))
+    seeing(layer, *draw(1, 32), torch.arange(32).flip(0)[None])  # the block that stays whole
     with pytest.raises(CacheMisuse, match="use the score rotated, or when=prompt"):
-        seeing(layer, *draw(1, 2), torch.tensor([[1, 0]]))
-    assert layer.seen == 300
+        seeing(layer, *draw(2, 2), torch.tensor([[1, 0]]))
+    assert layer.seen == 332
 
 
 def test_a_prompt_in_two_parts_keeps_what_each_query_sees():

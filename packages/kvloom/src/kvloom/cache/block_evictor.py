@@ -1,10 +1,11 @@
 """Eviction from blocks of tokens, once each, while a text grows.
 
 Decides when a block is scored and which of its tokens stay. A layer's first tokens are in `Sinks`,
-and its newest ones are exact, in its segment. Once a block is older than the recent tokens, the
-queries since the last block score it. The tokens that stay go to `RaggedTokens`, in their final
-format. No token is scored or packed twice. A first prompt is one block, if it has more than the
-recent tokens.
+and those since the last block in its segment, packed as in a recipe that does not evict. Once a
+block is older than the recent tokens, the queries since the last block score it. The tokens that
+stay go to `RaggedTokens`, in their final format. No token is scored twice. A first prompt is one
+block, if it has more than the recent tokens; it is exact when it is scored. The block after it
+stays whole, so that short answers need no queries.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ..errors import CacheMisuse
 from ..keep import Step, head_budgets
 from ..kernels.attend.regions import Region
 from ..recipe.spec import Recipe
+from ..store import Packed
 from ..store.buffer import Buffer
+from ..store.packed import PackedTokens
 from .ragged import RaggedTokens
 from .score_evictor import Decision, ScoreEvictor
 from .segment import Segment, joined_mask
@@ -27,22 +30,27 @@ from .sinks import Sinks
 from .slot_storage import Storage
 from .step import KV, Queries, Trace
 
+QUERIES = Packed(4, "token", 0, "bf16", rotation="group")
+"""The format of queries that wait for their block."""
+
 
 class DueBlock(NamedTuple):
-    """The `tokens` oldest exact tokens, of which all heads of a layer together keep `granted`.
+    """The `tokens` oldest tokens of a segment, of which all heads together keep `granted`.
 
     Attributes:
         tokens: How many tokens the block has.
         granted: How many tokens stay, over all heads.
-        used: The exact tokens, those of the block included, that score it.
+        used: The tokens of the segment, those of the block included, that score it.
         queries: The number of these tokens that still have queries. Tokens of an earlier block
             have none.
+        whole: Whether all of its tokens stay, without a score.
     """
 
     tokens: int
     granted: int
     used: int
     queries: int = 0
+    whole: bool = False
 
 
 class BlockEvictor(ScoreEvictor):
@@ -51,7 +59,7 @@ class BlockEvictor(ScoreEvictor):
     Attributes:
         sinks_store: The layer's first tokens.
         ragged: The tokens that stay of the blocks so far.
-        queries: The queries of the steps since the last block, [B, Hq, N, D].
+        queries: The queries of the steps since the last block, [B, Hq, N, D], packed.
         norms: The norms of the layer's input at these queries, [B, 1, N, 1].
         offered: The tokens of a head that were in blocks so far.
         granted: Those of them that all heads kept.
@@ -67,7 +75,7 @@ class BlockEvictor(ScoreEvictor):
         super().__init__(recipe, *args)
         self.ragged = RaggedTokens(recipe)
         self.sinks_store = Sinks(recipe.protect.sinks)
-        self.queries, self.norms = Buffer(), Buffer()
+        self.queries, self.norms = PackedTokens(QUERIES), Buffer()
         self.offered, self.granted = 0, 0
         self.block: DueBlock | None = None
 
@@ -84,32 +92,55 @@ class BlockEvictor(ScoreEvictor):
     # --- when a block is due ----------------------------------------------------------------------
 
     def due(self, segment: Segment) -> DueBlock | None:
-        """Return the next block to evict from, or None if too few exact tokens have gathered.
+        """Return the next block to evict from, or None if too few tokens have gathered.
 
         The queries of the block and of the recent tokens score it. In the first prompt, all queries
-        do, and the budget includes the tokens that stay exact. The next block gets the tokens that
-        rounding down leaves of this block's budget.
+        do, and the budget includes the tokens that wait for the next block. A block has whole
+        groups of the format. The next one gets the tokens that rounding down leaves of its budget;
+        the one after the prompt stays whole.
         """
         keep, unit, stored = self.keep, self.ragged.unit, len(segment)
         if stored <= self.recent:
             return None
         heads = segment.exact_keys().shape[1]
-        if segment.first + stored <= self.prompt_tokens:
+        if self._in_prompt(segment):
             first = keep.first_block(self.prompt_tokens, self.sinks, stored, heads, unit)
             return DueBlock(*first, stored) if first[0] else None
+        if whole := self._whole(segment):
+            block = DueBlock(whole, heads * whole, whole, whole=True)
+            return block if stored - self.recent >= whole else None
         assert keep.block is not None
         assert keep.budget.fraction is not None
-        count = (stored - self.recent) // keep.block * keep.block
+        count = (stored - self.recent) // keep.block * keep.block // unit * unit
         wanted = heads * keep.budget.fraction * (self.offered + count) - self.granted
         granted = head_budgets.granted(wanted, heads, count, unit)
         return DueBlock(count, granted, count + self.recent) if count else None
 
+    def _whole(self, segment: Segment) -> int:
+        """Return how many oldest tokens of a segment stay without a score, those to come included.
+
+        They are the block after the first prompt, and a prompt that has too few tokens for a block.
+        """
+        assert self.keep.block is not None
+        end = self.prompt_tokens + self.keep.block
+        return max(0, end - segment.first) // self.ragged.unit * self.ragged.unit
+
+    def _in_prompt(self, segment: Segment) -> bool:
+        """Return whether a segment has tokens of the first prompt alone, all of them."""
+        return not self.offered and segment.first + len(segment) <= self.prompt_tokens
+
     def hold(self, queries: Queries) -> None:
-        """Hold the queries of a step: they score the block that its tokens belong to."""
+        """Hold queries: they score the block that their tokens belong to."""
         self._check_causal(queries)
         self.queries.append(queries.q)
         if queries.norms is not None:
             self.norms.append(queries.norms[:, None, :, None])
+
+    def _hold_new(self, segment: Segment, queries: Queries) -> None:
+        """Hold the queries of a step, but those of tokens that stay without a score."""
+        begin = max(0, self._whole(segment) - len(segment) + queries.tokens)
+        if begin < queries.tokens:
+            self.hold(queries.slice(begin, queries.tokens))
 
     def forget(self, tokens: int) -> None:
         """Drop the queries of the newest `tokens` tokens, which a crop removes."""
@@ -124,18 +155,30 @@ class BlockEvictor(ScoreEvictor):
     ) -> Decision | None:
         """Score the next block to evict from. Until it is complete, hold the queries; return None.
 
-        The scores of padding are minus infinity.
+        The scores of padding are minus infinity. Tokens and queries are read as if each token had
+        been a step.
         """
         assert isinstance(storage, Segment)
-        block = self.due(storage)
+        block, prompt = self.due(storage), self._in_prompt(storage)
+        shown = self.sinks_store.hide(queries.visible)
+        if block is None or block.whole:
+            self._hold_new(storage, queries)
         if block is None:
-            self.hold(queries)
+            storage.pack(shown, prompt)
             return None
-        queries = self.take_queries(queries, len(storage) - block.used)
+        later = len(storage) - block.used
+        if not prompt:
+            storage.pack(shown, later=later)
+        if block.whole:
+            self.block, k = block, storage.exact_keys()
+            scores = k.new_zeros(*k.shape[:2], block.tokens, dtype=torch.float32)
+            return Decision(queries.without_queries(), scores)
+        if not prompt:
+            queries = self.take_queries(queries, later)
         self.block = block._replace(queries=queries.tokens)
         scores = self.scorer.score(self._step(storage, queries))
         scores = scores[..., self.sinks : self.sinks + block.tokens]
-        visible = storage.mask(self.sinks_store.hide(queries.visible), 0, block.tokens)
+        visible = storage.mask(shown, 0, block.tokens)
         if visible is not None:
             scores = scores.masked_fill(~visible, -torch.inf)
         return Decision(self.needed(queries), scores)
@@ -145,17 +188,18 @@ class BlockEvictor(ScoreEvictor):
 
         From now on, it holds those alone.
         """
+        new, end = queries, queries.tokens - later
         if len(self.queries):
-            self._check_causal(queries)
             norms = self.norms.view()[:, 0, :, 0] if len(self.norms) else None
-            earlier = Queries(self.queries.view(), queries.scale, norms=norms)
+            earlier = Queries(self.queries.view().tensor(), queries.scale, norms=norms)
             queries = queries.after(earlier)
-            self.queries.clear()
-            self.norms.clear()
-        end = queries.tokens - later
+        self.hold(new)
+        queries = queries._replace(q=self.queries.view().tensor())
+        self.queries.clear()
+        self.norms.clear()
         if later:
-            self.hold(queries.slice(end, queries.tokens))
-        return queries.slice(0, end)
+            self.hold(new.slice(end, new.tokens))
+        return queries.slice(0, queries.tokens - later)
 
     def _check_causal(self, queries: Queries) -> None:
         """Raise `CacheMisuse` for queries that wait, if a score must know what they have seen."""
@@ -180,15 +224,15 @@ class BlockEvictor(ScoreEvictor):
         return head_budgets.whole_shares(granted, ragged.head_share, heads, ragged.unit)
 
     def _step(self, segment: Segment, queries: Queries) -> Step:
-        """Return the input of a score: the sinks, all exact tokens, and these queries."""
+        """Return the input of a score: the sinks, the tokens of the segment, and these queries."""
         assert self.block is not None
         used, sinks = self.block.used, self.sinks_store
         seen = segment.first + used
         sinks_region = sinks.region(seen, queries.visible)
-        k = torch.cat([sinks_region.keys.tail, segment.exact_keys()[:, :, :used]], dim=2)
-        v = torch.cat([sinks_region.values.tail, segment.exact_values()[:, :, :used]], dim=2)
-        index, exact_index = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
-        index = torch.cat([index, exact_index.expand(len(index), -1, -1)], dim=-1)
+        k = torch.cat([sinks_region.keys.tail, segment.unpacked_keys(0, used)], dim=2)
+        v = torch.cat([sinks_region.values.tail, segment.unpacked_values(0, used)], dim=2)
+        index, later = sinks.logical(seen)[:, None], segment.logical(0, used, k.device)
+        index = torch.cat([index, later.expand(len(index), -1, -1)], dim=-1)
         masks = sinks_region.visible, segment.mask(sinks.hide(queries.visible), 0, used)
         visible = joined_mask(masks, (sinks.count, used), k[:, :1])  # padding is of all heads
         return self.scorer.step(queries, k, v, visible, index, seen, None)
@@ -198,7 +242,7 @@ class BlockEvictor(ScoreEvictor):
     def evict(
         self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
     ) -> Storage:
-        """Store the tokens of the block that stay, and drop the block from the exact tokens."""
+        """Store the tokens of the block that stay, drop the block, and pack what is due."""
         assert isinstance(storage, Segment)
         block, ragged, (queries, scores, *_) = self.block, self.ragged, decision
         assert block is not None
@@ -211,14 +255,16 @@ class BlockEvictor(ScoreEvictor):
         if trace is not None:
             index = storage.logical(0, block.tokens, scores.device)
             trace.scored = index.expand_as(scores), scores
-        k = storage.exact_keys()[:, :, : block.tokens]
+        prompt, k = self._in_prompt(storage), storage.unpacked_keys(0, block.tokens)
         v = self._block_values(storage, queries, stays, block)
         visible = self.sinks_store.hide(queries.visible)
         indexed = visible is not None or ragged.logical_index is not None or trace is not None
         if ragged.stored or block.granted:
             ragged.add(k, v, stays, counts, storage.first, visible, indexed)
-        self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
+        if not block.whole:
+            self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         storage.drop_front(block.tokens)
+        storage.pack(visible, prompt)
         storage.trim()
         self.block = None
         return storage
@@ -228,8 +274,8 @@ class BlockEvictor(ScoreEvictor):
     ) -> Tensor:
         """Return the values of a block [B, Hk, tokens, D], fitted where tokens stay."""
         fit, n = self.keep.fit, block.tokens
-        if fit is None or not block.granted:
-            return segment.exact_values()[:, :, :n]
+        if fit is None or block.whole or not block.granted:
+            return segment.unpacked_values(0, n)
         step = self._step(segment, queries)
         kept = torch.ones(step.k.shape[:3], dtype=torch.bool, device=step.k.device)
         kept[..., self.sinks : self.sinks + n] = stays

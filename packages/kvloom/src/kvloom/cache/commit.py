@@ -72,7 +72,7 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
-    if by_score and not segment.has_packed:
+    if by_score and (state.score_evictor.keep.block is not None or not segment.has_packed):
         if prompt:
             state.score_evictor.note_protected(queries, state.seen)
         if new is not None and state.score_evictor.defers:

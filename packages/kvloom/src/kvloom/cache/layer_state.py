@@ -33,7 +33,7 @@ from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 from .step_evictor import StepEvictor
 
-VERSION = 10
+VERSION = 11
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 _MOST_SEEN = 1 << 27  # tokens of a saved state: every step makes a mask of them
@@ -105,12 +105,10 @@ class LayerState(Stateful):
             ropes = self.rope, facts.rope
             evictor = STRATEGIES[keep.when](recipe, place, self.budget_group, *ropes, facts.head)
             self.evictor, self.sinks = evictor, evictor.sinks_store
-        self.storage: Storage = Segment()
-        if keep is None or keep.block is None:  # else the segment holds exact tokens only
-            self.storage = Segment(
-                KVSide(recipe.store.keys, recents[0], facts.keys, facts.rope),
-                KVSide(recipe.store.values, recents[1], facts.values),
-            )
+        self.storage: Storage = Segment(
+            KVSide(recipe.store.keys, recents[0], facts.keys, facts.rope),
+            KVSide(recipe.store.values, recents[1], facts.values),
+        )
         self.segment.first = 0 if self.sinks is None else sinks
         self.retriever = None if recipe.recall is None else Retriever(recipe, facts.latent)
         rule = recipe.protect.outliers

@@ -171,17 +171,17 @@ class Segment(Stateful):
             side.restore(tensors, self.offloaded)
         self.offloaded = 0
 
-    def pack(self, visible: Tensor | None = None, prompt: bool = False) -> None:
+    def pack(self, visible: Tensor | None = None, prompt: bool = False, later: int = 0) -> None:
         """Pack the tokens that the schedules no longer keep exact.
 
         visible: as in `extend`. prompt: whether the exact tokens are those of a prompt, which is
-        packed at once.
+        packed at once. later: newest tokens that the schedules do not know yet.
         """
         if self.keys.packed is None and self.values.packed is None:
             return
         nonpadding = None if visible is None else self.mask(visible)
-        self.keys.pack(nonpadding, prompt, self.positions)
-        self.values.pack(nonpadding, prompt)
+        self.keys.pack(nonpadding, prompt, self.positions, later)
+        self.values.pack(nonpadding, prompt, later=later)
 
     def trim(self) -> None:
         """Release the spare room of exact tokens."""

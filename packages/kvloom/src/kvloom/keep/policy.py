@@ -23,7 +23,7 @@ WHEN = {
     "step": "after the prompt and at every step",
     "prompt": "once, after the first prompt",
     "limit": "down to the budget whenever a layer has more than `limit` tokens",
-    "block": "after the first prompt, and from each later block of `block` tokens, once",
+    "block": "after the first prompt, and from each block of `block` tokens but the next, once",
 }
 REDUCTIONS = ("sum", "mean", "max")
 FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
@@ -193,7 +193,7 @@ class Keep:
         when: "step": after the prompt and at every step; "prompt": once, after the first prompt;
             "limit": down to the budget whenever a layer has more than `limit` tokens; "block":
             after the first prompt, and then from each block of `block` tokens that is older than
-            the recent ones. A token is scored and stored once.
+            the recent ones, but from the next one, which stays whole. A token is scored once.
         limit: Tokens that a layer may have before it evicts, for when="limit".
         block: Tokens of a block, for when="block".
         query_heads: How their scores become that of the key/value head: "sum", "mean" or "max".

@@ -30,8 +30,8 @@ class Protect:
         sinks: How many first tokens. They are never evicted. They are not packed either, unless a
             score evicts from the prompt (when="prompt").
         exact_recent: How many newest tokens are not packed; or (keys, values) where the two differ,
-            as in KIVI. With when="block", `Budget.recent` decides this. Eviction by age does not
-            evict them; eviction by score may, as `Budget.recent` allows.
+            as in KIVI. Eviction by age does not evict them; eviction by score may, as
+            `Budget.recent` allows.
         outliers: A rule for more tokens of the prompt that are not packed.
         ids: Token ids. Such tokens of the first prompt are not evicted, as far as the budget
             allows.

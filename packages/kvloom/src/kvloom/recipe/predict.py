@@ -59,10 +59,8 @@ def _predict_blocks(recipe: AnyRecipe, tokens: int, g: Geometry) -> int:
     assert keep is not None
     stored = max(0, tokens - sinks)
     count, granted = keep.first_block(tokens, sinks, stored, g.kv_heads, unit)
-    total = (sinks + stored - count) * g.layer_token_nbytes() + 8  # and where the row begins
-    if not count:  # the queries wait for a block
-        queries = tokens * g.q_heads * g.query_dim * g.dtype.itemsize
-        return total + queries + (4 * tokens if recipe.uses_input_norms else 0)
+    total = predicted_token_nbytes(recipe, stored - count, g)
+    total += sinks * g.layer_token_nbytes() + 8  # and where the row begins
     return total + _predict_ragged(recipe, granted, g)
 
 

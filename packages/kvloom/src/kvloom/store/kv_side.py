@@ -110,11 +110,15 @@ class KVSide(Stateful):
         nonpadding: Tensor | None = None,
         prompt: bool = False,
         positions: Positions | None = None,
+        later: int = 0,
     ) -> None:
-        """Pack the tokens of the tail that are due; the arguments are those of `extend`."""
+        """Pack the tokens of the tail that were due before the newest `later` tokens came.
+
+        The other arguments are those of `extend`.
+        """
         if self.packed is None:
             return
-        due = self.packed.fmt.to_pack(self.tail.count, self.recent, prompt)
+        due = self.packed.fmt.to_pack(self.tail.count - later, self.recent, prompt)
         if due:
             self._pack(self.tail.view(due), self.packed_count, nonpadding, positions)
             self.tail.drop_front(due)

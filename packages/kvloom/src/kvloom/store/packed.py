@@ -105,6 +105,15 @@ class PackedTokens(PackedPrefix):
             self.dtype, self.rope, positions,
         )  # fmt: skip
 
+    def drop_back(self, n: int) -> None:
+        """Drop the n newest tokens, of a format that packs each token by itself."""
+        assert self.fmt.tokens_per_scale == 1
+        self.count -= n
+
+    def clear(self) -> None:
+        """Drop all tokens and the storage."""
+        self.allocation, self.count = None, 0
+
     def map(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply fn to every tensor, along the batch dimension."""
         if self.allocation is not None:
@@ -124,8 +133,8 @@ class PackedTokens(PackedPrefix):
         self.count = state["count"]
         if state["codes"] is not None:  # it may have no token left, all others being in a tier
             assert like is not None
-            codes = state["codes"]["live"]  # as wide as the tokens, which keys need not be
-            self._bind(like.new_empty(*like.shape[:3], codes.shape[3]))
+            _, heads, _, width = state["codes"]["live"].shape  # those of keys may differ
+            self._bind(like.new_empty(len(like), heads, 0, width))
             self.dtype = like.dtype
             sides = (state[name] for name in PackedTensors._fields)
             self._allocate(_with_rows(side["live"], side["room"]) for side in sides)

@@ -177,10 +177,10 @@ def rotated(
 
     chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
-    replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens; 0:
-    later tokens stay. examples: first tokens of the prompt that the model reads three times, to
-    learn how a repetition changes queries; a prompt of less than six times as many has none.
-    neighbors: the share of both neighbors' scores that is added to a score.
+    replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens, of
+    which the first stays; 0: later tokens stay. examples: first tokens of the prompt that the model
+    reads three times, to learn how a repetition changes queries; a prompt of less than six times as
+    many has none. neighbors: the share of both neighbors' scores that is added to a score.
 
     With ALiBi, latents (MLA) and a rotary embedding that changes with the length, the model repeats
     the prompt instead, as for `kvzip`.
@@ -210,7 +210,7 @@ def triattention(
     lengths of its key's pairs of channels where queries differ. `TriAttention` has the formula.
 
     furthest: the furthest later position. block: evict from later text, too, in blocks of so many
-    tokens (128 is the paper's interval); 0: later tokens stay.
+    tokens (128 is the paper's interval), of which the first stays; 0: later tokens stay.
     """
     return _once(
         TriAttention(furthest), tokens, fraction, sinks, recent,

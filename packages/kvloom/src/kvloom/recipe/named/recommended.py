@@ -44,9 +44,9 @@ def small(
     """Four tenths of the prompt by queries that examples of it predict, fitted values, at 4 bits.
 
     head_share: the share of its budget that every head is certain of; with 1, heads do not compete.
-    block: evict from later text, too, in blocks of so many tokens, by its own queries; 0: later
-    tokens stay. Models whose queries cannot be rotated (ALiBi, latents) repeat the prompt, and fit
-    no values.
+    block: evict from later text, too, in blocks of so many tokens, of which the first stays, by its
+    own queries; 0: later tokens stay. Models whose queries cannot be rotated (ALiBi, latents)
+    repeat the prompt, and fit no values.
     """
     stored = near_lossless(group, residual, sinks)
     return _evicting(stored, fraction, recent, chunk, head_share, block=block, **LEARNS)

@@ -190,7 +190,7 @@ LONG: dict[str, Shares] = {
 }  # fmt: skip
 MIDDLE: dict[str, Shares] = {
     **LONG,
-    **dict.fromkeys(("kivi-4", "kivi"), OWN),
+    **dict.fromkeys(("kivi-4", "kivi", "micro:fraction=0.05"), OWN),
     "h2o": (1 / 5,),
 }
 MIDDLE_TASKS = (  # 8 texts; 60 needles

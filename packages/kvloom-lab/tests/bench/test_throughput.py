@@ -67,9 +67,9 @@ def measured(folder, *args, status=0, **options):
     return data, {row["name"]: row for row in data["rows"]}
 
 
-def job(cache=DYNAMIC, rows=3, **more):
+def job(cache=DYNAMIC, rows=3, part=1, **more):
     ids = torch.randint(3, 200, (rows, PROMPT + NEW), generator=torch.Generator().manual_seed(0))
-    return Job("one", cache, 1 << 30, PROMPT, NEW, REQUEST, ids, **more)
+    return Job("one", cache, 1 << 30, PROMPT, NEW, REQUEST, part, ids, **more)
 
 
 def test_rows_of_static_batches(model_folder):
@@ -139,6 +139,7 @@ def test_a_press_halves_the_prompts(model_folder, monkeypatch):
         @contextmanager
         def __call__(self, model):
             def evict(module, args, kwargs, out):
+                assert kwargs["cache_position"][-1] == PROMPT - 1  # which presses read
                 for layer in out.past_key_values.layers:
                     kept = round(self.keeps * layer.keys.shape[2])
                     layer.keys, layer.values = layer.keys[:, :, -kept:], layer.values[:, :, -kept:]
@@ -159,9 +160,10 @@ def test_a_press_halves_the_prompts(model_folder, monkeypatch):
     assert row["kl"] > 1e-6
 
 
+@pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("cache", [DYNAMIC, resolve(KIVI), resolve("snapkv:tokens=40")])
-def test_prompts_that_are_read_one_by_one_decode_as_a_batch(model, cache):
-    requests = job(cache, rows=5)
+def test_prompts_in_parts_decode_as_a_batch(model, cache, part):
+    requests = job(cache, rows=5, part=part)
     whole = serving._new_cache(model, requests)
     with torch.inference_mode():
         model(requests.ids[:, :PROMPT], past_key_values=whole)

@@ -3,8 +3,9 @@
 The process loads the model, warms up, and then reads all prompts and decodes; `trial` has a process
 of its own, because what it leaves in memory slows later steps. Tokens
 are those of a text, whatever the model would write, so every cache does the same work. A static
-batch reads one prompt after the other, where their caches can be joined: activations of several
-would need several times the memory of the caches.
+batch reads its prompts in parts, where their caches can be joined, so that their activations need
+no more memory than the caches. Each part is attended to by itself, so single prompts decode at up
+to half the speed.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Job:
     """What one row of the table runs.
 
     name: of the row. cache: a recipe, or the name of a cache of transformers. memory: bytes of all
-    caches. prompt, new: tokens of a request. predicted_bytes: of one request. ids: the text of each
-    request, int64 [batch, prompt + new]. press: whether kvpress evicts half of each prompt. blocks:
-    of continuous batching; 0: a static batch.
+    caches. prompt, new: tokens of a request. predicted_bytes: of one request. part: requests whose
+    prompts are read at a time. ids: the text of each request, int64 [batch, prompt + new]. press:
+    whether kvpress evicts half of each prompt. blocks: of continuous batching; 0: a static batch.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Job:
     prompt: int
     new: int
     predicted_bytes: int
+    part: int
     ids: Tensor
     press: bool = False
     blocks: int = 0
@@ -224,11 +226,15 @@ def _read_prompts(model: PreTrainedModel, job: Job, ids: Tensor) -> tuple[Any, l
     joins = isinstance(caches[0], kvloom.Cache) and can_batch(model, caches)
     joins = joins or job.cache == DYNAMIC
     ready: list[float] = []
-    for rows in ids[:, : job.prompt].split(1 if joins else len(ids)):
+    for rows in ids[:, : job.prompt].split(job.part if joins else len(ids)):
         if ready:
             caches.append(_new_cache(model, job))
         with _halved(model) if job.press else nullcontext():
-            model(rows, past_key_values=caches[-1], logits_to_keep=1)
+            # a press knows by the positions that a call reads a prompt
+            where = (
+                {"cache_position": torch.arange(job.prompt, device=ids.device)} if job.press else {}
+            )
+            model(rows, past_key_values=caches[-1], logits_to_keep=1, **where)
         ready += [clock.seconds(ids.device)] * len(rows)
     return _joined(model, caches), ready
 

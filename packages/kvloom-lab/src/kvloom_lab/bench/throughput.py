@@ -93,6 +93,11 @@ class Requests:
     text: np.ndarray
     first: list[int]
 
+    @property
+    def part(self) -> int:
+        """Requests whose prompts' activations fit into the bound."""
+        return max(1, self.memory // (self.prompt * (self.facts.working or 1)))
+
     def job(
         self, name: str, cache: Recipe | str, nbytes: int | str, batch: int = 0, **more: Any
     ) -> Job | ThroughputRow:
@@ -108,7 +113,7 @@ class Requests:
                 name, self.prompt, self.new, 0, nbytes, problem=f"one needs {show_bytes(nbytes)}"
             )
         ids = cut_rows(self.text, self.first, batch, self.prompt + self.new, 0)
-        return Job(name, cache, self.memory, self.prompt, self.new, nbytes, ids, **more)
+        return Job(name, cache, self.memory, self.prompt, self.new, nbytes, self.part, ids, **more)
 
     def recipe_nbytes(self, recipe: Recipe) -> int | str:
         """Return the most bytes of one request, or why the recipe does not fit."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from kvloom.cache.block_evictor import QUERIES
 from kvloom.cache.layer import LayerCache
 from kvloom.errors import CacheMisuse, RecipeError
 from kvloom.keep import Budget, Keep, Rotated
-from kvloom.recipe import Recipe, resolve
+from kvloom.recipe import Geometry, Recipe, resolve
 from kvloom.store.packed import PackedTokens
 from steps import SCALE, D, feed, padded, state
 
@@ -135,6 +137,11 @@ def test_the_cut_into_steps_changes_nothing(spec, prompt, sizes, pad):
     whole, single = layers(spec), layers(spec)
     run(whole, qkv, [prompt, *sizes], visible)
     run(single, qkv, [prompt, *[1] * sum(sizes)], visible)
+    assert_alike(whole, single)
+
+
+def assert_alike(whole: list[LayerCache], single: list[LayerCache]) -> None:
+    """Layers hold the same, but for rounding."""
     for a, b in zip(map(state, whole), map(state, single), strict=True):
         assert a.keys() == b.keys()
         for name, x in a.items():
@@ -142,6 +149,45 @@ def test_the_cut_into_steps_changes_nothing(spec, prompt, sizes, pad):
                 torch.testing.assert_close(x, b[name], rtol=1e-4, atol=1e-4)
             elif isinstance(x, torch.Tensor):
                 assert torch.equal(x, b[name]), name
+
+
+@pytest.mark.parametrize("pads", [None, [0, 5]])
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        (PACKED, [100, *[1] * 71, 32]),
+        (PACKED.replace("block=32", "block=40"), [100, 30, 33, 40, 17, 39]),
+        (PACKED.replace("residual=16", "residual=64"), [100, 30, 32, 32]),
+    ],
+    ids=["later tokens", "no multiple of a group", "packed rarely"],
+)
+def test_some_cuts_change_nothing(spec, steps, pads):
+    qkv, visible = tokens(sum(steps)), None if pads is None else padded(pads, sum(steps))
+    whole, single = layers(spec), layers(spec)
+    run(whole, qkv, steps, visible)
+    run(single, qkv, [100, *[1] * sum(steps[1:])], visible)
+    assert_alike(whole, single)
+
+
+@recipes
+def test_a_turn_longer_than_two_blocks_keeps_the_queries_of_later_tokens(spec):
+    (cache,), qkv = layers(spec, 1), tokens(191, count=1)
+    for steps, at in (([100, 90], 0), ([1], 190)):
+        run([cache], qkv, steps, at=at)
+        state = cache._state
+        assert len(state.evictor.queries) == len(state.segment) - RECENT
+
+
+@pytest.mark.floor
+@pytest.mark.parametrize("compress_after", [0, 15])
+def test_the_bytes_after_a_short_prompt_are_predicted(compress_after):
+    recipe = replace(resolve(PACKED), compress_after=compress_after)
+    geometry = Geometry(LAYERS, HQ, HK, D, torch.float32)
+    for prompt in range(1, 90):
+        caches = layers(recipe)
+        run(caches, tokens(prompt, batch=1), [prompt])
+        held = sum(cache.nbytes for cache in caches)
+        assert held == recipe.nbytes(prompt, geometry), prompt
 
 
 @exact_recipes
@@ -194,10 +240,10 @@ def test_no_crop_reaches_into_a_block_of_which_no_token_stays():
     cache.crop(1)
 
 
-@pytest.mark.parametrize("later", [[164], [1] * 164], ids=["one step", "single tokens"])
+@pytest.mark.parametrize("later", [[165], [1] * 165], ids=["one step", "single tokens"])
 def test_a_turn_after_a_short_first_prompt_keeps_its_share(later):
     (cache,), qkv = layers(EXACT, 1), tokens(170, count=1)
-    run([cache], qkv, [5, *later, 1])  # the block after the prompt stays whole
+    run([cache], qkv, [5, *later])  # the block after the prompt stays whole
     evictor = cache._state.evictor
     assert evictor.offered == (170 - 5 - BLOCK - evictor.recent) // BLOCK * BLOCK
     assert evictor.granted == int(HK * 0.4 * evictor.offered)

@@ -100,8 +100,7 @@ def test_blocks_learn_from_the_first_prompt_alone():
     dropped = layer.dropped
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        assert lengths[-1] == PROMPT
-        model(ids[:, :1], past_key_values=cache)  # the step before kept a block whole
+    assert lengths[-1] == PROMPT
     assert layer.dropped > dropped
 
 
@@ -201,7 +200,7 @@ def test_no_example_has_a_position_that_the_model_lacks():
     with torch.no_grad():
         model(IDS["input_ids"], past_key_values=cache)
     examples, prompt = read
-    third = PROMPT - COUNT
+    third = PROMPT // 2  # the longest chunk
     assert examples[0].tolist() == [*range(2 * COUNT), *range(third, third + COUNT)]
     assert prompt[0].tolist() == [*range(PROMPT)]
 

@@ -143,6 +143,24 @@ def test_another_dtype_rounds_the_frequencies(recipe):
         assert not torch.equal(other.inv_freq, one.inv_freq)
 
 
+@pytest.mark.parametrize("spec", ["{}", "h2o:tokens=40@last 1={}"])
+def test_queries_move_no_further_than_the_model_has_positions(spec):
+    """A chunk has at most half of them."""
+    spec = spec.format("rotated:tokens=40,fit=true{}")
+    model = zoo.build("llama-gqa", max_position_embeddings=100)
+    ids = zoo.batch(1, 96, (0,))["input_ids"]
+    caches = [kvloom.Cache(model, spec.format(chunk)) for chunk in ("", ",chunk=50", ",chunk=20")]
+    for cache in caches:
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+    keep = caches[0].compressed[-1].cache.recipe.keep
+    assert keep.scorer.chunk == keep.fit.chunk == 50
+    states = (cache.compressed[-1].cache.state()["storage"] for cache in caches)
+    first, same, other = (state["values"]["tail"]["live"] for state in states)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
 def ropes_of_formats(model, recipe):
     return [layer.cache.facts.rope for layer in kvloom.Cache(model, recipe).compressed]
 

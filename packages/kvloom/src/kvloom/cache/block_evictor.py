@@ -43,14 +43,14 @@ class DueBlock(NamedTuple):
         used: The tokens of the segment, those of the block included, that score it.
         queries: The number of these tokens that still have queries. Tokens of an earlier block
             have none.
-        whole: Whether all of its tokens stay, without a score.
+        visible: bool [B, 1, seen tokens], False for padding and for sinks (None: no padding).
     """
 
     tokens: int
     granted: int
     used: int
     queries: int = 0
-    whole: bool = False
+    visible: Tensor | None = None
 
 
 class BlockEvictor(ScoreEvictor):
@@ -96,8 +96,7 @@ class BlockEvictor(ScoreEvictor):
 
         The queries of the block and of the recent tokens score it. In the first prompt, all queries
         do, and the budget includes the tokens that wait for the next block. A block has whole
-        groups of the format. The next one gets the tokens that rounding down leaves of its budget;
-        the one after the prompt stays whole.
+        groups of the format. The next one gets the tokens that rounding down leaves of its budget.
         """
         keep, unit, stored = self.keep, self.ragged.unit, len(segment)
         if stored <= self.recent:
@@ -106,12 +105,12 @@ class BlockEvictor(ScoreEvictor):
         if self._in_prompt(segment):
             first = keep.first_block(self.prompt_tokens, self.sinks, stored, heads, unit)
             return DueBlock(*first, stored) if first[0] else None
-        if whole := self._whole(segment):
-            block = DueBlock(whole, heads * whole, whole, whole=True)
-            return block if stored - self.recent >= whole else None
+        if self._whole(segment):
+            return None
         assert keep.block is not None
         assert keep.budget.fraction is not None
-        count = (stored - self.recent) // keep.block * keep.block // unit * unit
+        size = -(-keep.block // unit) * unit
+        count = (stored - self.recent) // size * size
         wanted = heads * keep.budget.fraction * (self.offered + count) - self.granted
         granted = head_budgets.granted(wanted, heads, count, unit)
         return DueBlock(count, granted, count + self.recent) if count else None
@@ -125,6 +124,37 @@ class BlockEvictor(ScoreEvictor):
         end = self.prompt_tokens + self.keep.block
         return max(0, end - segment.first) // self.ragged.unit * self.ragged.unit
 
+    def keep_whole(self, segment: Segment, visible: Tensor | None, traced: bool) -> None:
+        """Move the tokens that stay without a score, once they are older than the recent ones.
+
+        visible: as in `Queries`. traced: whether a trace wants their logical indices.
+        """
+        count = self._whole(segment)
+        later = len(segment) - count - self.recent
+        if not count or later < 0:
+            return
+        shown = self.sinks_store.hide(visible)
+        segment.pack(shown, later=later)
+        k, v = segment.unpacked_keys(0, count), segment.unpacked_values(0, count)
+        stays = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
+        self._store(segment, k, v, stays, stays.sum(dim=-1), shown, traced)
+        segment.drop_front(count)
+
+    def _store(
+        self,
+        segment: Segment,
+        k: Tensor,
+        v: Tensor,
+        stays: Tensor,
+        counts: Tensor,
+        shown: Tensor | None,
+        traced: bool,
+    ) -> None:
+        """Store tokens of k, v, the oldest of a segment; the arguments are those of `add`."""
+        ragged = self.ragged
+        indexed = shown is not None or ragged.logical_index is not None or traced
+        ragged.add(k, v, stays, counts, segment.first, shown, indexed)
+
     def _in_prompt(self, segment: Segment) -> bool:
         """Return whether a segment has tokens of the first prompt alone, all of them."""
         return not self.offered and segment.first + len(segment) <= self.prompt_tokens
@@ -136,11 +166,10 @@ class BlockEvictor(ScoreEvictor):
         if queries.norms is not None:
             self.norms.append(queries.norms[:, None, :, None])
 
-    def _hold_new(self, segment: Segment, queries: Queries) -> None:
-        """Hold the queries of a step, but those of tokens that stay without a score."""
+    def _that_score(self, segment: Segment, queries: Queries) -> Queries:
+        """Return the queries of a step without those of tokens that stay without a score."""
         begin = max(0, self._whole(segment) - len(segment) + queries.tokens)
-        if begin < queries.tokens:
-            self.hold(queries.slice(begin, queries.tokens))
+        return queries.slice(min(begin, queries.tokens), queries.tokens)
 
     def forget(self, tokens: int) -> None:
         """Drop the queries of the newest `tokens` tokens, which a crop removes."""
@@ -161,21 +190,20 @@ class BlockEvictor(ScoreEvictor):
         assert isinstance(storage, Segment)
         block, prompt = self.due(storage), self._in_prompt(storage)
         shown = self.sinks_store.hide(queries.visible)
-        if block is None or block.whole:
-            self._hold_new(storage, queries)
+        if block is None or not prompt:
+            queries = self._that_score(storage, queries)
         if block is None:
+            if queries.tokens:
+                self.hold(queries)
             storage.pack(shown, prompt)
+            if prompt:
+                storage.trim()
             return None
-        later = len(storage) - block.used
         if not prompt:
+            later = len(storage) - block.used
             storage.pack(shown, later=later)
-        if block.whole:
-            self.block, k = block, storage.exact_keys()
-            scores = k.new_zeros(*k.shape[:2], block.tokens, dtype=torch.float32)
-            return Decision(queries.without_queries(), scores)
-        if not prompt:
             queries = self.take_queries(queries, later)
-        self.block = block._replace(queries=queries.tokens)
+        self.block = block._replace(queries=queries.tokens, visible=shown)
         scores = self.scorer.score(self._step(storage, queries))
         scores = scores[..., self.sinks : self.sinks + block.tokens]
         visible = storage.mask(shown, 0, block.tokens)
@@ -257,14 +285,11 @@ class BlockEvictor(ScoreEvictor):
             trace.scored = index.expand_as(scores), scores
         prompt, k = self._in_prompt(storage), storage.unpacked_keys(0, block.tokens)
         v = self._block_values(storage, queries, stays, block)
-        visible = self.sinks_store.hide(queries.visible)
-        indexed = visible is not None or ragged.logical_index is not None or trace is not None
         if ragged.stored or block.granted:
-            ragged.add(k, v, stays, counts, storage.first, visible, indexed)
-        if not block.whole:
-            self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
+            self._store(storage, k, v, stays, counts, block.visible, trace is not None)
+        self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         storage.drop_front(block.tokens)
-        storage.pack(visible, prompt)
+        storage.pack(block.visible, prompt)
         storage.trim()
         self.block = None
         return storage
@@ -274,7 +299,7 @@ class BlockEvictor(ScoreEvictor):
     ) -> Tensor:
         """Return the values of a block [B, Hk, tokens, D], fitted where tokens stay."""
         fit, n = self.keep.fit, block.tokens
-        if fit is None or block.whole or not block.granted:
+        if fit is None or not block.granted:
             return segment.unpacked_values(0, n)
         step = self._step(segment, queries)
         kept = torch.ones(step.k.shape[:3], dtype=torch.bool, device=step.k.device)

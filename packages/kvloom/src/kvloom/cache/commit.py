@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..errors import CacheMisuse
 from ..kernels.attend.regions import Region
+from .block_evictor import BlockEvictor
 from .evictor import Phase
 from .joint import decide
 from .latents import query_keys
@@ -72,12 +73,15 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
-    if by_score and (state.score_evictor.keep.block is not None or not segment.has_packed):
+    in_blocks = isinstance(evictor, BlockEvictor)
+    if by_score and (in_blocks or not segment.has_packed):
         if prompt:
             state.score_evictor.note_protected(queries, state.seen)
         if new is not None and state.score_evictor.defers:
             segment.append(*_store_sinks(state, queries, new))
             new = None
+        if isinstance(evictor, BlockEvictor):
+            evictor.keep_whole(segment, queries.visible, state.trace is not None)
         _score(state, queries, new)
         return
     _store(state, segment, queries, new, prompt)

@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 
     Attributes:
         queries: Those that an eviction needs: see `ScoreEvictor.needed`.
-        scores: fp32 [B, Hk, N], of exact tokens.
+        scores: fp32 [B, Hk, N], of the oldest tokens of the storage.
         heavy: Heavy hitters that the layer keeps from now on (None: as before).
         counts: int64 [B, Hk], the tokens that each head wins where heads of all layers compete
             (None: its own scores decide).

@@ -143,6 +143,9 @@ def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
             rotary.layer_ropes(model)
         except UnsupportedModel:
             return adapted.without_rotation
+        config = compat.decoder_config(model)
+        if positions := getattr(config, "max_position_embeddings", None):
+            return adapted.within(positions)
     return adapted
 
 

@@ -38,7 +38,7 @@ class Fit:
     where the error does not shrink. Later chunks do not change the values of sinks.
 
     Attributes:
-        chunk: Tokens of a chunk.
+        chunk: Tokens of a chunk; in a model, at most half of its positions.
         queries: The most queries of a chunk, at equal distances, that are rows of the regression.
         values: How many values of a head change in a chunk.
     """

@@ -358,7 +358,7 @@ class Keep:
     ) -> tuple[int, int]:
         """Return the tokens of the first block, and those that all heads keep of it together.
 
-        The block is the prompt without its recent tokens; the budget includes all that stay exact.
+        The block is the prompt without its recent tokens; the budget includes all that wait.
 
         Args:
             prompt_tokens: Tokens of the first prompt.
@@ -368,8 +368,8 @@ class Keep:
             unit: Tokens that are packed together.
         """
         count = max(0, stored - self.budget.recent_of(prompt_tokens)) // unit * unit
-        exact = sinks + stored - count
-        wanted = heads * (self.budget.resolve(prompt_tokens) - exact)
+        others = sinks + stored - count
+        wanted = heads * (self.budget.resolve(prompt_tokens) - others)
         return count, head_budgets.granted(wanted, heads, count, unit)
 
     def layer_tokens(self, prompt_tokens: int, layers: int) -> list[int]:
@@ -414,6 +414,18 @@ class Keep:
         scorer = self.scorer.without_rotation
         keep = self.after_prompt if scorer.repeats else self
         return replace(keep, scorer=scorer, fit=None) if self.rotates_queries else self
+
+    def within(self, positions: int) -> Keep:
+        """Return this for a model with so many positions.
+
+        Rotated queries see keys up to two chunks away, so a chunk has at most half of them.
+        """
+        scorer, fit, most = self.scorer, self.fit, max(1, positions // 2)
+        if isinstance(scorer, Rotated):
+            scorer = replace(scorer, chunk=min(scorer.chunk, most))
+        if fit is not None:
+            fit = replace(fit, chunk=min(fit.chunk, most))
+        return replace(self, scorer=scorer, fit=fit)
 
     @property
     def after_prompt(self) -> Keep:

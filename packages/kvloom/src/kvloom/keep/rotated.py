@@ -38,7 +38,7 @@ class Rotated(Scorer):
     input. So the scores of layers and heads that compete for a budget can be compared.
 
     Attributes:
-        chunk: Tokens of a chunk.
+        chunk: Tokens of a chunk; in a model, at most half of its positions.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt that the model reads three times, before the prompt.

@@ -8,7 +8,7 @@ and writes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -265,9 +265,21 @@ class Recipe:
         Scores that rotate queries are replaced, and no values are fitted: see
         `Keep.without_rotation`.
         """
-        keep = None if self.keep is None else self.keep.without_rotation
-        layers = tuple(_without_rotation(override) for override in self.layers)
-        return replace(self, keep=keep, layers=layers) if self.rotates_queries else self
+        return self._with_keeps(lambda keep: keep.without_rotation)
+
+    def within(self, positions: int) -> Recipe:
+        """Return the recipe for a model with so many positions: see `Keep.within`."""
+        return self._with_keeps(lambda keep: keep.within(positions))
+
+    def _with_keeps(self, changed: Callable[[Keep], Keep]) -> Recipe:
+        """Return the recipe with each keep changed, if one rotates queries."""
+        if not self.rotates_queries:
+            return self
+        keep = None if self.keep is None else changed(self.keep)
+        layers = (
+            replace(x, keep=changed(x.keep)) if isinstance(x.keep, Keep) else x for x in self.layers
+        )
+        return replace(self, keep=keep, layers=tuple(layers))
 
     @property
     def rotates_queries(self) -> bool:
@@ -350,11 +362,6 @@ class Recipe:
             RecipeError: The file cannot be read, or the document is not a recipe.
         """
         return text.read_toml(source, cls.from_dict)
-
-
-def _without_rotation(override: LayerOverride) -> LayerOverride:
-    keep = override.keep
-    return replace(override, keep=keep.without_rotation) if isinstance(keep, Keep) else override
 
 
 def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:

@@ -131,6 +131,7 @@ class KVSide(Stateful):
         end = begin + x.shape[2]
         if nonpadding is not None:
             nonpadding = nonpadding[:, :, begin:end]
+            assert nonpadding.shape[2] == x.shape[2], "a mask ends before the tokens"
         places = positions(begin, end) if positions and self.needs_positions else None
         self.packed.append(x, nonpadding, places)
 

@@ -55,7 +55,6 @@ def test_contents_of_a_layer_that_evicts(name):
 
 @pytest.mark.parametrize("block", [0, 128])
 def test_contents_of_a_layer_whose_heads_compete_for_packed_tokens(block):
-    """With blocks, the segment packs nothing."""
     spelled = f"small:fraction=0.3,recent=16,group=32,residual=32,block={block}"
     layer = LayerCache(resolve(spelled), rope=ROPE, facts=LayerFacts(rope=ROPE))
     layer.observe()

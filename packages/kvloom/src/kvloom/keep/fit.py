@@ -95,9 +95,9 @@ class Fit:
                 hi, sinks = min(len(real), lo + self.chunk), min(step.sinks, lo)
                 slots = torch.cat([real[:sinks], real[lo:hi]])
                 begin, end = (-(-max(0, i - before) // every) for i in (lo, hi))
-                if begin == end:  # a last chunk may be shorter than the distance of two rows
-                    continue
                 q = step.q[rows, :, begin:end]
+                if not q.shape[2]:  # a last chunk may be shorter than the distance of two rows
+                    continue
                 if step.rope is not None:
                     q = step.rope.rotate(q, torch.tensor(hi - lo).view(1, 1, 1))
                 k, v, stored, values, stay, may_change = (

@@ -137,23 +137,13 @@ class BlockEvictor(ScoreEvictor):
         segment.pack(shown, later=later)
         k, v = segment.unpacked_keys(0, count), segment.unpacked_values(0, count)
         stays = torch.ones(k.shape[:3], dtype=torch.bool, device=k.device)
-        self._store(segment, k, v, stays, stays.sum(dim=-1), shown, traced)
+        indexed = self._indexed(shown, traced)
+        self.ragged.add(k, v, stays, stays.sum(dim=-1), segment.first, shown, indexed)
         segment.drop_front(count)
 
-    def _store(
-        self,
-        segment: Segment,
-        k: Tensor,
-        v: Tensor,
-        stays: Tensor,
-        counts: Tensor,
-        shown: Tensor | None,
-        traced: bool,
-    ) -> None:
-        """Store tokens of k, v, the oldest of a segment; the arguments are those of `add`."""
-        ragged = self.ragged
-        indexed = shown is not None or ragged.logical_index is not None or traced
-        ragged.add(k, v, stays, counts, segment.first, shown, indexed)
+    def _indexed(self, visible: Tensor | None, traced: bool) -> bool:
+        """Return whether to remember the logical indices of tokens that stay."""
+        return visible is not None or self.ragged.logical_index is not None or traced
 
     def _in_prompt(self, segment: Segment) -> bool:
         """Return whether a segment has tokens of the first prompt alone, all of them."""
@@ -216,18 +206,17 @@ class BlockEvictor(ScoreEvictor):
 
         From now on, it holds those alone.
         """
-        new, end = queries, queries.tokens - later
-        if len(self.queries):
-            norms = self.norms.view()[:, 0, :, 0] if len(self.norms) else None
-            earlier = Queries(self.queries.view().tensor(), queries.scale, norms=norms)
-            queries = queries.after(earlier)
+        new, before = queries, len(self.queries)
         self.hold(new)
-        queries = queries._replace(q=self.queries.view().tensor())
+        q = self.queries.view().tensor()
+        if before:
+            norms = self.norms.view()[:, 0, :before, 0] if len(self.norms) else None
+            queries = new.after(Queries(q[:, :, :before], new.scale, norms=norms))
         self.queries.clear()
         self.norms.clear()
         if later:
-            self.hold(new.slice(end, new.tokens))
-        return queries.slice(0, queries.tokens - later)
+            self.hold(new.slice(new.tokens - later, new.tokens))
+        return queries._replace(q=q).slice(0, q.shape[2] - later)
 
     def _check_causal(self, queries: Queries) -> None:
         """Raise `CacheMisuse` for queries that wait, if a score must know what they have seen."""
@@ -286,7 +275,8 @@ class BlockEvictor(ScoreEvictor):
         prompt, k = self._in_prompt(storage), storage.unpacked_keys(0, block.tokens)
         v = self._block_values(storage, queries, stays, block)
         if ragged.stored or block.granted:
-            self._store(storage, k, v, stays, counts, block.visible, trace is not None)
+            indexed = self._indexed(block.visible, trace is not None)
+            ragged.add(k, v, stays, counts, storage.first, block.visible, indexed)
         self.offered, self.granted = self.offered + block.tokens, self.granted + block.granted
         storage.drop_front(block.tokens)
         storage.pack(block.visible, prompt)

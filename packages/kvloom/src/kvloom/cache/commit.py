@@ -73,15 +73,15 @@ def commit(state: LayerState, queries: Queries, new: KV | None) -> None:
     if retriever is not None and retriever.learns and queries.tokens:
         retriever.learn(queries, query_keys(queries.q, *(new or exact_tokens(state))))
     by_score = evictor is not None and evictor.scoring and (queries.tokens or state.repetition)
-    in_blocks = isinstance(evictor, BlockEvictor)
-    if by_score and (in_blocks or not segment.has_packed):
+    blocks = evictor if isinstance(evictor, BlockEvictor) else None
+    if by_score and (blocks is not None or not segment.has_packed):
         if prompt:
             state.score_evictor.note_protected(queries, state.seen)
         if new is not None and state.score_evictor.defers:
             segment.append(*_store_sinks(state, queries, new))
             new = None
-        if isinstance(evictor, BlockEvictor):
-            evictor.keep_whole(segment, queries.visible, state.trace is not None)
+        if blocks is not None:
+            blocks.keep_whole(segment, queries.visible, state.trace is not None)
         _score(state, queries, new)
         return
     _store(state, segment, queries, new, prompt)

@@ -45,6 +45,11 @@ def decoder_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def max_positions(model: PreTrainedModel) -> int | None:
+    """Return the positions of a model; None: its config names no limit."""
+    return getattr(decoder_config(model), "max_position_embeddings", None)
+
+
 def layers_config(model: PreTrainedModel) -> Any:
     """Return a config whose layers and heads are those of the decoder; not one to change.
 

@@ -149,7 +149,7 @@ def learn_from(
     padding. positions: int64 [B, N]. padded: whether the pass needs a mask.
     """
     tokens = visible.shape[1]
-    limit = getattr(compat.decoder_config(model), "max_position_embeddings", None)
+    limit = compat.max_positions(model)
     limit = _READ * tokens if limit is None else limit
     for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)

@@ -143,8 +143,7 @@ def recipe_for(model: PreTrainedModel, recipe: Recipe) -> Recipe:
             rotary.layer_ropes(model)
         except UnsupportedModel:
             return adapted.without_rotation
-        config = compat.decoder_config(model)
-        if positions := getattr(config, "max_position_embeddings", None):
+        if positions := compat.max_positions(model):
             return adapted.within(positions)
     return adapted
 

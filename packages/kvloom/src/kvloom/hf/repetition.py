@@ -64,9 +64,8 @@ class Repetition:
         self.mask, self.positions = mask, positions
         self.instruction = scorer.instruction_ids
         self.chunk, self.least = scorer.chunk, min(scorer.chunk, _LEAST_CHUNK)
-        config = compat.decoder_config(model)
-        limit = getattr(config, "max_position_embeddings", None)
-        if limit is not None and not compat.has_alibi(config):
+        limit = compat.max_positions(model)
+        if limit is not None and not compat.has_alibi(compat.decoder_config(model)):
             room = limit - self.tokens - len(self.instruction) - _LEAD
             self.chunk = min(self.chunk, room)
         self.budget = min(keep.budget.resolve(self.tokens) for keep in keeps)

@@ -130,7 +130,7 @@ def sample_batch(model: PreTrainedModel, tokens: int = _PROMPT) -> dict[str, Ten
     config = compat.decoder_config(model)
     window = getattr(config, "sliding_window", None) or 0
     tokens += window if window <= _LONGEST_WINDOW else 0
-    limit = getattr(config, "max_position_embeddings", None) or tokens + _STEPS
+    limit = compat.max_positions(model) or tokens + _STEPS
     tokens = max(_PADDING + 2, min(tokens, limit - _STEPS))
     device = model.get_input_embeddings().weight.device
     ids = torch.tensor(_plain_ids(model), device="cpu")

@@ -23,6 +23,8 @@ RECIPES = [
     "snapkv:tokens=24,window=8,head_share=0.2",
     "kvzip:tokens=24,recent=8,head_share=0.2,layers=joint",
     "small:recent=8,group=16,residual=16,fraction=0.3",
+    "small:recent=8,group=16,residual=16,fraction=0.3,block=16",
+    "rotated:block=16,fraction=0.3,recent=8,head_share=1",
     "evict:score=observation,tokens=24,window=4",
 ]  # fmt: skip
 
@@ -148,12 +150,10 @@ def test_embeddings_are_refused_by_name():
     [
         ("kivi", {"ids": (5,)}, "combine them with a keep by score"),
         ("streaming", {"ids": (5,)}, "combine them with a keep by score"),
-        ("rotated:block=64,fraction=0.5", {"ids_except": (5,)}, "not with when=block"),
         ("h2o", {"ids": (5,), "ids_except": (6,)}, "give one of them"),
         ("h2o", {"ids": [5]}, r"ids=\[5\] must be a tuple"),
         ("kivi", {"spans": ((0, 5),)}, "combine them with a keep by score"),
         ("streaming", {"role": SYSTEM}, "combine them with a keep by score"),
-        ("rotated:block=64,fraction=0.5", {"spans": ((0, 5),)}, "not with when=block"),
         ("h2o", {"spans": (0, 5)}, r"spans=\(0, 5\) must be a tuple, each item a tuple"),
         ("h2o", {"spans": ((0, 5, 9),)}, r"span \(0, 5, 9\) must be \(first, end\)"),
         ("h2o", {"spans": ((5, 5),)}, r"span \(5, 5\) has no tokens"),
@@ -274,6 +274,19 @@ def test_a_prompt_that_waits_keeps_its_places():
         cache.crop(0)
         assert kept(cache)[..., [20, 21, 22, 23, 51]].all()
         assert (kept(cache).sum(dim=-1) == 24).all()
+
+
+@pytest.mark.parametrize("tokens", [16, 61])
+def test_blocks_after_the_prompt_leave_its_places(tokens):
+    """A prompt of 16 tokens is in no block."""
+    model, batch = zoo.build("llama-gqa"), zoo.batch(2, tokens, (0, 3))
+    rule = {"spans": ((1, 4), (-9, -6))}
+    recipe = protecting("small:recent=8,group=16,residual=16,fraction=0.3,block=16", **rule)
+    held = kept(read(model, recipe, batch, steps=80))
+    for row, padding in enumerate((0, 3)):
+        places = [*range(padding + 1, padding + 4), *range(tokens - 9, tokens - 6)]
+        assert held[:, row][..., places].all()
+    assert not held[..., tokens:].all()
 
 
 @by_reference

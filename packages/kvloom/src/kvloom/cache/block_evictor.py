@@ -181,6 +181,7 @@ class BlockEvictor(ScoreEvictor):
         block, prompt = self.due(storage), self._in_prompt(storage)
         shown = self.sinks_store.hide(queries.visible)
         if block is None or not prompt:
+            self.protected = None  # all tokens of a prompt without a block stay
             queries = self._that_score(storage, queries)
         if block is None:
             if queries.tokens:
@@ -195,6 +196,8 @@ class BlockEvictor(ScoreEvictor):
             queries = self.take_queries(queries, later)
         self.block = block._replace(queries=queries.tokens, visible=shown)
         scores = self.scorer.score(self._step(storage, queries))
+        if self.protected is not None:
+            scores = self.marked(scores)
         scores = scores[..., self.sinks : self.sinks + block.tokens]
         visible = storage.mask(shown, 0, block.tokens)
         if visible is not None:

@@ -24,11 +24,10 @@ def check_parts(recipe: AnyRecipe) -> None:
             "protect.outliers keeps tokens from being packed: combine it with a packed store "
             "and no keep, which has a score of its own"
         )
-    scored = recipe.keep is not None and not recipe.keep.by_age and recipe.keep.block is None
-    if recipe.protect.marks and not scored:
+    if recipe.protect.marks and (recipe.keep is None or recipe.keep.by_age):
         raise RecipeError(
             "ids, ids_except, spans and role of protect keep tokens of a prompt that a score "
-            "would evict: combine them with a keep by score, and not with when=block"
+            "would evict: combine them with a keep by score"
         )
     if recipe.keep is not None:
         _check_keep(recipe, recipe.keep)

@@ -25,7 +25,7 @@ from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.calibrate import Settings, calibrate
 from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
-from kvloom.hf.batching.eviction import PromptEviction
+from kvloom.hf.batching.prompt_eviction import PromptEviction
 from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.kernels import use_backend
 from kvloom.paged import paged
@@ -142,7 +142,7 @@ def test_prompts_in_chunks_keep_the_tokens_of_whole_ones(llama, recipe, step, wa
 
 
 def test_the_chunks_of_one_prompt_wait_and_its_blocks_are_reserved(llama, monkeypatch, watch):
-    from kvloom.hf.batching.evicting import EvictingAllocator
+    from kvloom.hf.batching.head_pages import EvictingAllocator
 
     waiting, attend = [], EvictingAllocator.attend
 
@@ -239,7 +239,7 @@ def test_chunks_give_the_choice_of_a_whole_prompt(cuts):
 
 
 def test_pages_of_a_fork_are_in_its_own_blocks():
-    from kvloom.hf.batching.evicting import StoredHeads
+    from kvloom.hf.batching.head_pages import StoredHeads
 
     heads = StoredHeads(torch.tensor([[3, 5]]))
     pages, layer, head = torch.tensor([14, 9, 10]), torch.zeros(3).long(), torch.tensor([0, 0, 1])

@@ -48,7 +48,7 @@ def rewrite(path, **changes) -> None:
     tensors = load_file(path)
     del tensors[files.CHECKSUM]
     about = {"kvloom_cache": json.dumps({**about, **changes})}
-    files.write(path, tensors, about, AssertionError, checksum=True)
+    files.write(path, tensors, about, AssertionError)
 
 
 def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
@@ -68,7 +68,7 @@ def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     about = {"kvloom_cache": json.dumps({"format": VERSION})}
     save_file({"w": torch.ones(2)}, path, about)
     assert "is damaged: its checksum is wrong" in refused(model, path)
-    files.write(path, {"w": torch.ones(2)}, about, AssertionError, checksum=True)
+    files.write(path, {"w": torch.ones(2)}, about, AssertionError)
     assert "is damaged: its recipe is missing; prefill and save" in refused(model, path)
     path.write_bytes(whole)
     rewrite(path, format="99-0", kvloom="9.0")

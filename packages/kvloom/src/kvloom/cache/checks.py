@@ -148,7 +148,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
     ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
     if (storage.kept or ragged or state.dropped > 0) and later < tokens:
         raise CacheMisuse(
-            f"{state.name}: crop of {tokens} tokens reaches into the prompt, of which some were "
+            f"{state.name}: crop of {tokens} tokens reaches into tokens of which some were "
             f"dropped; the newest {later} can be removed"
         )
 

@@ -48,8 +48,8 @@ class Calibration:
         about = {"version": VERSION, "model": self.model, "text": self.text,
                  "settings": self.settings, "sum": checksum(self.tensors)}  # fmt: skip
         tensors = {n: t.cpu().contiguous() for n, t in self.tensors.items()}
-        files.write(Path(path), tensors, {"kvloom_calibration": json.dumps(about)},
-                    CalibrationError, checksum=True)  # fmt: skip
+        written = {"kvloom_calibration": json.dumps(about)}
+        files.write(Path(path), tensors, written, CalibrationError)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

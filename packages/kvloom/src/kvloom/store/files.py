@@ -42,12 +42,11 @@ def write(
     tensors: dict[str, Tensor],
     about: dict[str, str],
     error_type: type[Exception],
-    checksum: bool = False,
     publish: Callable[[str], None] | None = None,
 ) -> None:
     """Write contiguous CPU tensors and the metadata `about`, with the user's default permissions.
 
-    checksum: append the CRC-32 of all bytes before it, for `intact`, as the tensor `CHECKSUM`.
+    The CRC-32 of all bytes before it comes last, for `intact`, as the tensor `CHECKSUM`.
     publish: called with the temporary file's name, instead of renaming it, once its bytes are on
     the disk. Raises `error_type` if the file cannot be written; `path` then has its old content.
     """
@@ -57,11 +56,10 @@ def write(
         try:
             with file:
                 crc = 0
-                for part in _parts(tensors, about, checksum):
+                for part in _parts(tensors, about):
                     crc = zlib.crc32(part, crc)
                     file.write(part)
-                if checksum:
-                    file.write(crc.to_bytes(4, "little"))
+                file.write(crc.to_bytes(4, "little"))
                 file.flush()
                 if publish is not None:
                     os.fsync(file.fileno())
@@ -87,7 +85,7 @@ def intact(path: Path) -> bool:
     return crc == _INTACT
 
 
-def _parts(tensors: dict[str, Tensor], about: dict[str, str], checksum: bool) -> Iterator[Any]:
+def _parts(tensors: dict[str, Tensor], about: dict[str, str]) -> Iterator[Any]:
     """Yield the bytes of a safetensors file: the header's length, the header, every tensor.
 
     Wide dtypes come first and the header is a multiple of 8 bytes, so every tensor is aligned.
@@ -101,8 +99,7 @@ def _parts(tensors: dict[str, Tensor], about: dict[str, str], checksum: bool) ->
         header[name] = {
             "dtype": _DTYPES[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end],
         }  # fmt: skip
-    if checksum:
-        header[CHECKSUM] = {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]}
+    header[CHECKSUM] = {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")

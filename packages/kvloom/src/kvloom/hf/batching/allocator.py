@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from ...errors import CacheMisuse
 from ...paged import LayerPlan, PackedPages, PagedAttention, PagedRow, PagedStep, PageLayout
 from ..prompts.pages import StoredPages
-from .eviction import PromptEviction
+from .prompt_eviction import PromptEviction
 
 ALIGNED = 128  # bytes, as transformers aligns blocks
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from ...keep.rotated import SHARE
 from .. import examples
 from ..routed_cache import RoutedCache
-from .evicting import EvictingAllocator
-from .eviction import PromptChoice
+from .head_pages import EvictingAllocator
+from .prompt_eviction import PromptChoice
 
 
 @contextmanager

@@ -32,9 +32,9 @@ from ..prompts.pages import StoredPages
 from ..routed_cache import RoutedCache
 from ..routing import attention_configs
 from .allocator import PackedAllocator
-from .evicting import EvictingAllocator
-from .eviction import PromptEviction
 from .examples import learning
+from .head_pages import EvictingAllocator
+from .prompt_eviction import PromptEviction
 
 NAME = "kvloom_flash"
 """The attention implementation: transformers makes no masks for a name with "flash", and reads no

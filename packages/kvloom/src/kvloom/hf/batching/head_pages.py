@@ -19,7 +19,7 @@ from ...paged import LayerPlan, PackedPages, PagedAttention, PageLayout
 from ...paged.attention import causal
 from ...paged.step import SingleTokenRows
 from .allocator import ALIGNED, PackedAllocator, round_up
-from .eviction import Heads, PromptChoice, PromptEviction
+from .prompt_eviction import Heads, PromptChoice, PromptEviction
 
 
 class StoredHeads:

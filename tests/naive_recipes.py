@@ -5,6 +5,8 @@ Arrays are numpy float64: q [R, N, D] of the query heads that share one key/valu
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 import naive
@@ -164,12 +166,14 @@ def with_neighbors(scores, share):
 def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
     """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 
-    A row at a time. q: [R, T, D], of the last T tokens. inv_freq: of RoPE, which q and k have;
-    None: none. repeated: [R, T, D], what is rotated instead of q.
+    A row at a time. chunk: the most tokens of one; all are equally long. q: [R, T, D], of the last T
+    tokens. inv_freq: of RoPE, which q and k have; None: none. repeated: [R, T, D], what is rotated
+    instead of q.
     """
     scores, before = np.zeros(len(k)), len(k) - q.shape[1]
-    for lo in range(0, len(k), chunk):
-        hi = min(len(k), lo + chunk)
+    chunks = math.ceil(len(k) / chunk)
+    for number in range(chunks):
+        lo, hi = (len(k) * end // chunks for end in (number, number + 1))
         seen = [*range(min(sinks, lo)), *range(lo, hi)]
         for head, again in zip(q, q if repeated is None else repeated, strict=True):
             for j in range(max(lo, before), hi):

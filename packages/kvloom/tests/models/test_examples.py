@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import numpy as np
@@ -40,7 +41,8 @@ def read_lengths(model):
 
 def distances(chunk=PROMPT):
     """The positions from an example to its two repetitions."""
-    return COUNT, max(min(PROMPT, chunk), 2 * COUNT)
+    longest = math.ceil(PROMPT / math.ceil(PROMPT / chunk))
+    return COUNT, max(longest, 2 * COUNT)
 
 
 def read_by_plain_model(model, ids, chunk=PROMPT):

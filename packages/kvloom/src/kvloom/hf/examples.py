@@ -154,7 +154,11 @@ def learn_from(
     for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)
         examples = ExamplePass.of(
-            visible, positions, most, min(scorer.chunk, limit - most), scorer.least_prompt
+            visible,
+            positions,
+            most,
+            min(scorer.furthest(tokens), limit - most),
+            scorer.least_prompt,
         )
         _run(model, cache, layer_indices, examples, inputs, padded)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..kernels.attend import reference
 from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
+from .chunks import chunks, longest
 from .scorer import Step
 
 RIDGE = 30.0
@@ -38,7 +39,8 @@ class Fit:
     where the error does not shrink. Later chunks do not change the values of sinks.
 
     Attributes:
-        chunk: Tokens of a chunk; in a model, at most half of its positions.
+        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
+            long.
         queries: The most queries of a chunk, at equal distances, that are rows of the regression.
         values: How many values of a head change in a chunk.
     """
@@ -70,7 +72,7 @@ class Fit:
 
     def _every(self, tokens: int) -> int:
         """Return the distance of the queries that are rows, among `tokens` tokens with a query."""
-        return max(1, -(-min(tokens, self.chunk) // self.queries))
+        return max(1, -(-longest(tokens, self.chunk) // self.queries))
 
     def __call__(
         self,
@@ -91,12 +93,12 @@ class Fit:
         for rows, real in _rows_alike(step):
             before = int((real < without_query).sum()) if without_query else 0
             every = self._every(len(real) - before)
-            for lo in range(0, len(real), self.chunk):
-                hi, sinks = min(len(real), lo + self.chunk), min(step.sinks, lo)
+            for lo, hi in chunks(len(real), self.chunk):
+                sinks = min(step.sinks, lo)
                 slots = torch.cat([real[:sinks], real[lo:hi]])
                 begin, end = (-(-max(0, i - before) // every) for i in (lo, hi))
                 q = step.q[rows, :, begin:end]
-                if not q.shape[2]:  # a last chunk may be shorter than the distance of two rows
+                if not q.shape[2]:  # a chunk may be shorter than the distance of two rows
                     continue
                 if step.rope is not None:
                     q = step.rope.rotate(q, torch.tensor(hi - lo).view(1, 1, 1))

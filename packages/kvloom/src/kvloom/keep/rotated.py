@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
+from .chunks import chunks, longest
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
@@ -38,7 +39,8 @@ class Rotated(Scorer):
     input. So the scores of layers and heads that compete for a budget can be compared.
 
     Attributes:
-        chunk: Tokens of a chunk; in a model, at most half of its positions.
+        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
+            long.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt that the model reads three times, before the prompt.
@@ -67,6 +69,10 @@ class Rotated(Scorer):
             check_whole("examples", self.examples, 16, ", or 0")
         if not 0 <= self.neighbors <= 1:
             raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
+
+    def furthest(self, tokens: int) -> int:
+        """Return how far the queries of a prompt of `tokens` tokens are rotated, at most."""
+        return longest(tokens, self.chunk)
 
     @property
     def least_prompt(self) -> int:
@@ -97,8 +103,8 @@ class Rotated(Scorer):
         """Return the largest weights fp32 [B, Hk, N]."""
         step = replace(step, products=None, later_seen=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
-        chunks = [(lo, min(n, lo + self.chunk)) for lo in range(0, n, self.chunk)]
-        return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks], dim=-1)
+        scores = [self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks(n, self.chunk)]
+        return torch.cat(scores, dim=-1)
 
     def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""

@@ -105,11 +105,12 @@ def test_rounding_changes_no_value_that_hardly_counts():
     assert (values - one.v).abs().max() < 0.1
 
 
-def test_values_stay_in_a_last_chunk_without_a_row():
+def test_values_stay_in_a_chunk_without_a_row():
     one = step()
-    values = fitted(Fit(chunk=9, queries=2), one, chosen(), one.k)  # every 5th of 30 tokens
-    assert torch.equal(values[:, :, 27:], one.v[:, :, 27:])
-    assert not torch.equal(values, one.v)
+    one.q = one.q[:, :, 12:]
+    values = Fit(chunk=10)(one, chosen(), one.k, without_query=12)
+    assert torch.equal(values[:, :, :10], one.v[:, :, :10])
+    assert not torch.equal(values[:, :, 10:], one.v[:, :, 10:])
 
 
 @pytest.mark.parametrize("chunk", [9, 2048])
@@ -128,11 +129,11 @@ def test_padding_changes_nothing(chunk):
 def test_the_sinks_are_fitted_with_the_first_chunk_alone():
     one, kept = step(), chosen(2)
     one.sinks = 2
-    first = step(seen=12, sinks=2)
-    first.q, first.k, first.v = (x[:, :, :12] for x in (one.q, one.k, one.v))
-    expected = fitted(Fit(12), first, kept[..., :12], one.k[:, :, :12])
-    found = fitted(Fit(12), one, kept, one.k)
-    torch.testing.assert_close(found[:, :, :12], expected)
+    first = step(seen=10, sinks=2)
+    first.q, first.k, first.v = (x[:, :, :10] for x in (one.q, one.k, one.v))
+    expected = fitted(Fit(10), first, kept[..., :10], one.k[:, :, :10])
+    found = fitted(Fit(12), one, kept, one.k)  # three chunks of 10
+    torch.testing.assert_close(found[:, :, :10], expected)
     assert not torch.equal(found[:, :, 12:], one.v[:, :, 12:])
 
 

@@ -166,8 +166,8 @@ def with_neighbors(scores, share):
 def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
     """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 
-    A row at a time. chunk: the most tokens of one; all are equally long. q: [R, T, D], of the last T
-    tokens. inv_freq: of RoPE, which q and k have; None: none. repeated: [R, T, D], what is rotated
+    A row at a time. chunk: the most tokens of one; all are equally long. q: [R, T, D], of the last
+    T tokens. inv_freq: of RoPE, which q and k have; None: none. repeated: [R, T, D], what is rotated
     instead of q.
     """
     scores, before = np.zeros(len(k)), len(k) - q.shape[1]

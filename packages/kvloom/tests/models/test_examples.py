@@ -41,7 +41,8 @@ def read_lengths(model):
 
 def distances(chunk=PROMPT):
     """The positions from an example to its two repetitions."""
-    longest = math.ceil(PROMPT / math.ceil(PROMPT / chunk))
+    most = chunk if 2 * chunk >= PROMPT else 2 * chunk
+    longest = math.ceil(PROMPT / math.ceil(PROMPT / most))
     return COUNT, max(longest, 2 * COUNT)
 
 

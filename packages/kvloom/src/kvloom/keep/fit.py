@@ -35,8 +35,9 @@ class Fit:
         V' = V + (X'X + 30 d 1)^-1 X' (Y - X V),  d the median of the diagonal of X'X
 
     The median is robust against the large diagonal entries of sinks. Only the `values` values of a
-    head with the largest sums of weights change; every 8th row is counted. A head keeps its values
-    where the error does not shrink. Later chunks do not change the values of sinks.
+    head with the largest sums of weights change, and at most one for two rows; every 8th row is
+    counted. A head keeps its values where the error does not shrink. Later chunks do not change the
+    values of sinks.
 
     Attributes:
         chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
@@ -128,7 +129,8 @@ class Fit:
         they are by now. kept: bool [B, Hk, N]. free: bool [B, Hk, N], the values that may change.
         """
         most_kept = int(kept.sum(dim=-1).max())
-        if not most_kept:
+        most = min(self.values, most_kept, q.shape[1] // keys.shape[1] * q.shape[2] // 2)
+        if not most:
             return values
         slots = (~kept).byte().argsort(dim=-1, stable=True)[..., :most_kept]
         kept_keys = gather(keys, slots)
@@ -140,7 +142,7 @@ class Fit:
         counted = slice(None, None, _COUNTED)
         sums = _weights(step, rows[:, :, counted], kept_keys, lse[:, :, counted]).sum(dim=-2)
         may_change = free.gather(-1, slots)
-        heavy = sums.masked_fill_(~may_change, -1.0).topk(min(self.values, most_kept))[1]
+        heavy = sums.masked_fill_(~may_change, -1.0).topk(most)[1]
         changing, changes = slots.gather(-1, heavy), may_change.gather(-1, heavy)
         x = _weights(step, rows, gather(keys, changing), lse) * changes[..., None, :]
         old = gather(values, changing)

@@ -201,8 +201,16 @@ LONG_TASKS = (  # 4 texts; 30 needles
     TaskPlan("perplexity", 1, 128, LONG),
     TaskPlan("niah:multikey", 3, 1, LONG, PROSE),
 )
+ODD: dict[str, Shares] = dict.fromkeys(
+    ("near-lossless", "small", "small-kvzip.toml", "tiny", "micro"), OWN
+)
+ODD_TASKS = (  # 16 texts; 60 needles
+    TaskPlan("perplexity", 4, 128, ODD),
+    TaskPlan("niah:multikey", 6, 1, ODD, PROSE),
+)
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
+    "smollm2-2304": RunPlan("smollm2", 2304, KINDS, ODD_TASKS, seed=1),  # beyond one chunk
     "smollm2-4k": RunPlan("smollm2", 4096, KINDS, MIDDLE_TASKS, seed=1),
     "reference-2k": RunPlan("reference", 2048, {"": library_text}, TASKS),
     "smollm2-2k-prose": RunPlan("smollm2", 2048, {"": prose}, TASKS),

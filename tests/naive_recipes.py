@@ -166,12 +166,12 @@ def with_neighbors(scores, share):
 def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
     """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
 
-    A row at a time. chunk: the most tokens of one, or half of it where N is more than two; all are
-    equally long. q: [R, T, D], of the last T tokens. inv_freq: of RoPE, which q and k have; None:
-    none. repeated: [R, T, D], what is rotated instead of q.
+    A row at a time. chunk: the most tokens of one; all are equally long. q: [R, T, D], of the last
+    T tokens. inv_freq: of RoPE, which q and k have; None: none. repeated: [R, T, D], what is
+    rotated instead of q.
     """
     scores, before = np.zeros(len(k)), len(k) - q.shape[1]
-    chunks = math.ceil(len(k) / (chunk if len(k) <= 2 * chunk else 2 * chunk))
+    chunks = math.ceil(len(k) / chunk)
     for number in range(chunks):
         lo, hi = (len(k) * end // chunks for end in (number, number + 1))
         seen = [*range(min(sinks, lo)), *range(lo, hi)]

@@ -39,8 +39,8 @@ class Rotated(Scorer):
     input. So the scores of layers and heads that compete for a budget can be compared.
 
     Attributes:
-        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks of a prompt are
-            equally long. Prompts of more than two have chunks of up to twice as many.
+        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
+            long.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt that the model reads three times, before the prompt.
@@ -72,11 +72,7 @@ class Rotated(Scorer):
 
     def furthest(self, tokens: int) -> int:
         """Return how far the queries of a prompt of `tokens` tokens are rotated, at most."""
-        return longest(tokens, self._most(tokens))
-
-    def _most(self, tokens: int) -> int:
-        """Return the most tokens of a chunk of a prompt of `tokens` tokens."""
-        return self.chunk if tokens <= 2 * self.chunk else 2 * self.chunk
+        return longest(tokens, self.chunk)
 
     @property
     def least_prompt(self) -> int:
@@ -107,8 +103,8 @@ class Rotated(Scorer):
         """Return the largest weights fp32 [B, Hk, N]."""
         step = replace(step, products=None, later_seen=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
-        parts = chunks(n, self._most(n))
-        return torch.cat([self._of_chunk(step, sinks, lo, hi) for lo, hi in parts], dim=-1)
+        scores = [self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks(n, self.chunk)]
+        return torch.cat(scores, dim=-1)
 
     def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""

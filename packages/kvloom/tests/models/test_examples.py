@@ -41,8 +41,7 @@ def read_lengths(model):
 
 def distances(chunk=PROMPT):
     """The positions from an example to its two repetitions."""
-    most = chunk if 2 * chunk >= PROMPT else 2 * chunk
-    longest = math.ceil(PROMPT / math.ceil(PROMPT / most))
+    longest = math.ceil(PROMPT / math.ceil(PROMPT / chunk))
     return COUNT, max(longest, 2 * COUNT)
 
 

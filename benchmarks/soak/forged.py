@@ -107,7 +107,7 @@ def forge(source: Path, target: Path, draw: Random) -> None:
         else:
             name = draw.choice(sorted(tensors))
             tensors[name] = changed_tensor(tensors[name], draw)
-    files.write(target, tensors, {"kvloom_cache": json.dumps(about)}, AssertionError, True)
+    files.write(target, tensors, {"kvloom_cache": json.dumps(about)}, AssertionError)
 
 
 def change_number(data: Any, draw: Random) -> None:

@@ -189,7 +189,7 @@ def test_a_fit_does_not_depend_on_what_scored(layers, store):
     assert caches[1].nbytes == caches[2].nbytes
 
 
-@pytest.mark.parametrize("recipe", [EXPECTED, ROTATED])
+@pytest.mark.parametrize("recipe", [EXPECTED, ROTATED, f"{ROTATED},chunk=30"])
 @pytest.mark.parametrize(
     "name",
     slow_except(
@@ -200,6 +200,8 @@ def test_a_fit_does_not_depend_on_what_scored(layers, store):
 def test_a_padded_row_keeps_what_it_keeps_alone(name, recipe):
     model = zoo.build(name)
     together = prefilled(model, recipe)
+    if "chunk" in recipe and together.full_layers[0].cache.recipe.repeats_prompt:
+        pytest.skip("the chunks of a repetition count padding")
     for row, pad in enumerate((0, 17, 40)):
         ids = IDS["input_ids"][row : row + 1, pad:]
         alone = prefilled(model, recipe, input_ids=ids)

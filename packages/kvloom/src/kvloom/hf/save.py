@@ -93,7 +93,7 @@ def write(
     """Write a file with these metadata and tensors; the rest as for `save`."""
     if prompt is not None:
         about, tensors = {**about, "prompt": prompt[0]}, {**tensors, _IDS: prompt[1]}
-    files.write(path, tensors, {_KEY: json.dumps(about)}, refusal, publish)
+    files.write(path, tensors, {_KEY: json.dumps(about)}, refusal, publish=publish)
 
 
 def load(

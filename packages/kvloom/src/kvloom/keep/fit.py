@@ -40,9 +40,10 @@ class Fit:
     values of sinks.
 
     Attributes:
-        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
-            long.
-        queries: The most queries of a chunk, at equal distances, that are rows of the regression.
+        chunk: The most tokens of a chunk; in a model, at most half of its positions. Chunks are
+            equally long.
+        queries: How many queries of a chunk, at equal distances, are rows of the regression; about
+            as many where the first tokens have none.
         values: How many values of a head change in a chunk.
     """
 
@@ -65,8 +66,8 @@ class Fit:
             return q[:, :, :: self._every(q.shape[2])].clone()
         tokens = visible[:, 0].sum(dim=-1).tolist()
         every = [self._every(n) for n in tokens]
-        longest = max(-(-n // step) for n, step in zip(tokens, every, strict=True))
-        places = torch.arange(longest) * torch.tensor(every)[:, None]
+        count = max(-(-n // step) for n, step in zip(tokens, every, strict=True))
+        places = torch.arange(count) * torch.tensor(every)[:, None]
         order = (~visible[:, 0]).byte().argsort(dim=-1, stable=True)
         slots = order.gather(1, places.clamp(max=q.shape[2] - 1).to(q.device))
         return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))

@@ -39,8 +39,8 @@ class Rotated(Scorer):
     input. So the scores of layers and heads that compete for a budget can be compared.
 
     Attributes:
-        chunk: The most tokens of a chunk; in a model, half of its positions. Chunks are equally
-            long.
+        chunk: The most tokens of a chunk; in a model, at most half of its positions. Chunks are
+            equally long.
         contribution: Whether a token counts by what it adds. In models whose layers do not take
             hidden states [B, T, D] as their first argument, only the norm of its value counts.
         examples: First tokens of the prompt that the model reads three times, before the prompt.
@@ -103,8 +103,34 @@ class Rotated(Scorer):
         """Return the largest weights fp32 [B, Hk, N]."""
         step = replace(step, products=None, later_seen=None)  # as a repetition is read
         n, sinks = step.k.shape[2], step.sink_mask
+        if step.visible is not None and n > self.chunk:
+            return self._of_padded(step, step.visible[:, 0])
         scores = [self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks(n, self.chunk)]
         return torch.cat(scores, dim=-1)
+
+    def _of_padded(self, step: Step, visible: Tensor) -> Tensor:
+        """Return the scores fp32 [B, Hk, N] of rows that padding divides into chunks of their own.
+
+        visible: bool [B, N]. The scores of padding are 0.
+        """
+        scores = step.k.new_zeros(step.k.shape[:3], dtype=torch.float32)
+        for i, shown in enumerate(visible):
+            row, real = slice(i, i + 1), shown.nonzero()[:, 0]
+            queries = shown[len(shown) - step.q.shape[2] :].nonzero()[:, 0]
+            if len(queries):
+                alone = replace(
+                    step,
+                    q=step.q[row, :, queries],
+                    k=step.k[row, :, real],
+                    v=step.v[row, :, real],
+                    index=torch.arange(len(real), device=real.device).view(1, 1, -1),
+                    visible=None,
+                    visible_queries=None,
+                    lse=None,
+                    repeated=None if step.repeated is None else step.repeated[row, :, queries],
+                )
+                scores[row, :, real] = self._weights(alone)
+        return scores
 
     def _of_chunk(self, step: Step, sinks: Tensor, lo: int, hi: int) -> Tensor:
         """Return the scores fp32 [B, Hk, hi - lo]; sinks: bool [B or 1, 1 or Hk, N]."""

@@ -42,6 +42,7 @@ def write(
     tensors: dict[str, Tensor],
     about: dict[str, str],
     error_type: type[Exception],
+    *,
     publish: Callable[[str], None] | None = None,
 ) -> None:
     """Write contiguous CPU tensors and the metadata `about`, with the user's default permissions.

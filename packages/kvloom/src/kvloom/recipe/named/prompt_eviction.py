@@ -175,7 +175,7 @@ def rotated(
     layer's input. `Rotated` has the formula. It needs no token ids, and no positions that the model
     has not learned.
 
-    chunk: the tokens whose queries are rotated together, and which see each other and the sinks.
+    chunk: the most tokens whose queries are rotated together, and which see each other and sinks.
     contribution: false leaves the two norms out. fit: change the values that stay, so that they
     replace all values (`Fit`). block: evict from later text, too, in blocks of so many tokens, of
     which the first stays; 0: later tokens stay. examples: first tokens of the prompt that the model

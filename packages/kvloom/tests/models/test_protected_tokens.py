@@ -186,11 +186,11 @@ def test_a_rule_is_part_of_a_recipe_as_text():
 # places and roles
 
 
-def of_spans(batch):
-    """The tokens of SPANS, bool [B, N]."""
+def of_spans(batch, spans=SPANS):
+    """The tokens of spans, bool [B, N]."""
     marked = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     for row, mask in zip(marked, batch["attention_mask"], strict=True):
-        for first, end in SPANS:
+        for first, end in spans:
             row[mask.nonzero()[:, 0][first:end]] = True
     return marked
 
@@ -276,20 +276,18 @@ def test_a_prompt_that_waits_keeps_its_places():
         assert (kept(cache).sum(dim=-1) == 24).all()
 
 
-@pytest.mark.parametrize("tokens", [16, 257])
-def test_blocks_after_the_prompt_leave_its_places(tokens):
-    """A prompt of 16 tokens is in no block."""
+@pytest.mark.parametrize(
+    ("tokens", "spans"), [(16, ((0, 400),)), (257, ((4, 8), (-40, -36)))], ids=["no block", "block"]
+)
+def test_blocks_after_the_prompt_leave_its_places(tokens, spans):
     model, batch = zoo.build("llama-gqa"), zoo.batch(2, tokens, (0, 3))
-    last = tokens - 40 if tokens > 40 else 6
-    rule = {"spans": ((4, 8), (-40, -36))} if tokens > 40 else {"spans": ((4, 8),)}
     recipe = "small:recent=8,group=16,residual=16,fraction=0.3,block=16"
     plain, held = (
-        kept(read(model, x, batch, steps=80)) for x in (recipe, protecting(recipe, **rule))
+        kept(read(model, x, batch, steps=80)) for x in (recipe, protecting(recipe, spans=spans))
     )
-    for row, padding in enumerate((0, 3)):
-        places = [*range(padding + 4, padding + 8), *range(last, last + 4)]
-        assert held[:, row][..., places].all()
-        assert tokens == 16 or not plain[:, row][..., places].all()
+    for row, marked in enumerate(of_spans(batch, spans)):
+        assert held[:, row, :, :tokens][..., marked].all()
+        assert tokens == 16 or not plain[:, row, :, :tokens][..., marked].all()
     assert not held[..., tokens:].all()
 
 

@@ -59,10 +59,9 @@ class ExamplePass(NamedTuple):
     ) -> ExamplePass:
         """Return the pass of `count` examples of each row.
 
-        visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: int64
-        [B, 1], the distance of the third reading, which has at least the positions after the
-        second. least: the
-        tokens of the shortest row that learns; from shorter ones, the pass reads a part.
+        visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: int64 [B, 1],
+        the distance of the third reading, which has at least the positions after the second. least:
+        the tokens of the shortest row that learns; from shorter ones, the pass reads a part.
         """
         column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)

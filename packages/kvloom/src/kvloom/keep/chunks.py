@@ -17,4 +17,4 @@ def chunks(tokens: int, most: int) -> Iterator[tuple[int, int]]:
 
 def longest(tokens: int, most: int) -> int:
     """Return the tokens of the longest chunk."""
-    return max((end - first for first, end in chunks(tokens, most)), default=0)
+    return -(-tokens // max(1, -(-tokens // most)))

@@ -5,7 +5,6 @@ Decides the values alone: which tokens stay, and how their keys are stored, is g
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +41,7 @@ class Fit:
     Attributes:
         chunk: The most tokens of a chunk; in a model, at most half of its positions. Chunks are
             equally long.
-        queries: How many queries of a chunk, at equal distances, are rows of the regression; about
-            as many where the first tokens have none.
+        queries: About how many queries of a chunk, at equal distances, are rows of the regression.
         values: How many values of a head change in a chunk.
     """
 
@@ -92,7 +90,7 @@ class Fit:
         """
         fitted = step.v.clone()
         free = kept if free is None else free & kept
-        for rows, real in _rows_alike(step):
+        for rows, real in step.rows_alike():
             before = int((real < without_query).sum()) if without_query else 0
             every = self._every(len(real) - before)
             for lo, hi in chunks(len(real), self.chunk):
@@ -149,16 +147,6 @@ class Fit:
         old = gather(values, changing)
         new = (old + _solve(x, missing, changes)).to(old.dtype)
         return values.scatter(2, changing[..., None].expand(new.shape), new)
-
-
-def _rows_alike(step: Step) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows with equal padding, and the slots of their tokens."""
-    tokens = torch.arange(step.k.shape[2], device=step.k.device)
-    if step.visible is None:
-        yield slice(None), tokens
-        return
-    for row in range(len(step.k)):
-        yield slice(row, row + 1), tokens[step.visible[row, 0]]
 
 
 def _weights(step: Step, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:

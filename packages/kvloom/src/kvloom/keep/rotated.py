@@ -102,21 +102,22 @@ class Rotated(Scorer):
     def _weights(self, step: Step) -> Tensor:
         """Return the largest weights fp32 [B, Hk, N]."""
         step = replace(step, products=None, later_seen=None)  # as a repetition is read
-        n, sinks = step.k.shape[2], step.sink_mask
+        n = step.k.shape[2]
         if step.visible is not None and n > self.chunk:
-            return self._of_padded(step, step.visible[:, 0])
+            return self._of_padded(step)
+        sinks = step.sink_mask
         scores = [self._of_chunk(step, sinks, lo, hi) for lo, hi in chunks(n, self.chunk)]
         return torch.cat(scores, dim=-1)
 
-    def _of_padded(self, step: Step, visible: Tensor) -> Tensor:
-        """Return the scores fp32 [B, Hk, N] of rows that padding divides into chunks of their own.
+    def _of_padded(self, step: Step) -> Tensor:
+        """Return the scores fp32 [B, Hk, N] of padded rows, each cut into chunks of its own.
 
-        visible: bool [B, N]. The scores of padding are 0.
+        The scores of padding are 0.
         """
         scores = step.k.new_zeros(step.k.shape[:3], dtype=torch.float32)
-        for i, shown in enumerate(visible):
-            row, real = slice(i, i + 1), shown.nonzero()[:, 0]
-            queries = shown[len(shown) - step.q.shape[2] :].nonzero()[:, 0]
+        before = step.k.shape[2] - step.q.shape[2]  # tokens without a query
+        for row, real in step.rows_alike():
+            queries = real[real >= before] - before
             if len(queries):
                 alone = replace(
                     step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,6 +72,15 @@ class Step:
     head: int = 0
     norms: Tensor | None = None
     later_seen: Tensor | None = None
+
+    def rows_alike(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows with equal padding, and the slots of their tokens."""
+        tokens = torch.arange(self.k.shape[2], device=self.k.device)
+        if self.visible is None:
+            yield slice(None), tokens
+            return
+        for row in range(len(self.k)):
+            yield slice(row, row + 1), tokens[self.visible[row, 0]]
 
     @property
     def sink_mask(self) -> Tensor:

@@ -5,9 +5,10 @@
     python benchmarks/gpu.py --dry-run             # no GPU: all of it in Triton's interpreter, tiny
 
 Sections: check (every kernel against the reference), attend (a decode step's attention by context
-and batch), kernels (the others), generate, kivi, minikv, keyformer, clusterkv (whole models with
-random weights; nothing is downloaded). Figures are printed when they are measured, and written to
-benchmarks/results/<machine>/gpu.json after every section; omitted measurements are listed.
+and batch), kernels (the others), trained (a real model, with --trained), generate, throughput,
+kivi, minikv, keyformer, clusterkv (whole models with random weights; nothing is downloaded).
+Figures are printed when they are measured, and written to benchmarks/results/<machine>/gpu.json
+after every section; omitted measurements are listed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 TOTAL = 465  # seconds
 SECONDS = {  # the limit of a section; its last row may exceed it
-    "copy": 5, "check": 90, "attend": 45, "kernels": 25, "generate": 90, "kivi": 50,
-    "minikv": 60, "keyformer": 45, "clusterkv": 50,
+    "copy": 5, "check": 90, "attend": 45, "kernels": 25, "trained": 60, "generate": 90,
+    "throughput": 70, "kivi": 50, "minikv": 60, "keyformer": 45, "clusterkv": 50,
 }  # fmt: skip
 NO_GPU = "without CUDA there is nothing to measure; --dry-run runs all of it in the interpreter"
 
@@ -39,10 +40,15 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, without a GPU")
     parser.add_argument("--fast", action="store_true", help="the smallest set of cases of check")
     parser.add_argument(
+        "--trained", type=Path, metavar="FOLDER", help="of gpu_trained.py, for section trained"
+    )
+    parser.add_argument(
         "--out", type=Path, help="the file to write, instead of results/<machine>/gpu.json"
     )
     options = parser.parse_args(words)
     sections = [name.strip() for name in options.sections.split(",")]
+    if options.trained is None:
+        sections = [name for name in sections if name != "trained"]
     unknown = sorted(set(sections) - set(SECONDS))
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECONDS)}")
@@ -61,6 +67,7 @@ def _run(sections: list[str], options: argparse.Namespace) -> int:
     import gpu_check
     import gpu_papers
     import gpu_speed
+    import gpu_trained
     import record
     from gpu_clock import Bench
 
@@ -77,7 +84,8 @@ def _run(sections: list[str], options: argparse.Namespace) -> int:
         "check": lambda bench: gpu_check.check(bench, options.fast),
         "attend": gpu_speed.attend,
         "kernels": gpu_speed.kernels,
-        **{name: getattr(gpu_papers, name) for name in list(SECONDS)[4:]},
+        "trained": lambda bench: gpu_trained.trained(bench, options.trained),
+        **{name: getattr(gpu_papers, name) for name in list(SECONDS)[5:]},
     }
     environment = record.environment(**device)
     print("  ".join(f"{k} {v}" for k, v in environment.items()))

@@ -22,6 +22,7 @@ from torch import Tensor
 import kvloom
 from gpu_clock import Bench
 from kvloom.encoding import META
+from kvloom.hf import cuda_graphs, recorded_steps
 from kvloom.kernels import PackedTensors, Region, operations_run, ops, use_backend
 from kvloom.kernels.attend import reference as attend_ref
 from kvloom.kernels.attend.regions import KVView, Paged, PageTable, Spans
@@ -383,6 +384,42 @@ def _models(bench: Bench, fast: bool) -> Iterator[Case]:
             "step of a model", recipe, _CLOSE[torch.float32],
             lambda name=recipe: _model_step(bench, name),
         )  # fmt: skip
+    if not bench.dry:
+        for recipe in ("near-lossless", "small"):
+            yield (
+                "recorded steps", recipe, _CLOSE[torch.float32],
+                lambda name=recipe: _recorded_steps(bench, name),
+            )  # fmt: skip
+
+
+@torch.inference_mode()
+def _recorded_steps(bench: Bench, recipe: str, steps: int = 70) -> float:
+    """Steps of a small model that are replayed, beside the same ones that run."""
+    with bench.device:
+        model = random_llama(ModelShape(8, 2, 64, 1, torch.float32, 2, 512, 256, 199), 1400)
+        ids = torch.randint(0, 199, (2, 1200 + steps))
+    cache = kvloom.Cache(model, recipe)
+    model(input_ids=ids[:, :1200], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    results = []
+    for record in (cuda_graphs.record, _run_again):
+        graphs, copied = recorded_steps.Graphs(record), copy.deepcopy(cache)
+        with cuda_graphs.replayed(model, graphs):
+            for i in range(1200, 1200 + steps):
+                step = model(input_ids=ids[:, i : i + 1], past_key_values=copied).logits
+                results.append(step[:, -1])
+        if graphs.refused or not graphs.compared:
+            raise RuntimeError(graphs.refused or "no replay was compared")
+    return _away(torch.stack(results[:steps]), torch.stack(results[steps:]))
+
+
+def _run_again(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """Run a function in place of each replay."""
+    out = run()
+
+    def replay() -> None:
+        out.logits.copy_(run().logits)
+
+    return replay, out
 
 
 @torch.inference_mode()

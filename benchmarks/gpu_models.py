@@ -4,20 +4,24 @@ A run feeds a prompt of P tokens, times `steps` single tokens, feeds all but `st
 tokens as one stretch (not timed) and times `steps` more: the cost of a step changes evenly in
 between, so D of them take D times the mean of the two ends. Feeding D tokens one by one would take
 minutes a row; `latency s` is therefore computed, and `tokens/s` says how fast the ends were.
+
+", recorded" after a recipe: its steps are replayed by `kvloom.cuda_graphs`. As many steps are timed
+as tokens wait at most, so they include one that runs, one that is recorded and one that packs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, QuantizedCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import kvloom
 from gpu_clock import Bench
-from kvloom.hf import geometry
+from kvloom.hf import cuda_graphs, geometry, recorded_steps
 from kvloom.recipe import resolve
 from kvloom_lab.bench import transformers_caches
 from kvloom_lab.models import random_llama
@@ -25,6 +29,7 @@ from kvloom_lab.workload.layers import ModelShape
 
 # Tokens, of all rows, that are fed at once between the timed ends.
 _STRETCH = 1 << 15
+RECORDED = ", recorded"
 SHAPES = {
     "Llama-3-8B": ModelShape(32, 8, 128, 1, torch.bfloat16, 32, 4096, 14336, 128256),
     "Llama-2-7B": ModelShape(32, 32, 128, 1, torch.bfloat16, 32, 4096, 11008, 32000),
@@ -113,22 +118,24 @@ def run(
     bench: Bench, shape: str, recipe: str, prompt: int, new: int, batch: int = 1, steps: int = 12
 ) -> Run:  # fmt: skip
     """One run; raises torch.OutOfMemoryError where it does not fit."""
-    made, fresh = model(bench, shape), cache_of(bench, shape, recipe)
+    with _replayed(bench, shape, recipe) as recorded:
+        return _run(bench, shape, recipe, prompt, new, batch, recorded or steps)
+
+
+def _run(
+    bench: Bench, shape: str, recipe: str, prompt: int, new: int, batch: int, steps: int
+) -> Run:  # fmt: skip
+    fresh = cache_of(bench, shape, recipe.removesuffix(RECORDED))
     if bench.dry:
         prompt, new, batch, steps = min(prompt, 40), 6, min(batch, 2), 1
     steps = min(steps, new // 2)
 
     def feed(tokens: int, cache: Any, rows: int = batch) -> None:
-        ids = torch.randint(0, made.config.vocab_size, (rows, tokens), device=bench.device)
-        made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        _feed(bench, shape, cache, rows, tokens)
 
     bench.free()
     if not bench.dry:  # kernels are compiled, and cuBLAS set up, on a short prompt
-        warm = fresh()
-        for tokens in (min(prompt, 512), 1, 1):
-            feed(tokens, warm, min(batch, 4))
-        del warm
-        bench.free()
+        warm_up(bench, shape, fresh, min(prompt, 512), min(batch, 4), steps)
     before = bench.held_gb()
     cache = fresh()
     times = [bench.now()]
@@ -146,14 +153,125 @@ def run(
             feed(1, cache)
         ends.append((bench.now() - begin) / steps)
     peak = bench.peak_gb()
-    kept = cache.nbytes if isinstance(cache, kvloom.Cache) else transformers_caches.nbytes(cache)
+    kept = _nbytes(cache)
     held = bench.held_gb() - before
     del cache
     bench.free()
     return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9, held)
 
 
+def _replayed(bench: Bench, shape: str, recipe: str) -> AbstractContextManager[int | None]:
+    """Replay steps where the recipe says so; enters as the steps to time, else None."""
+    made = model(bench, shape)
+    if not recipe.endswith(RECORDED) or bench.dry:
+        return nullcontext()
+    return _steps_replayed(made)
+
+
+@contextmanager
+def _steps_replayed(made: Any) -> Iterator[int]:
+    with kvloom.cuda_graphs(made):
+        yield recorded_steps.ROOM
+        if refused := made._kvloom.graphs.refused:
+            raise RuntimeError(refused)
+
+
+def _feed(bench: Bench, shape: str, cache: Any, rows: int, tokens: int) -> None:
+    made = model(bench, shape)
+    ids = torch.randint(0, made.config.vocab_size, (rows, tokens), device=bench.device)
+    made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def warm_up(
+    bench: Bench, shape: str, fresh: Callable[[], Any], prompt: int, rows: int, steps: int
+) -> None:
+    """Run a prompt and so many steps, and as many once more if they are recorded."""
+    cache = fresh()
+    for tokens in (prompt, *[1] * (2 if steps < recorded_steps.ROOM else 2 * steps + 2)):
+        _feed(bench, shape, cache, rows, tokens)
+    del cache
+    bench.free()
+
+
+@dataclass
+class Full:
+    """How fast as many sequences decode as fit into the memory."""
+
+    batch: int
+    step: float  # seconds
+    kept: float  # GB of the cache
+    peak_gb: float
+
+    def figures(self) -> dict[str, float]:
+        """As a row has them."""
+        return {
+            "batch": self.batch, "ms a step": 1e3 * self.step, "tokens/s": self.batch / self.step,
+            "cache GB": self.kept, "peak GB": self.peak_gb,
+        }  # fmt: skip
+
+
+@torch.inference_mode()
+def decode_in_full_memory(
+    bench: Bench, shape: str, recipe: str, prompt: int, rows: int = 8, spare_gb: float = 5.0
+) -> Full:
+    """Decode with as many sequences as fit; `rows` are read, and the others are copies of them.
+
+    spare_gb: for activations. Raises torch.OutOfMemoryError.
+    """
+    with _replayed(bench, shape, recipe) as recorded:
+        fresh = cache_of(bench, shape, recipe.removesuffix(RECORDED))
+        steps = recorded or 16
+        if bench.dry:
+            prompt, rows, steps = 40, 2, 1
+        else:
+            warm_up(bench, shape, fresh, 512, 4, steps)
+        cache = fresh()
+        _feed(bench, shape, cache, rows, prompt)
+        bench.free()
+        token = geometry(model(bench, shape)).token_nbytes()
+        each = _nbytes(cache) + rows * steps * token  # the tokens to come are exact for a while
+        times = max(1, int((bench.room_gb() + _nbytes(cache) / 1e9 - spare_gb) / (each / 1e9)))
+        cache.batch_repeat_interleave(times)
+        bench.free()
+        for _ in range(1 if recorded is None else 2):
+            _feed(bench, shape, cache, rows * times, 1)
+        begin = bench.now()
+        for _ in range(steps):
+            _feed(bench, shape, cache, rows * times, 1)
+        step = (bench.now() - begin) / steps
+        found = Full(rows * times, step, _nbytes(cache) / 1e9, bench.peak_gb())
+        del cache
+        bench.free()
+        return found
+
+
+def _nbytes(cache: Any) -> int:
+    ours = isinstance(cache, kvloom.Cache)
+    return cache.nbytes if ours else transformers_caches.nbytes(cache)
+
+
+@torch.inference_mode()
+def static_ms(bench: Bench, shape: str, prompt: int, new: int, batch: int) -> float:
+    """Milliseconds a step of transformers' StaticCache, replayed as a CUDA graph."""
+    made = model(bench, shape)
+    cache_of(bench, shape, "DynamicCache")  # the model's attention is transformers' own
+    cache = StaticCache(config=made.config, max_cache_len=prompt + new)
+    _feed(bench, shape, cache, batch, prompt)
+    ids = torch.zeros(batch, 1, dtype=torch.long, device=bench.device)
+
+    def step() -> Any:
+        return made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    step()
+    replay, _ = cuda_graphs.record(step)
+    begin = bench.now()
+    for _ in range(new - 2):
+        replay()
+    return 1e3 * (bench.now() - begin) / (new - 2)
+
+
 def fits(bench: Bench, shape: str, recipe: str, tokens: int, room_gb: float) -> int:
     """How many sequences of so many tokens a recipe's cache has room for in so many GB."""
-    each = resolve(recipe).nbytes(tokens, geometry(model(bench, shape)))
+    name = "full" if recipe == "DynamicCache" else recipe.removesuffix(RECORDED)
+    each = resolve(name).nbytes(tokens, geometry(model(bench, shape)))
     return max(1, int(room_gb * 1e9 / each))

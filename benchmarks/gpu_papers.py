@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 
 from gpu_clock import Bench
-from gpu_models import Run, cache_of, fits, model, run
+from gpu_models import (
+    RECORDED,
+    Run,
+    cache_of,
+    decode_in_full_memory,
+    fits,
+    model,
+    run,
+    static_ms,
+)
 
 LLAMA2, LLAMA3 = "Llama-2-7B", "Llama-3-8B"
 
@@ -18,11 +27,11 @@ LLAMA2, LLAMA3 = "Llama-2-7B", "Llama-3-8B"
 def kivi(bench: Bench) -> None:
     """KIVI, figure 5: 161 tokens in, 338 out, batch until memory is full; Llama-2-7B."""
     prompt, new, shape = 161, 338, LLAMA2
-    full = _largest(bench, shape, "full", prompt, new)
+    full = _largest(bench, shape, "DynamicCache", prompt, new)
     if full is None:
         return
-    bench.row("full, memory full", full.figures())
-    for recipe in ("kivi:residual=32", "kivi"):
+    bench.row("DynamicCache, memory full", full.figures())
+    for recipe in (f"kivi:residual=32{RECORDED}", f"kivi{RECORDED}"):
         name, paper = f"{recipe}, same batch", "2.6x less peak memory"
         if not bench.skip(name, 10):
             with bench.guarded(name, paper):
@@ -73,7 +82,7 @@ def _crossover(bench: Bench) -> None:
     """Latency of one sequence, 1024 new tokens, by prompt."""
     for prompt in (2_048, 8_192, 22_000, 32_768):
         runs: dict[str, Run] = {}
-        for recipe in ("kivi:group=16", "minikv"):
+        for recipe in (f"kivi:group=16{RECORDED}", f"minikv{RECORDED}"):
             name = f"latency, prompt {prompt}: {recipe}"
             if bench.skip(name, 6):
                 continue
@@ -92,7 +101,8 @@ def _crossover(bench: Bench) -> None:
 def _throughput(bench: Bench) -> None:
     """Prompt 2048, 1024 new tokens, batch until memory is full."""
     found = {}
-    for recipe in ("full", "kivi:group=16", "minikv"):
+    kivi, minikv = f"kivi:group=16{RECORDED}", f"minikv{RECORDED}"
+    for recipe in ("DynamicCache", kivi, minikv):
         most = _largest(bench, LLAMA2, recipe, 2048, 1024, 128)
         if most is not None:
             found[recipe] = most
@@ -100,8 +110,8 @@ def _throughput(bench: Bench) -> None:
                 f"throughput: {recipe}",
                 {"processed/s": most.processed_s, **most.figures()},
             )
-    if "minikv" in found and "kivi:group=16" in found:
-        ratio = found["minikv"].processed_s / found["kivi:group=16"].processed_s
+    if minikv in found and kivi in found:
+        ratio = found[minikv].processed_s / found[kivi].processed_s
         bench.row("throughput, minikv beside kivi", {"x": ratio}, "1.66x")
 
 
@@ -184,12 +194,15 @@ def clusterkv(bench: Bench) -> None:
 
 def generate(bench: Bench) -> None:
     """Llama-3-8B, decoding beside transformers' caches, by prompt and batch."""
-    recipes = (
-        "DynamicCache", "DynamicCache, torch's defaults", "full", "near-lossless", "small", "tiny",
-        "kivi", "kivi:bits=4",
-    )  # fmt: skip
+    recorded = ("near-lossless", "small", "tiny", "kivi", "full")
+    recipes = ("DynamicCache", *(name + RECORDED for name in recorded), "near-lossless", "small")
     for prompt, batch in ((8_192, 1), (8_192, 16), (32_768, 4)):
         base: Run | None = None
+        name = f"{prompt} x {batch}: StaticCache{RECORDED}"
+        if not (bench.dry or bench.skip(name, 5)):
+            with bench.guarded(name):
+                ms = static_ms(bench, LLAMA3, prompt, 128, batch)
+                bench.row(name, {"ms a step": ms})
         for recipe in recipes:
             name = f"{prompt} x {batch}: {recipe}"
             if bench.skip(name, 5):
@@ -200,6 +213,20 @@ def generate(bench: Bench) -> None:
                 ratio = {"x decoding": found.tokens_s / base.tokens_s}
                 bench.row(name, {**ratio, **found.figures()})
     _quantized(bench)
+
+
+def throughput(bench: Bench) -> None:
+    """Llama-3-8B in 80 GB, weights included: sequences of 8,192 tokens, as many as fit."""
+    model(bench, LLAMA3)
+    with bench.limited(80.0):
+        base: float | None = None
+        for recipe in ("DynamicCache", *(x + RECORDED for x in ("near-lossless", "small", "tiny"))):
+            if bench.skip(recipe, 12):
+                continue
+            with bench.guarded(recipe):
+                figures = decode_in_full_memory(bench, LLAMA3, recipe, 8_192).figures()
+                base = base or figures["tokens/s"]
+                bench.row(recipe, {"x DynamicCache": figures["tokens/s"] / base, **figures})
 
 
 def _quantized(bench: Bench) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .hf.attach import Report, attach, detach
     from .hf.batching.continuous import continuous
     from .hf.cache import Cache
+    from .hf.cuda_graphs import cuda_graphs
     from .hf.models import register_adapter
     from .hf.prompts.store import PromptStore, StoreReport
     from .keep import Budget, Keep, Outliers, register_score
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "hf.attach": ("Report", "attach", "detach"),
     "hf.cache": ("Cache",),
+    "hf.cuda_graphs": ("cuda_graphs",),
     "hf.batching.continuous": ("continuous",),
     "hf.models": ("register_adapter",),
     "hf.prompts.store": ("PromptStore", "StoreReport"),
@@ -84,6 +86,7 @@ __all__ = [
     "UnsupportedModel",
     "attach",
     "continuous",
+    "cuda_graphs",
     "detach",
     "register_adapter",
     "register_format",

@@ -22,8 +22,9 @@ from .attention import attend_to, one_region
 from .checks import check_ids, check_range, checked_step, out_of_range
 from .commit import end_step
 from .layer_state import LayerState
-from .reading import attention_to_later, step_regions
-from .step import StepInputs
+from .reading import attention_to_later, step_regions, waiting_regions
+from .step import Queries, StepInputs
+from .waiting import WaitingTokens
 
 # Up to this many new tokens are appended to the tail before attention, so that tail and present
 # are contiguous. More would make the tail of a packed store large for a moment.
@@ -92,6 +93,31 @@ def finish(state: LayerState, open_step: OpenStep) -> None:
     (queries, k, v, *_), stored, regions = open_step
     state.seen += k.shape[2]
     end_step(state, queries, None if stored else (k.detach(), v.detach()), regions)
+
+
+def attend_waiting(state: LayerState, inputs: StepInputs, waiting: WaitingTokens) -> Tensor:
+    """Attend by the queries of one token, which waits; the layer counts it in `commit_waiting`.
+
+    The same calls, with the same tensors, follow for every token that waits, so that a recorded
+    step can be replayed.
+    """
+    step = checked_step(state, inputs)
+    if waiting.visible is not None:
+        step = step._replace(queries=step.queries._replace(visible=waiting.visible))
+    for rows, x in zip(waiting.rows(state.segment), (step.k, step.v), strict=True):
+        rows.index_copy_(2, waiting.place, x)
+    regions = waiting_regions(state, step.queries, waiting)
+    state.tokens_read = sum(x.tokens for x in regions) - waiting.room + 1
+    return _attend(state, step, regions)[0]
+
+
+def commit_waiting(state: LayerState, waiting: WaitingTokens, tokens: int) -> None:
+    """Count the first `tokens` tokens that wait; then pack what is due."""
+    assert state.like is not None
+    for side in (state.segment.keys, state.segment.values):
+        side.tail.count += tokens
+    state.seen += tokens
+    end_step(state, Queries(state.like, 1.0, waiting.visible_after(tokens)), None, [])
 
 
 def prefill(state: LayerState, inputs: StepInputs) -> None:

@@ -22,10 +22,13 @@ from ..recipe.spec import Recipe
 from ..state import Mutable, Undo
 from ..store import LayerFacts
 from . import checks, commit, cycle, reading
+from .evictor import Phase
 from .layer_state import LayerState
 from .scoring import RepetitionScores
+from .segment import Segment
 from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
+from .waiting import WaitingTokens
 
 
 class LayerCache:
@@ -283,6 +286,48 @@ class LayerCache:
         open_step, self._open_step = self._open_step, None
         if open_step is not None:
             cycle.finish(self._state, open_step)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether single tokens may wait for their commit: see `waiting`."""
+        state, storage = self._state, self._state.storage
+        evictor, keep = state.evictor, self.recipe.keep
+        return (
+            isinstance(storage, Segment)
+            and storage.keys.tail.allocation is not None
+            and state.prompt_done
+            and state.trace is None
+            and not (self.unusable or state.recording or self._verification.running)
+            and not (state.window or state.facts.latent or state.retriever or state.uncommitted)
+            and (evictor is None or evictor.phase is Phase.DONE)
+            and (keep is None or keep.positions == "original")
+            and (state.sinks is None or state.sinks.full(state.seen))
+        )
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens that wait: zeros, as hidden NaN would have an effect."""
+        for side in (self._state.segment.keys, self._state.segment.values):
+            side.tail.reserve(tokens)
+            side.tail.reserved(tokens).zero_()
+
+    def attend_waiting(self, step: StepInputs, waiting: WaitingTokens) -> Tensor:
+        """Attend as `run` does, for a layer that `may_wait`, but let the step's token wait.
+
+        Returns [B, Hq, 1, D] in q's dtype. The layer stays as it was.
+        """
+        return cycle.attend_waiting(self._state, step, waiting)
+
+    def commit_waiting(self, waiting: WaitingTokens, tokens: int) -> None:
+        """Count the first `tokens` tokens that wait, and pack what is due.
+
+        After an exception, the layer is as it was before.
+        """
+        self._begin_step()
+        try:
+            cycle.commit_waiting(self._state, waiting, tokens)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def prefill(self, step: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.

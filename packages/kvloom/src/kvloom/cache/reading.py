@@ -18,6 +18,7 @@ from .layer_state import LayerState
 from .segment import Segment
 from .slot_storage import SlotStorage
 from .step import Queries, StepInputs
+from .waiting import WaitingTokens
 
 
 def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Region]:
@@ -33,9 +34,21 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
     if not stored:
         visible, bias = _own_masks(queries, past, t)
         regions.append(Region.exact(k, v, visible=visible, bias=bias, step_tokens=t))
-    if state.evictor is not None and state.evictor.ragged is not None:
-        regions += state.evictor.ragged.regions(state.hide_sinks(queries.visible))
-    return regions
+    return regions + _ragged_regions(state, queries)
+
+
+def waiting_regions(state: LayerState, queries: Queries, waiting: WaitingTokens) -> list[Region]:
+    """Return the regions of a step whose token waits, and is in its row already."""
+    keys, values = waiting.rows(state.segment)
+    own = Region.exact(keys, values, visible=waiting.seen)
+    return [*_past_regions(state, queries, 0), own, *_ragged_regions(state, queries)]
+
+
+def _ragged_regions(state: LayerState, queries: Queries) -> list[Region]:
+    """Return the tokens of which heads have different numbers."""
+    if state.evictor is None or state.evictor.ragged is None:
+        return []
+    return state.evictor.ragged.regions(state.hide_sinks(queries.visible))
 
 
 def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState:

@@ -130,6 +130,7 @@ class Cache(RoutedCache):
             SavedCacheError: The file cannot be written.
             CacheMisuse: A step failed, or `crop` may still remove tokens.
         """
+        self.finish_steps()
         with self.guard.step():
             save.save(self, Path(path))
 

@@ -62,7 +62,11 @@ class RoutedForward:
             kwargs = dict(named, **kwargs)
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RoutedCache) and cache.guard.running:  # within the model's call
-            return self._run(kwargs)
+            return self.run(kwargs)
+        if isinstance(cache, RoutedCache) and cache.steps is not None:
+            if cache.steps.takes(self, kwargs):
+                return cache.steps.run(kwargs)
+            cache.finish_steps()
         if isinstance(cache, RoutedCache) and cache.read_prompt is not None:
             read_prompt, cache.read_prompt = cache.read_prompt, None
             return read_prompt(self, cache, kwargs)
@@ -73,6 +77,10 @@ class RoutedForward:
             return self.forward(**kwargs)
         check_mask(kwargs.get("attention_mask"))
         _check_arguments(self.model, cache, kwargs)
+        graphs = self.model._kvloom.graphs
+        steps = None if graphs is None else graphs.begin(self, cache, kwargs)
+        if steps is not None:
+            return steps.run(kwargs)
         repeated = repetition.of_prompt(self.model, cache, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         kernels = use_kvloom(self.model._kvloom.configs if cache.compressed else ())
@@ -82,7 +90,7 @@ class RoutedForward:
             if not seen:
                 examples.learn(self.model, cache, kwargs)
             with reading:
-                out = self._run(kwargs)
+                out = self.run(kwargs)
             if repeated is not None:
                 repeated.run()
             cache.finish_shared()
@@ -94,8 +102,8 @@ class RoutedForward:
         return_freed(tokens)
         return out
 
-    def _run(self, kwargs: dict[str, Any]) -> Any:
-        """Run the module with a kvloom cache."""
+    def run(self, kwargs: dict[str, Any]) -> Any:
+        """Run the module with a kvloom cache, within a step."""
         _check_positions(kwargs)
         if self.refuses_caches:
             kwargs = {**kwargs, "use_cache": False}

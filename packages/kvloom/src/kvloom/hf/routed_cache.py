@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -28,26 +28,56 @@ from .routed_layer import RoutedLayer, removed_tokens
 from .token_hash import TokenHash
 
 
+class WaitingSteps(Protocol):
+    """Steps of a cache that its layers do not count yet, such as those of `kvloom.cuda_graphs`."""
+
+    @property
+    def seen(self) -> int:
+        """The tokens of the cache, those of these steps included."""
+
+    def takes(self, forward: Any, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call is one more of these steps."""
+
+    def run(self, kwargs: dict[str, Any]) -> Any:
+        """Run one more step."""
+
+    def finish(self) -> None:
+        """Store the tokens of these steps in the layers."""
+
+
+class _Parts(NamedTuple):
+    """The layers of a model, sorted: see the properties of `RoutedCache`."""
+
+    layers: tuple[Any, ...]
+    by_index: dict[int, RoutedLayer]
+    compressed: list[RoutedLayer]
+    full: list[RoutedLayer]
+    stock: list[Any]
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> _Parts:
+        """Sort layers by who stores what."""
+        parts = enumerate(map(compressed_part, layers))
+        by_index = {i: layer for i, layer in parts if layer is not None}
+        compressed = list(by_index.values())
+        full = [layer for layer in compressed if layer.window is None]
+        stock_layers = [x for x in map(stock_part, layers) if x is not None]
+        return cls(tuple(layers), by_index, compressed, full, stock_layers)
+
+
 class RoutedCache(transformers.Cache):
     """A cache whose layers of full attention are kvloom's; `Cache` makes it from a recipe."""
 
-    by_index: dict[int, RoutedLayer]
-    """`compressed`, by the index of the layer in the model."""
-    compressed: list[RoutedLayer]
-    """The layers that kvloom compresses: `full_layers`, and packed windows."""
-    full_layers: list[RoutedLayer]
-    """The layers of full attention that kvloom compresses."""
-    stock_layers: list[Any]
-    """The layers that are transformers' own, and the states beside compressed ones."""
     recipe: Recipe
     owner = ModelRef()
     read_prompt: Callable[..., Any] | None = None
     """Runs the first step instead, with a prompt store."""
+    steps: WaitingSteps | None = None
+    """The steps whose tokens wait: see `finish_steps`."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
-        super().__init__(layers=layers)
-        self._set_layers(layers)
         self.guard = Guard()
+        super().__init__(layers=layers)
         self.fingerprint = fingerprint  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
         self.token_hash = TokenHash.empty()
@@ -59,18 +89,66 @@ class RoutedCache(transformers.Cache):
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
+        self.finish_steps()
         new = memo[id(self)] = object.__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
-    def _set_layers(self, layers: list[Any]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a pickle holds."""
+        self.finish_steps()
+        return self.__dict__
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """The layers of the model, with all tokens: those that wait are stored first."""
+        return self._parts.layers
+
+    @layers.setter
+    def layers(self, layers: Sequence[Any]) -> None:
         """Take the layers of the model, and sort them by who stores what."""
-        parts = enumerate(map(compressed_part, layers))
-        self.layers = tuple(layers)
-        self.by_index = {i: layer for i, layer in parts if layer is not None}
-        self.compressed = list(self.by_index.values())
-        self.full_layers = [layer for layer in self.compressed if layer.window is None]
-        self.stock_layers = [x for x in map(stock_part, layers) if x is not None]
+        self._sorted = _Parts.of(layers)
+
+    @property
+    def by_index(self) -> dict[int, RoutedLayer]:
+        """`compressed`, by the index of the layer in the model."""
+        return self._parts.by_index
+
+    @property
+    def compressed(self) -> list[RoutedLayer]:
+        """The layers that kvloom compresses: `full_layers`, and packed windows."""
+        return self._parts.compressed
+
+    @property
+    def full_layers(self) -> list[RoutedLayer]:
+        """The layers of full attention that kvloom compresses."""
+        return self._parts.full
+
+    @property
+    def stock_layers(self) -> list[Any]:
+        """The layers that are transformers' own, and the states beside compressed ones."""
+        return self._parts.stock
+
+    @property
+    def _parts(self) -> _Parts:
+        self.finish_steps()
+        return self._sorted
+
+    def finish_steps(self) -> None:
+        """Store the tokens that wait in recorded steps, if any; within a step they wait on."""
+        if self.steps is not None and not self.guard.running:
+            self.steps.finish()
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile a step, which it asks before each."""
+        return all(layer.is_compileable for layer in self._sorted.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens seen, dropped ones and those that wait included."""
+        if self.steps is not None:
+            return self.steps.seen
+        return super().get_seq_length(layer_idx)
 
     @property
     def packs_windows(self) -> bool:
@@ -122,17 +200,24 @@ class RoutedCache(transformers.Cache):
 
         Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
         """
+        self.finish_steps()
+        with self.undoable_step():
+            yield
+
+    @contextmanager
+    def undoable_step(self) -> Iterator[None]:
+        """Run a step as `step` does, while tokens may wait."""
         with self.guard.step():
             for layer in self.compressed:
                 layer.cache.forget_undo()
             restore_stock = stock.remember(self.stock_layers)
             try:
                 yield
-                if unreached := self._unreached():
+                if unreached := self.unreached():
                     raise unreached
                 self.finish_shared()
             except BaseException as error:
-                unreached = None if _says_all(error) else self._unreached()
+                unreached = None if _says_all(error) else self.unreached()
                 self.guard.unusable = "a step failed, and undoing it failed too"
                 for layer in self.compressed:
                     layer.roll_back()
@@ -156,7 +241,7 @@ class RoutedCache(transformers.Cache):
         layers = list(self.layers)
         is_part = isinstance(layer, RoutedLayer)
         layers[layer_index] = with_compressed(layers[layer_index], layer) if is_part else layer
-        self._set_layers(layers)
+        self.layers = layers
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -197,7 +282,7 @@ class RoutedCache(transformers.Cache):
                 "kvloom.attach(model, recipe) again, or make the cache with kvloom.Cache(model)"
             )
 
-    def _unreached(self) -> CacheMisuse | None:
+    def unreached(self) -> CacheMisuse | None:
         """Return the error of a step whose attention did not reach some layers, else None."""
         missed = tuple([i for i, layer in self.by_index.items() if layer.awaits_attention])
         if not missed:
@@ -257,6 +342,7 @@ class RoutedCache(transformers.Cache):
 
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
+        self.steps = None
         with self.guard.change("reset", mends=True):
             self.token_hash = TokenHash.empty()
             for layer in self.stock_layers:

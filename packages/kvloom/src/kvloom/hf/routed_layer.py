@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..cache.layer import LayerCache
 from ..cache.step import StepInputs
+from ..cache.waiting import WaitingTokens
 from ..errors import CacheMisuse
 from ..keep.query_predictor import QueryPredictor
 from . import latents
@@ -41,6 +42,7 @@ class RoutedLayer(CacheLayerMixin):
             sets it, `with_inputs_of_call` takes it.
         repeated: The tokens of the prompt, first and end, that this call repeats.
             `Repetition.score` sets and clears them.
+        waiting: The tokens that wait, this call's among them. `RecordedSteps` sets and clears it.
 
     `gradients_from` is the first stored token that gradients should reach, and do not; inf: none.
     """
@@ -64,6 +66,7 @@ class RoutedLayer(CacheLayerMixin):
         self.ids: Tensor | None = None
         self.predictor: QueryPredictor | None = None
         self.repeated: tuple[int, int] | None = None
+        self.waiting: WaitingTokens | None = None
         self.gradients_from = math.inf
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -160,6 +163,8 @@ class RoutedLayer(CacheLayerMixin):
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)
+        elif self.waiting is not None:
+            run = partial(self.cache.attend_waiting, waiting=self.waiting)
         if self.ids is not None or self.norms is not None or self.predictor is not None:
             step = self.with_inputs_of_call(step)
         if torch.is_inference_mode_enabled():
@@ -168,6 +173,11 @@ class RoutedLayer(CacheLayerMixin):
         out = run(step)
         self.note_gradients(out, step, seen)
         return out
+
+    @outside_inference_mode
+    def store_waiting(self, waiting: WaitingTokens, tokens: int) -> None:
+        """Store the first `tokens` tokens that wait: see `LayerCache.commit_waiting`."""
+        self.cache.commit_waiting(waiting, tokens)
 
     def note_gradients(self, out: Tensor, step: StepInputs, seen: int) -> None:
         """Refuse gradients of `out` that stored tokens lack; note those that new ones will lack.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,6 +24,9 @@ from . import adapters, attention, compat
 from .forward import RoutedForward, nothing_new
 from .implementation import restore_stock
 from .routed_cache import RoutedCache
+
+if TYPE_CHECKING:
+    from .recorded_steps import Graphs
 
 _WHOLE = "attention_mask", "position_ids"
 """Arguments of `generate()` that are as long as the whole sequence."""
@@ -46,7 +49,8 @@ class Routing:
     """What `unroute` restores, and what is attached.
 
     configs: those of the modules that attend, or make masks, in a step with a kvloom cache. whole:
-    the model is routed; False: an interrupt has stopped `route` or `unroute`.
+    the model is routed; False: an interrupt has stopped `route` or `unroute`. graphs: replay its
+    steps within `kvloom.cuda_graphs`.
     """
 
     configs: list[Any]
@@ -54,6 +58,7 @@ class Routing:
     forwards: list[RoutedForward]
     attached: Attached = field(default_factory=Attached)
     whole: bool = False
+    graphs: Graphs | None = None
 
     def __deepcopy__(self, memo: dict) -> Routing:
         """Copy together with the model that this belongs to."""

@@ -326,7 +326,7 @@ class BatchedCaches(RoutedCache):
             for cache in self.caches:
                 steps.enter_context(cache.step())
             yield
-            if unreached := self._unreached():
+            if unreached := self.unreached():
                 raise unreached
 
     def check_batch(self, rows: int) -> None:

@@ -75,6 +75,20 @@ class Buffer(Stateful):
             self._make_room(allocation, t)
         return WriteTarget(allocation.data, allocation.start + self.count)
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for `tokens` tokens after the live ones, in a buffer that has a shape."""
+        allocation = self.allocation
+        assert allocation is not None
+        if allocation.start + self.count + tokens > allocation.data.shape[2]:
+            self._make_room(allocation, tokens)
+
+    def reserved(self, tokens: int) -> Tensor:
+        """Return the room for `tokens` tokens after the live ones [B, Hk, tokens, D]; a view."""
+        allocation = self.allocation
+        assert allocation is not None
+        stop = allocation.start + self.count
+        return allocation.data[:, :, stop : stop + tokens]
+
     def spare_room(self, t: int) -> WriteTarget | None:
         """Return the room for t tokens after the live ones; None if they do not fit."""
         allocation = self.allocation

@@ -1,0 +1,47 @@
+"""Tokens that wait, exact, for their commit, while a model runs steps of one token.
+
+Each layer writes them to rows behind its exact tokens, and counts none of them until
+`LayerCache.commit_waiting`. So these steps run the same operations on the same tensors, and a CUDA
+graph can replay them. Decides where tokens wait, and which of them a step sees.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .segment import Segment
+
+
+class WaitingTokens:
+    """What the layers of a cache share while up to `room` tokens wait.
+
+    Attributes:
+        room: The rows of each layer.
+        place: int64 [1], the row of the step's token; the caller sets it before each step.
+        seen: bool [B, 1, room], the rows that the step's token sees: see `begin_step`.
+        visible: bool [B, 1, N], of the N tokens before them, False for padding; None: no padding.
+    """
+
+    def __init__(
+        self, room: int, batch: int, device: torch.device, visible: Tensor | None = None
+    ) -> None:
+        self.room, self.visible = room, visible
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+        self.seen = torch.zeros(batch, 1, room, dtype=torch.bool, device=device)
+        self._row = torch.arange(room, device=device)
+
+    def begin_step(self) -> None:
+        """Set `seen` from `place`, on the device; a recorded step begins with this."""
+        self.seen.copy_((self._row <= self.place).expand_as(self.seen))
+
+    def visible_after(self, tokens: int) -> Tensor | None:
+        """Return `visible` of all tokens once the first `tokens` that wait are stored."""
+        visible = self.visible
+        return (
+            None if visible is None else torch.nn.functional.pad(visible, (0, tokens), value=True)
+        )
+
+    def rows(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Return the rows of a segment for keys and for values [B, Hk, room, D]."""
+        return segment.keys.tail.reserved(self.room), segment.values.tail.reserved(self.room)

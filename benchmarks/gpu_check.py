@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -401,14 +402,15 @@ def _recorded_steps(bench: Bench, recipe: str, steps: int = 70) -> float:
     cache = kvloom.Cache(model, recipe)
     model(input_ids=ids[:, :1200], past_key_values=cache, use_cache=True, logits_to_keep=1)
     results = []
-    for record in (cuda_graphs.record, _run_again):
+    for record in (partial(cuda_graphs.record, bench.device), _run_again):
         graphs, copied = recorded_steps.Graphs(record), copy.deepcopy(cache)
         with cuda_graphs.replayed(model, graphs):
             for i in range(1200, 1200 + steps):
-                step = model(input_ids=ids[:, i : i + 1], past_key_values=copied).logits
-                results.append(step[:, -1])
-        if graphs.refused or not graphs.compared:
-            raise RuntimeError(graphs.refused or "no replay was compared")
+                place = torch.full((1, 1), i, device=bench.device)
+                step = model(ids[:, i : i + 1], position_ids=place, past_key_values=copied)
+                results.append(step.logits[:, -1])
+        if graphs.refused or not graphs.checked:
+            raise RuntimeError(graphs.refused or "no replay was checked")
     return _away(torch.stack(results[:steps]), torch.stack(results[steps:]))
 
 

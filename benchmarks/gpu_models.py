@@ -179,7 +179,11 @@ def _steps_replayed(made: Any) -> Iterator[int]:
 def _feed(bench: Bench, shape: str, cache: Any, rows: int, tokens: int) -> None:
     made = model(bench, shape)
     ids = torch.randint(0, made.config.vocab_size, (rows, tokens), device=bench.device)
-    made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    seen = int(cache.get_seq_length())
+    place = torch.arange(seen, seen + tokens, device=bench.device)[None]
+    made(
+        input_ids=ids, position_ids=place, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )  # fmt: skip
 
 
 def warm_up(
@@ -263,7 +267,7 @@ def static_ms(bench: Bench, shape: str, prompt: int, new: int, batch: int) -> fl
         return made(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
     step()
-    replay, _ = cuda_graphs.record(step)
+    replay, _ = cuda_graphs.record(bench.device, step)
     begin = bench.now()
     for _ in range(new - 2):
         replay()

@@ -102,13 +102,15 @@ def _divergence(
 
 def _logits(model: Any, text: Tensor, cache: Any) -> Tensor:
     """Return the logits of the tokens after the prompt, which are read one by one."""
-    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    model(input_ids=text[:, :PROMPT], **options)
-    steps = [
-        model(input_ids=text[:, i : i + 1], **options).logits[:, -1].float()
-        for i in range(PROMPT, PROMPT + NEW)
-    ]
-    return torch.cat(steps)
+    place = torch.arange(PROMPT + NEW, device=text.device)[None]
+
+    def read(begin: int, end: int) -> Tensor:
+        ids, where = text[:, begin:end], place[:, begin:end]
+        out = model(ids, position_ids=where, past_key_values=cache, logits_to_keep=1)
+        return out.logits[:, -1].float()
+
+    read(0, PROMPT)
+    return torch.cat([read(i, i + 1) for i in range(PROMPT, PROMPT + NEW)])
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def attend_waiting(state: LayerState, inputs: StepInputs, waiting: WaitingTokens
     if waiting.visible is not None:
         step = step._replace(queries=step.queries._replace(visible=waiting.visible))
     for rows, x in zip(waiting.rows(state.segment), (step.k, step.v), strict=True):
-        rows.index_copy_(2, waiting.place, x)
+        rows.index_copy_(2, waiting.row, x)
     regions = waiting_regions(state, step.queries, waiting)
     state.tokens_read = sum(x.tokens for x in regions) - waiting.room + 1
     return _attend(state, step, regions)[0]
@@ -117,6 +117,7 @@ def commit_waiting(state: LayerState, waiting: WaitingTokens, tokens: int) -> No
     for side in (state.segment.keys, state.segment.values):
         side.tail.count += tokens
     state.seen += tokens
+    state.tokens_read += tokens - 1
     end_step(state, Queries(state.like, 1.0, waiting.visible_after(tokens)), None, [])
 
 

@@ -18,8 +18,9 @@ class WaitingTokens:
 
     Attributes:
         room: The rows of each layer.
-        place: int64 [1], the row of the step's token; the caller sets it before each step.
-        seen: bool [B, 1, room], the rows that the step's token sees: see `begin_step`.
+        row: int64 [1], that of the step's token, 0 for the first; the caller sets it before each
+            step.
+        sees: bool [B, 1, room], the rows that the step's token sees: see `begin_step`.
         visible: bool [B, 1, N], of the N tokens before them, False for padding; None: no padding.
     """
 
@@ -27,13 +28,13 @@ class WaitingTokens:
         self, room: int, batch: int, device: torch.device, visible: Tensor | None = None
     ) -> None:
         self.room, self.visible = room, visible
-        self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.seen = torch.zeros(batch, 1, room, dtype=torch.bool, device=device)
-        self._row = torch.arange(room, device=device)
+        self.row = torch.zeros(1, dtype=torch.long, device=device)
+        self.sees = torch.zeros(batch, 1, room, dtype=torch.bool, device=device)
+        self._rows = torch.arange(room, device=device)
 
     def begin_step(self) -> None:
-        """Set `seen` from `place`, on the device; a recorded step begins with this."""
-        self.seen.copy_((self._row <= self.place).expand_as(self.seen))
+        """Set `sees` from `row`, on the device; a recorded step begins with this."""
+        self.sees.copy_((self._rows <= self.row).expand_as(self.sees))
 
     def visible_after(self, tokens: int) -> Tensor | None:
         """Return `visible` of all tokens once the first `tokens` that wait are stored."""

@@ -45,6 +45,8 @@ class Cache(RoutedCache):
         IncompatibleRecipe: The recipe does not fit the model.
     """
 
+    may_record = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -130,8 +132,8 @@ class Cache(RoutedCache):
             SavedCacheError: The file cannot be written.
             CacheMisuse: A step failed, or `crop` may still remove tokens.
         """
-        self.finish_steps()
         with self.guard.step():
+            self.store_waiting()
             save.save(self, Path(path))
 
     @classmethod

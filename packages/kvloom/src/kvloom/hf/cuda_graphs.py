@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from .supported import supported_model
 def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
     """Replay steps of one token with CUDA graphs, in a `with` statement.
 
-    In the block, `generate()` and calls of the model with a kvloom cache record a step and replay
-    it. These run as without it: prompts, drafts, recipes that evict or recall at each step, layers
-    that kvloom does not compress, and models whose step cannot be recorded. A cache packs up to 64
-    tokens at once, and has room for so many exact tokens. Change the model's modules or hooks
-    outside the block only.
+    In the block, `generate()`, and calls of the model with a kvloom cache and `position_ids`,
+    record a step and replay it. These run as without it: prompts, speculative decoding, recipes
+    that evict or recall at each step, models with sliding windows or an adapter of kvloom, and
+    those whose step cannot be recorded. Up to 64 tokens wait, exact, and are packed at once; so
+    logits differ a little from those without this. Change the model (its modules, hooks and
+    adapters of weights) outside the block only.
 
     Args:
         model: As for `Cache`, on one CUDA device.
@@ -44,7 +46,7 @@ def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
             f"kvloom.cuda_graphs needs a model on one CUDA device, and this one is on {found}; "
             "leave it out"
         )
-    with replayed(model, Graphs(record)):
+    with replayed(model, Graphs(partial(record, devices.pop()))):
         yield
 
 
@@ -64,18 +66,24 @@ def replayed(model: PreTrainedModel, graphs: Graphs) -> Iterator[None]:
         graphs.close()
 
 
-def record(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-    """Record a function as a CUDA graph: see `recorded_steps.Record`."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            out = run()
-        except BaseException:
-            with suppress(RuntimeError):  # the record is void already
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay, out
+def record(device: torch.device, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """Record a function as a CUDA graph on a device: see `recorded_steps.Record`."""
+    with torch.cuda.device(device):
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                out = run()
+            except BaseException:
+                with suppress(RuntimeError):  # the record is void already
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def replay() -> None:
+        with torch.cuda.device(device):
+            graph.replay()
+
+    return replay, out

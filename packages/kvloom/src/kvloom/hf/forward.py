@@ -63,10 +63,9 @@ class RoutedForward:
         cache = kwargs.get("past_key_values")
         if isinstance(cache, RoutedCache) and cache.guard.running:  # within the model's call
             return self.run(kwargs)
-        if isinstance(cache, RoutedCache) and cache.steps is not None:
-            if cache.steps.takes(self, kwargs):
-                return cache.steps.run(kwargs)
-            cache.finish_steps()
+        steps = cache.steps if isinstance(cache, RoutedCache) else None
+        if steps is not None and steps.takes(self, kwargs):
+            return steps.run(kwargs)
         if isinstance(cache, RoutedCache) and cache.read_prompt is not None:
             read_prompt, cache.read_prompt = cache.read_prompt, None
             return read_prompt(self, cache, kwargs)

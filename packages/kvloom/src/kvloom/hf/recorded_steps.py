@@ -11,11 +11,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from ..cache.waiting import WaitingTokens
 from ..errors import CacheMisuse
@@ -30,7 +29,10 @@ ROOM = 64
 """Tokens that wait at most. Each time, one step runs, one is recorded, and tokens are packed."""
 
 _INPUTS = "input_ids", "position_ids", "cache_position"
+"""The tensors that a call may have, and its padding mask."""
+
 _PLAIN = type(None), bool, int, float, str
+_ROUNDING = 0.02  # at most, between a step that runs and its replay
 _LOCK = threading.Lock()  # one step is recorded at a time
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
@@ -40,14 +42,16 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 class Graphs:
     """The recorded steps of one model's caches.
 
-    refused: why no step of the model is replayed any more; "" if they are.
+    Attributes:
+        record: How a step is recorded.
+        room: Tokens of a cache that wait at most.
+        refused: Why no step of the model is replayed any more; "" if they are.
+        checked: Whether a replay for another token than the recorded one was right.
     """
 
     def __init__(self, record: Record, room: int = ROOM) -> None:
         self.record, self.room = record, room
-        self.refused = ""
-        self.noise: float | None = None  # between a step that runs and its replay
-        self.compared = False  # a replay at another place was right
+        self.refused, self.checked = "", False
         self._caches: WeakSet[RoutedCache] = WeakSet()
 
     def __reduce__(self) -> Any:
@@ -58,11 +62,16 @@ class Graphs:
         self, forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]
     ) -> RecordedSteps | None:
         """Return steps that begin with this call; None if it runs as without graphs."""
-        if self.refused or not _may_begin(forward, cache, kwargs):
+        if self.refused or not cache.may_record:
             return None
-        cache.steps = RecordedSteps(self, forward, cache, kwargs)
+        with cache.guard.step():
+            if cache.steps is not None or not _may_begin(forward, cache, kwargs):
+                return None
+            for layer in cache.compressed:
+                layer.cache.forget_undo()
+            steps = cache.steps = RecordedSteps(self, forward, cache, kwargs)
         self._caches.add(cache)
-        return cache.steps
+        return steps
 
     def refuse(self, why: str) -> None:
         """Replay no more steps, and say so."""
@@ -70,9 +79,15 @@ class Graphs:
         warnings.warn(f"kvloom.cuda_graphs: {why}; steps run one by one", stacklevel=6)
 
     def close(self) -> None:
-        """Store the tokens that wait in all caches."""
+        """Store the tokens that wait in all caches; raise the first error after the last cache."""
+        errors = []
         for cache in list(self._caches):
-            cache.finish_steps()
+            try:
+                cache.finish_steps()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class RecordedSteps:
@@ -88,56 +103,63 @@ class RecordedSteps:
         cache: RoutedCache,
         kwargs: dict[str, Any],
     ) -> None:
-        self.graphs, self.forward, self.cache = graphs, forward, cache
-        ids: Tensor = kwargs["input_ids"]
-        self.names = frozenset(kwargs)
-        self.plain = {name: x for name, x in kwargs.items() if isinstance(x, _PLAIN)}
+        self.graphs, self.forward = graphs, forward
+        self._cache = ref(cache)  # a cycle would keep the memory of a cache that nobody has
+        self.names = kwargs.keys()
+        self.plain = {
+            name: x
+            for name, x in kwargs.items()
+            if isinstance(x, _PLAIN) and name != "attention_mask"
+        }
         self.before, self.count = cache.get_seq_length(), 0
-        self.autocast = torch.is_autocast_enabled("cuda")
+        self.autocast = _autocast()
         self.replay: Callable[[], object] | None = None
+        self.recorded_at, self.rounding = 0, 0.0  # its count; what its replay differs by
         self.out: Any = None
+        ids: Tensor = kwargs["input_ids"]
         with torch.inference_mode(False), torch.no_grad():  # so that later calls can change them
             visible = _padding(kwargs, self.before)
+            visible = None if visible is None else visible.to(ids.device)
             self.waiting = WaitingTokens(graphs.room, len(ids), ids.device, visible)
             self.inputs = {
-                name: torch.empty_like(kwargs[name]) for name in _INPUTS if _is_given(kwargs, name)
+                name: torch.empty_like(x)
+                for name, x in kwargs.items()
+                if name in _INPUTS and isinstance(x, Tensor)
             }
-            if "position_ids" not in self.inputs:
-                self.inputs["position_ids"] = torch.empty_like(ids[:1])
             for layer in cache.compressed:
                 layer.cache.reserve(graphs.room)
 
     @property
-    def seen(self) -> int:
+    def cache(self) -> RoutedCache:
+        """The cache of these steps."""
+        cache = self._cache()
+        assert cache is not None
+        return cache
+
+    @property
+    def tokens(self) -> int:
         """The tokens of the cache, those that wait included."""
         return self.before + self.count
 
     def takes(self, forward: RoutedForward, kwargs: dict[str, Any]) -> bool:
         """Return whether a call is one more of these steps."""
+        graphs = self.graphs
         return (
             forward is self.forward
-            and self.count < self.graphs.room
-            and not self.graphs.refused
+            and forward.model._kvloom.graphs is graphs
+            and self.count < graphs.room
+            and not graphs.refused
             and self.names == kwargs.keys()
             and all(_equal(kwargs[name], x) for name, x in self.plain.items())
-            and torch.is_autocast_enabled("cuda") == self.autocast
-            and all(_alike(kwargs.get(name), x) for name, x in self.inputs.items())
-            and _is_inference(forward.model)
+            and all(_alike(kwargs[name], x) for name, x in self.inputs.items())
+            and _is_inference(forward)
+            and self.autocast == _autocast()
             and self._has_padding_of(kwargs)
-        )
-
-    def _has_padding_of(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether a call's mask hides the tokens that these steps hide, and no other."""
-        mask, visible = kwargs.get("attention_mask"), self.waiting.visible
-        if mask is None or visible is None:
-            return visible is None and _padding(kwargs, self.before) is None
-        return _fits(mask, self.seen) and torch.equal(
-            mask.bool(), torch.nn.functional.pad(visible[:, 0], (0, self.count + 1), value=True)
         )
 
     def run(self, kwargs: dict[str, Any]) -> Any:
         """Run one step; if it fails, the tokens that wait stay as they were."""
-        cache, ids = self.cache, kwargs["input_ids"]
+        cache = self.cache
         with cache.guard.step():
             if cache.steps is not self:
                 raise CacheMisuse(
@@ -145,67 +167,75 @@ class RecordedSteps:
                     "cache, or a copy.deepcopy of this one"
                 )
             for name, x in self.inputs.items():
-                given = kwargs.get(name)
-                x.fill_(self.seen) if given is None else x.copy_(given)
-            self.waiting.place.fill_(self.count)
+                x.copy_(kwargs[name])
+            self.waiting.row.fill_(self.count)
             try:
                 out = self._result()
             except BaseException:
                 for layer in cache.compressed:
                     layer.roll_back()
                 raise
+            token = {"input_ids": kwargs["input_ids"]}
+            token_hash = cache.token_hash.after(token, kwargs["position_ids"], self.tokens, 1)
             self.count += 1
-        hashed = {"input_ids": ids}
-        cache.token_hash = cache.token_hash.after(
-            hashed, kwargs.get("position_ids"), self.seen - 1, 1
-        )
+            cache.token_hash = token_hash
         return out
 
-    def finish(self) -> None:
+    def store(self) -> None:
         """Store the tokens that wait in their layers, and pack what is due."""
-        with self.cache.undoable_step():
+        if self.count:
             for layer in self.cache.compressed:
                 layer.store_waiting(self.waiting, self.count)
-        self.cache.steps = None
+
+    def _has_padding_of(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call's mask hides the tokens that these steps hide, and no other."""
+        mask, visible = kwargs.get("attention_mask"), self.waiting.visible
+        if not _fits(mask, self.tokens):
+            return False
+        if visible is None:
+            return mask is None or bool(mask.all())
+        return mask is not None and torch.equal(mask[:, : self.before].bool(), visible[:, 0])
 
     def _result(self) -> Any:
         """Return the result of a step that runs, or a copy of that of a replay."""
-        graphs = self.graphs
+        graphs, cache = self.graphs, self.cache
         if not self.count:
             return self._step()
         if self.replay is None:
             try:
                 with _LOCK:
-                    self.replay, self.out = graphs.record(self._step)
+                    self.replay, out = graphs.record(self._step)
+                self.out, self.recorded_at = (
+                    _mapped(out, lambda x: _CACHE if x is cache else x),
+                    self.count,
+                )
             except Exception as error:
-                for layer in self.cache.compressed:
+                for layer in cache.compressed:
                     layer.roll_back()
                 kind = type(self.forward.model).__name__
                 graphs.refuse(f"a step of {kind} cannot be recorded ({_first_line(error)})")
                 return self._step()
         self.replay()
-        out = _copied(self.out)
-        return out if graphs.compared else self._compared(out)
+        out = _mapped(self.out, lambda x: cache if x is _CACHE else _copied(x))
+        return out if graphs.checked else self._checked(out)
 
-    def _compared(self, out: Any) -> Any:
+    def _checked(self, out: Any) -> Any:
         """Return the result of a replay, or that of a step that runs if they differ.
 
-        The replay of a model that computes from numbers on the host is right only for the step that
-        was recorded, which shows how much rounding differs.
+        A model may compute from numbers on the host, such as the count of tokens. A replay is then
+        right for the token that was recorded, where it differs by rounding alone, and for no other.
         """
-        graphs, ran = self.graphs, self._step()
+        ran, recorded = self._step(), self.count == self.recorded_at
         difference = _difference(out, ran)
-        if graphs.noise is None:
-            graphs.noise = difference
-        elif difference > 4 * graphs.noise + 1e-3:
-            kind = type(self.forward.model).__name__
-            graphs.refuse(
-                f"a replayed step of {kind} differs by {difference:.1%} from one that ran"
-            )
-            return ran
-        else:
-            graphs.compared = True
-        return out
+        if difference <= (_ROUNDING if recorded else 4 * self.rounding + 1e-3):
+            if recorded:
+                self.rounding = difference
+            else:
+                self.graphs.checked = True
+            return out
+        kind = type(self.forward.model).__name__
+        self.graphs.refuse(f"a replayed step of {kind} differs by {difference:.2g} from one run")
+        return ran
 
     def _step(self) -> Any:
         """Run the model on the inputs; every operation is on the same tensors each time."""
@@ -226,52 +256,52 @@ class RecordedSteps:
 
 
 def _may_begin(forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]) -> bool:
-    """Return whether a step of this call can be recorded, as far as it shows before it runs."""
-    model, ids = forward.model, kwargs.get("input_ids")
-    tensors = {name for name, x in kwargs.items() if isinstance(x, Tensor)} - {"attention_mask"}
-    plain = {name for name, x in kwargs.items() if isinstance(x, _PLAIN)}
-    others = kwargs.keys() - tensors - plain - {"attention_mask", "past_key_values"}
-    position = kwargs.get("position_ids")
+    """Return whether a step of this call can be recorded, as far as it shows before it runs.
+
+    Without positions, each model computes its own.
+    """
+    ids, position = kwargs.get("input_ids"), kwargs.get("position_ids")
     return (
         isinstance(ids, Tensor)
+        and isinstance(position, Tensor)
         and ids.shape[1:] == (1,)
-        and tensors <= {*_INPUTS}
-        and not others
-        and (position is None or (position.dim() == 2 and position.shape[1] == 1))
-        and compat.takes(forward.module, "position_ids")
-        and not (forward.refuses_caches or shard.running())
-        and not compat.has_adapter(model)
-        and not cache.learned_positions
-        and not cache.stock_layers
+        and position.dim() == 2
+        and position.shape[1] == 1
+        and all(
+            name in (*_INPUTS, "attention_mask", "past_key_values") or isinstance(x, _PLAIN)
+            for name, x in kwargs.items()
+        )
+        and not (forward.refuses_caches or shard.running() or compat.has_adapter(forward.model))
+        and not (cache.learned_positions or cache.stock_layers)
         and all(
             layer.cache.may_wait and not (layer.shared or layer.needs_ids or layer.uses_input_norms)
             for layer in cache.compressed
         )
-        and _is_inference(model)
+        and _is_inference(forward)
         and _fits(kwargs.get("attention_mask"), cache.get_seq_length())
     )
 
 
-def _is_inference(model: PreTrainedModel) -> bool:
-    return not (model.training or torch.is_grad_enabled())
+def _is_inference(forward: RoutedForward) -> bool:
+    return not (forward.model.training or torch.is_grad_enabled())
 
 
-def _fits(mask: Any, seen: int) -> bool:
-    """Return whether a padding mask is of `seen` tokens and a new one that it shows."""
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+
+def _fits(mask: Any, tokens: int) -> bool:
+    """Return whether a padding mask is of so many tokens and a new one, which it shows."""
     if mask is None:
         return True
-    is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == seen + 1
+    is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == tokens + 1
     return is_mask and bool(mask[:, -1].all())
 
 
-def _padding(kwargs: dict[str, Any], seen: int) -> Tensor | None:
-    """Return the mask of the first `seen` tokens, bool [B, 1, seen]; None if it hides none."""
+def _padding(kwargs: dict[str, Any], tokens: int) -> Tensor | None:
+    """Return the mask of the first `tokens` tokens, bool [B, 1, N]; None if it hides none."""
     mask = kwargs.get("attention_mask")
-    return None if mask is None or bool(mask.all()) else mask[:, None, :seen].bool()
-
-
-def _is_given(kwargs: dict[str, Any], name: str) -> bool:
-    return isinstance(kwargs.get(name), Tensor)
+    return None if mask is None or bool(mask.all()) else mask[:, None, :tokens].bool()
 
 
 def _equal(given: Any, x: Any) -> bool:
@@ -279,38 +309,43 @@ def _equal(given: Any, x: Any) -> bool:
 
 
 def _alike(given: Any, x: Tensor) -> bool:
-    """Return whether an argument has the shape of an input of recorded steps; None: computed."""
-    if given is None:
-        return True
+    """Return whether an argument has the traits of an input of recorded steps."""
     same = isinstance(given, Tensor) and given.shape == x.shape
     return same and given.dtype == x.dtype and given.device == x.device
 
 
-def _copied(x: Any) -> Any:
-    """Return a result with copies of its tensors."""
-    if isinstance(x, Tensor):
-        return x.clone()
+_CACHE = object()
+"""In place of the cache in a result that is kept."""
+
+
+def _mapped(x: Any, fn: Callable[[Any], Any]) -> Any:
+    """Return a result with fn applied to all that is in it."""
     if isinstance(x, dict):  # an output of transformers
-        return type(x)(**{name: _copied(value) for name, value in x.items()})
-    if isinstance(x, tuple):
-        return tuple(map(_copied, x))
-    return x
+        return type(x)(**{name: _mapped(value, fn) for name, value in x.items()})
+    if isinstance(x, tuple | list):
+        return type(x)(_mapped(value, fn) for value in x)
+    return fn(x)
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def _difference(x: Any, y: Any) -> float:
-    """Return the distance of two results' first tensors, relative to the second."""
-    a, b = (next(_tensors(result)).float() for result in (x, y))
+    """Return the distance of two results' first tensors, relative to the second's finite part."""
+    a, b = (next(_tensors(result)).double() for result in (x, y))
+    finite = b.isfinite() & (b.abs() < 1e30)
+    if not torch.equal(a.where(~finite, 0), b.where(~finite, 0)):
+        return torch.inf
+    a, b = a.where(finite, 0), b.where(finite, 0)
     return float((a - b).norm() / b.norm().clamp(min=1e-9))
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
-    elif isinstance(x, dict):
-        for value in x.values():
-            yield from _tensors(value)
-    elif isinstance(x, tuple):
-        for value in x:
+    elif isinstance(x, dict | tuple | list):
+        for value in x.values() if isinstance(x, dict) else x:
             yield from _tensors(value)
 
 

@@ -32,7 +32,7 @@ class WaitingSteps(Protocol):
     """Steps of a cache that its layers do not count yet, such as those of `kvloom.cuda_graphs`."""
 
     @property
-    def seen(self) -> int:
+    def tokens(self) -> int:
         """The tokens of the cache, those of these steps included."""
 
     def takes(self, forward: Any, kwargs: dict[str, Any]) -> bool:
@@ -41,7 +41,7 @@ class WaitingSteps(Protocol):
     def run(self, kwargs: dict[str, Any]) -> Any:
         """Run one more step."""
 
-    def finish(self) -> None:
+    def store(self) -> None:
         """Store the tokens of these steps in the layers."""
 
 
@@ -74,6 +74,8 @@ class RoutedCache(transformers.Cache):
     """Runs the first step instead, with a prompt store."""
     steps: WaitingSteps | None = None
     """The steps whose tokens wait: see `finish_steps`."""
+    may_record = False
+    """Whether the layers' own steps may be recorded: see `recorded_steps`."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         self.guard = Guard()
@@ -137,17 +139,27 @@ class RoutedCache(transformers.Cache):
     def finish_steps(self) -> None:
         """Store the tokens that wait in recorded steps, if any; within a step they wait on."""
         if self.steps is not None and not self.guard.running:
-            self.steps.finish()
+            with self.guard.step():
+                self.store_waiting()
+
+    def store_waiting(self) -> None:
+        """Store the tokens that wait, within the guard; after a failure, they still wait."""
+        steps = self.steps
+        if steps is not None:
+            with self._undone_on_failure():
+                steps.store()
+                self.steps = None
 
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile a step, which it asks before each."""
-        return all(layer.is_compileable for layer in self._sorted.layers)
+        layers = self._sorted.layers
+        return bool(layers) and all(layer.is_compileable for layer in layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, dropped ones and those that wait included."""
         if self.steps is not None:
-            return self.steps.seen
+            return self.steps.tokens
         return super().get_seq_length(layer_idx)
 
     @property
@@ -200,34 +212,35 @@ class RoutedCache(transformers.Cache):
 
         Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
         """
-        self.finish_steps()
-        with self.undoable_step():
-            yield
+        with self.guard.step():
+            self.store_waiting()
+            with self._undone_on_failure():
+                yield
 
     @contextmanager
-    def undoable_step(self) -> Iterator[None]:
-        """Run a step as `step` does, while tokens may wait."""
-        with self.guard.step():
+    def _undone_on_failure(self) -> Iterator[None]:
+        """Run a step within the guard; after a failure, layers and waiting tokens are as before."""
+        for layer in self.compressed:
+            layer.cache.forget_undo()
+        restore_stock, steps = stock.remember(self.stock_layers), self.steps
+        try:
+            yield
+            if unreached := self.unreached():
+                raise unreached
+            self.finish_shared()
+        except BaseException as error:
+            unreached = None if _says_all(error) else self.unreached()
+            self.guard.unusable = "a step failed, and undoing it failed too"
             for layer in self.compressed:
-                layer.cache.forget_undo()
-            restore_stock = stock.remember(self.stock_layers)
-            try:
-                yield
-                if unreached := self.unreached():
-                    raise unreached
-                self.finish_shared()
-            except BaseException as error:
-                unreached = None if _says_all(error) else self.unreached()
-                self.guard.unusable = "a step failed, and undoing it failed too"
-                for layer in self.compressed:
-                    layer.roll_back()
-                restore_stock()
-                self.guard.unusable = ""
-                if unreached is None or isinstance(error, KvloomError):
-                    raise
-                raise unreached from error
-            for layer in self.compressed:
-                layer.cache.forget_undo()
+                layer.roll_back()
+            restore_stock()
+            self.steps = steps
+            self.guard.unusable = ""
+            if unreached is None or isinstance(error, KvloomError):
+                raise
+            raise unreached from error
+        for layer in self.compressed:
+            layer.cache.forget_undo()
 
     @outside_inference_mode
     def finish_shared(self) -> None:
@@ -342,8 +355,8 @@ class RoutedCache(transformers.Cache):
 
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
-        self.steps = None
         with self.guard.change("reset", mends=True):
+            self.steps = None
             self.token_hash = TokenHash.empty()
             for layer in self.stock_layers:
                 stock.reset(layer)
@@ -360,6 +373,7 @@ class RoutedCache(transformers.Cache):
         stock_layers = self.stock_layers if stock_layers is None else stock_layers
         restore_stock = stock.remember(stock_layers)
         with self.guard.change(method):
+            assert self.steps is None, "another thread has run a step of this cache meanwhile"
             try:
                 for layer in stock_layers:
                     stock.change(layer, method, argument)

@@ -4,8 +4,11 @@ Without a GPU, the recorder runs the step again. A CUDA graph is compared in `be
 """
 
 import copy
+import gc
 import pickle
+import weakref
 from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ import zoo
 
 import kvloom
 import kvloom.cache.layer
-from kvloom.hf import cuda_graphs, recorded_steps
+from kvloom.hf import BatchedCaches, cuda_graphs, recorded_steps
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 RECIPES = ("full", "near-lossless:residual=32", "kivi:group=16,residual=32", "small", "snapkv")
@@ -31,25 +34,24 @@ class Recorder:
         with torch.inference_mode(False), torch.no_grad():  # so that every replay can overwrite it
             out = run()
 
+        kept = {name: x for name, x in out.items() if name != "past_key_values"}
+
         def replay():
             self.replays += 1
-            copy_into(out, run())
+            new = run()
+            for name, x in kept.items():
+                copy_into(x, new[name])
 
         return replay, out
 
 
 def copy_into(x, new):
-    """Copy all tensors of a result into those of an earlier one."""
+    """Copy a tensor, or those of a tuple, into earlier ones."""
     if isinstance(x, torch.Tensor):
         x.copy_(new)
-    elif isinstance(x, dict | tuple):
-        for old, part in zip(*map(values, (x, new)), strict=True):
+    else:
+        for old, part in zip(x, new, strict=True):
             copy_into(old, part)
-
-
-def values(x):
-    """Return what is in a result."""
-    return x.values() if isinstance(x, dict) else x
 
 
 @pytest.fixture
@@ -337,3 +339,146 @@ def test_outside_a_gpu_it_is_refused(model):
 def test_a_block_within_a_block_is_refused(model):
     with recorded(model), pytest.raises(kvloom.CacheMisuse, match="already"), recorded(model):
         pass
+
+
+def test_a_call_without_positions_runs_as_without_graphs(model):
+    ids = zoo.batch()["input_ids"][:1]
+    with recorded(model) as graphs, torch.no_grad():
+        cache = kvloom.Cache(model, "full")
+        for part in (ids, ids[:, :1], ids[:, 1:2], ids[:, 2:3]):
+            model(part, past_key_values=cache)
+    assert not graphs.record.records
+
+
+def test_a_batch_of_caches_runs_as_without_graphs(model):
+    ids = zoo.batch()["input_ids"]
+    with recorded(model) as graphs, torch.no_grad():
+        caches = [kvloom.Cache(model, "full") for _ in range(2)]
+        for i, cache in enumerate(caches):
+            read(model, cache, ids[i : i + 1])
+        batch = BatchedCaches(model, caches)
+        for i in range(4):
+            read(model, batch, ids[:2, i : i + 1])
+    assert not graphs.record.records
+    assert [cache.get_seq_length() for cache in caches] == [ids.shape[1] + 4] * 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_tokens_are_stored_once_although_storing_is_interrupted_at_its_end(
+    model, monkeypatch, error
+):
+    want, calls = decode(model, kvloom.Cache(model, "full"), 12), []
+    forget = kvloom.cache.layer.LayerCache.forget_undo
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 2 * len(cache.layers) - 1:  # all layers have stored their tokens
+            raise error
+        forget(self)
+
+    with recorded(model):
+        cache = kvloom.Cache(model, "full")
+        decode(model, cache, 5)
+        monkeypatch.setattr(kvloom.cache.layer.LayerCache, "forget_undo", interrupted)
+        with pytest.raises(error):
+            cache.finish_steps()
+        monkeypatch.undo()
+        got = decode(model, cache, 12, begin=5)
+    torch.testing.assert_close(got, want[6:], atol=TOLERANCE, rtol=0)
+
+
+def test_a_refused_reset_or_step_changes_nothing(model):
+    want, ids = decode(model, kvloom.Cache(model, "full"), 12), zoo.batch()["input_ids"][:1]
+    with recorded(model), torch.no_grad():
+        cache = kvloom.Cache(model, "full")
+        decode(model, cache, 1)
+        with cache.guard.step(), pytest.raises(kvloom.CacheMisuse, match="middle of a step"):
+            cache.reset()
+        cache.finish_steps()
+        thread = Thread(target=lambda: errors.append(error_of(model, cache, ids[:, :1])))
+        errors = []
+        with cache.guard.step():
+            thread.start()
+            thread.join()
+        assert "middle of a step" in errors[0]
+        got = decode(model, cache, 12, begin=1)
+    torch.testing.assert_close(got, want[2:], atol=TOLERANCE, rtol=0)
+
+
+def error_of(model, cache, ids):
+    """Return the error of a step."""
+    with pytest.raises(kvloom.CacheMisuse) as caught, torch.no_grad():
+        read(model, cache, ids)
+    return str(caught.value)
+
+
+def test_replays_of_two_caches_are_each_compared_at_another_token(model):
+    def frozen(run):
+        return (lambda: None), run()
+
+    want = decode(model, kvloom.Cache(model, "full"), 6)
+    with recorded(model, record=frozen) as graphs:
+        caches = [kvloom.Cache(model, "full") for _ in range(2)]
+        for cache in caches:
+            decode(model, cache, 2)
+        with pytest.warns(UserWarning, match="differs by"):
+            got = decode(model, caches[1], 6, begin=2)
+    torch.testing.assert_close(got, want[3:], atol=TOLERANCE, rtol=0)
+    assert graphs.refused
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, 1e3])
+def test_a_replay_that_is_wrong_from_the_first_is_not_used(model, wrong):
+    def record(run):
+        out = run()
+        return (lambda: out.logits.add_(wrong)), out
+
+    want = decode(model, kvloom.Cache(model, "full"))
+    with recorded(model, record=record), pytest.warns(UserWarning, match="differs by"):
+        got = decode(model, kvloom.Cache(model, "full"))
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_that_nobody_has_is_freed_at_once(model):
+    with recorded(model):
+        cache = kvloom.Cache(model, "full")
+        decode(model, cache, 5)
+        gone = weakref.ref(cache)
+        gc.collect()
+        gc.disable()
+        try:
+            del cache
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+def test_the_block_ends_for_all_caches_although_one_cannot_store_its_tokens(model, monkeypatch):
+    commit = kvloom.cache.layer.cycle.commit_waiting
+
+    def fails(state, *rest):
+        if state is first:
+            raise torch.OutOfMemoryError("no memory")
+        commit(state, *rest)
+
+    caches = [kvloom.Cache(model, "full") for _ in range(2)]
+    first = caches[0].compressed[0].cache._state
+    block = recorded(model)
+    block.__enter__()
+    for cache in caches:
+        decode(model, cache, 3)
+    monkeypatch.setattr(kvloom.cache.layer.cycle, "commit_waiting", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        block.__exit__(None, None, None)
+    assert [cache.steps is None for cache in caches] == [False, True]
+    monkeypatch.undo()
+    assert len({layer.get_seq_length() for cache in caches for layer in cache.layers}) == 1
+
+
+def test_the_tokens_that_the_last_step_read_are_counted(model):
+    plain = kvloom.Cache(model, "near-lossless:residual=32")
+    decode(model, plain, 5)
+    with recorded(model):
+        cache = kvloom.Cache(model, "near-lossless:residual=32")
+        decode(model, cache, 5)
+        assert cache.tokens_read == plain.tokens_read

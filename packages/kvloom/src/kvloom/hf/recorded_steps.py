@@ -105,7 +105,7 @@ class RecordedSteps:
     ) -> None:
         self.graphs, self.forward = graphs, forward
         self._cache = ref(cache)  # a cycle would keep the memory of a cache that nobody has
-        self.names = kwargs.keys()
+        self.names = frozenset(kwargs)
         self.plain = {
             name: x
             for name, x in kwargs.items()

@@ -289,7 +289,7 @@ def figures_of(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, default=28, help="of ten needles each")
-    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, metavar="PEER")
     parser.add_argument("--folder", type=Path, default=HERE / "out" / "peers")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -298,7 +298,7 @@ def main() -> None:
     plain.chat_template = None
     try:
         with mock.patch.object(AutoTokenizer, "from_pretrained", return_value=plain):  # for KVzip
-            measured.measure(options.contexts, options.peers.split(","))
+            measured.measure(options.contexts, options.peers)
     finally:
         measured.publish()
 

@@ -22,7 +22,7 @@ def wait(cache, q, k, v, room=64):
     cache.reserve(room)
     before, outs = state(cache), []
     for i in range(q.shape[2]):
-        waiting.row.fill_(i)
+        waiting.slot.fill_(i)
         waiting.begin_step()
         new = slice(i, i + 1)
         step = StepInputs(Queries(q[:, :, new], SCALE), k[:, :, new], v[:, :, new])

@@ -147,14 +147,16 @@ def test_a_padded_batch_is_as_its_rows(model, recipe):
     torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)
 
 
-def test_another_mask_ends_recorded_steps(model):
+@pytest.mark.parametrize(("padding", "hidden"), [(0, 3), (0, -3), (2, 3), (2, -3)])
+def test_another_mask_ends_recorded_steps(model, padding, hidden):
     ids, want = zoo.batch()["input_ids"][:1], []
     masks = torch.ones(4, 1, ids.shape[1] + 4, dtype=torch.long)
-    masks[2:, :, 3] = 0  # from the third step on, a token is hidden
+    masks[:, :, :padding] = 0
+    masks[2:, :, hidden] = 0  # from the third step on, a token is hidden, or one that waits
 
     def run():
         cache = kvloom.Cache(model, "full")
-        read(model, cache, ids)
+        read(model, cache, ids, attention_mask=masks[0, :, : ids.shape[1]])
         return [
             read(model, cache, ids[:, i : i + 1],
                  attention_mask=masks[i, :, : ids.shape[1] + 1 + i])
@@ -327,6 +329,7 @@ def test_a_failure_to_store_leaves_the_tokens_waiting(model, monkeypatch):
             len(cache.layers)
         monkeypatch.undo()
         assert cache.get_seq_length() == tokens
+        assert cache.steps.replay is None  # it would read tensors that packing has replaced
         assert {layer.get_seq_length() for layer in cache.layers} == {tokens}
 
 
@@ -357,10 +360,14 @@ def test_a_batch_of_caches_runs_as_without_graphs(model):
         for i, cache in enumerate(caches):
             read(model, cache, ids[i : i + 1])
         batch = BatchedCaches(model, caches)
+        decode(model, caches[0], 2)
+        decode(model, caches[1], 2)
+        records = graphs.record.records
+        assert batch.get_seq_length() == ids.shape[1] + 2
         for i in range(4):
             read(model, batch, ids[:2, i : i + 1])
-    assert not graphs.record.records
-    assert [cache.get_seq_length() for cache in caches] == [ids.shape[1] + 4] * 2
+    assert graphs.record.records == records
+    assert [cache.get_seq_length() for cache in caches] == [ids.shape[1] + 6] * 2
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -381,7 +388,7 @@ def test_tokens_are_stored_once_although_storing_is_interrupted_at_its_end(
         decode(model, cache, 5)
         monkeypatch.setattr(kvloom.cache.layer.LayerCache, "forget_undo", interrupted)
         with pytest.raises(error):
-            cache.finish_steps()
+            cache.store_waiting()
         monkeypatch.undo()
         got = decode(model, cache, 12, begin=5)
     torch.testing.assert_close(got, want[6:], atol=TOLERANCE, rtol=0)
@@ -394,7 +401,7 @@ def test_a_refused_reset_or_step_changes_nothing(model):
         decode(model, cache, 1)
         with cache.guard.step(), pytest.raises(kvloom.CacheMisuse, match="middle of a step"):
             cache.reset()
-        cache.finish_steps()
+        cache.store_waiting()
         thread = Thread(target=lambda: errors.append(error_of(model, cache, ids[:, :1])))
         errors = []
         with cache.guard.step():
@@ -425,6 +432,34 @@ def test_replays_of_two_caches_are_each_compared_at_another_token(model):
             got = decode(model, caches[1], 6, begin=2)
     torch.testing.assert_close(got, want[3:], atol=TOLERANCE, rtol=0)
     assert graphs.refused
+
+
+def test_large_numbers_that_hide_tokens_do_not_hide_a_wrong_replay(model):
+    def frozen(run):
+        return (lambda: None), run()
+
+    def hide(module, args, logits):
+        return torch.cat([logits, logits.new_full((*logits.shape[:2], 9), -1e9)], dim=-1)
+
+    model.lm_head.register_forward_hook(hide)
+    with recorded(model, record=frozen), pytest.warns(UserWarning, match="differs by"):
+        decode(model, kvloom.Cache(model, "full"))
+
+
+def test_a_copy_in_a_recorded_step_is_refused(model):
+    def copy_cache(*_):
+        with pytest.raises(kvloom.CacheMisuse, match="in a recorded step"):
+            copy.deepcopy(cache)
+        copied.append(True)
+
+    copied = []
+    with recorded(model):
+        cache = kvloom.Cache(model, "full")
+        decode(model, cache, 3)
+        hook = model.model.layers[0].register_forward_pre_hook(copy_cache)
+        decode(model, cache, 4, begin=3)
+        hook.remove()
+    assert copied
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, 1e3])

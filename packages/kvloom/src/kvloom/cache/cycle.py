@@ -104,8 +104,8 @@ def attend_waiting(state: LayerState, inputs: StepInputs, waiting: WaitingTokens
     step = checked_step(state, inputs)
     if waiting.visible is not None:
         step = step._replace(queries=step.queries._replace(visible=waiting.visible))
-    for rows, x in zip(waiting.rows(state.segment), (step.k, step.v), strict=True):
-        rows.index_copy_(2, waiting.row, x)
+    for slots, x in zip(waiting.slots_of(state.segment), (step.k, step.v), strict=True):
+        slots.index_copy_(2, waiting.slot, x)
     regions = waiting_regions(state, step.queries, waiting)
     state.tokens_read = sum(x.tokens for x in regions) - waiting.room + 1
     return _attend(state, step, regions)[0]

@@ -38,8 +38,9 @@ def step_regions(state: LayerState, step: StepInputs, stored: bool) -> list[Regi
 
 
 def waiting_regions(state: LayerState, queries: Queries, waiting: WaitingTokens) -> list[Region]:
-    """Return the regions of a step whose token waits, and is in its row already."""
-    keys, values = waiting.rows(state.segment)
+    """Return the regions of a step whose token waits, and is in its slot already."""
+    assert queries.alibi is None, "the tokens that wait have no bias"
+    keys, values = waiting.slots_of(state.segment)
     own = Region.exact(keys, values, visible=waiting.sees)
     return [*_past_regions(state, queries, 0), own, *_ragged_regions(state, queries)]
 

@@ -133,7 +133,7 @@ class Cache(RoutedCache):
             CacheMisuse: A step failed, or `crop` may still remove tokens.
         """
         with self.guard.step():
-            self.store_waiting()
+            self._store_waiting()
             save.save(self, Path(path))
 
     @classmethod

@@ -24,11 +24,12 @@ def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
     """Replay steps of one token with CUDA graphs, in a `with` statement.
 
     In the block, `generate()`, and calls of the model with a kvloom cache and `position_ids`,
-    record a step and replay it. These run as without it: prompts, speculative decoding, recipes
-    that evict or recall at each step, models with sliding windows or an adapter of kvloom, and
-    those whose step cannot be recorded. Up to 64 tokens wait, exact, and are packed at once; so
-    logits differ a little from those without this. Change the model (its modules, hooks and
-    adapters of weights) outside the block only.
+    record a step and replay it. These run as outside the block: prompts, speculative decoding, beam
+    search, recipes that evict or recall at each step, models with sliding windows or an adapter of
+    kvloom, and those whose step cannot be recorded. New tokens stay unpacked, up to 64, and are
+    packed at once; so logits differ a little from those outside. Whatever reads the cache, as
+    `nbytes` does, packs them, and the next steps are recorded anew. Change the model (its modules,
+    hooks and adapters of weights) outside the block only.
 
     Args:
         model: As for `Cache`, on one CUDA device.

@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from .forward import RoutedForward
 
 ROOM = 64
-"""Tokens that wait at most. Each time, one step runs, one is recorded, and tokens are packed."""
+"""Tokens that wait at most: then they are packed, one step runs, the next is recorded."""
 
 _INPUTS = "input_ids", "position_ids", "cache_position"
-"""The tensors that a call may have, and its padding mask."""
+"""The tensors that a call may have, besides a padding mask."""
 
 _PLAIN = type(None), bool, int, float, str
 _ROUNDING = 0.02  # at most, between a step that runs and its replay
+_LARGE = 1e4  # larger logits hide tokens
 _LOCK = threading.Lock()  # one step is recorded at a time
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
@@ -61,7 +62,7 @@ class Graphs:
     def begin(
         self, forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]
     ) -> RecordedSteps | None:
-        """Return steps that begin with this call; None if it runs as without graphs."""
+        """Return steps that begin with this call; None if the call must run by itself."""
         if self.refused or not cache.may_record:
             return None
         with cache.guard.step():
@@ -76,14 +77,14 @@ class Graphs:
     def refuse(self, why: str) -> None:
         """Replay no more steps, and say so."""
         self.refused = why
-        warnings.warn(f"kvloom.cuda_graphs: {why}; steps run one by one", stacklevel=6)
+        warnings.warn(f"kvloom.cuda_graphs: {why}; steps run one by one", stacklevel=2)
 
     def close(self) -> None:
         """Store the tokens that wait in all caches; raise the first error after the last cache."""
         errors = []
         for cache in list(self._caches):
             try:
-                cache.finish_steps()
+                cache.store_waiting()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -105,20 +106,20 @@ class RecordedSteps:
     ) -> None:
         self.graphs, self.forward = graphs, forward
         self._cache = ref(cache)  # a cycle would keep the memory of a cache that nobody has
-        self.names = frozenset(kwargs)
-        self.plain = {
+        self.argument_names = frozenset(kwargs)
+        self.plain_arguments = {
             name: x
             for name, x in kwargs.items()
             if isinstance(x, _PLAIN) and name != "attention_mask"
         }
-        self.before, self.count = cache.get_seq_length(), 0
+        self.tokens_before, self.count = cache.get_seq_length(), 0
         self.autocast = _autocast()
         self.replay: Callable[[], object] | None = None
         self.recorded_at, self.rounding = 0, 0.0  # its count; what its replay differs by
         self.out: Any = None
         ids: Tensor = kwargs["input_ids"]
         with torch.inference_mode(False), torch.no_grad():  # so that later calls can change them
-            visible = _padding(kwargs, self.before)
+            visible = _padding(kwargs, self.tokens_before)
             visible = None if visible is None else visible.to(ids.device)
             self.waiting = WaitingTokens(graphs.room, len(ids), ids.device, visible)
             self.inputs = {
@@ -139,7 +140,7 @@ class RecordedSteps:
     @property
     def tokens(self) -> int:
         """The tokens of the cache, those that wait included."""
-        return self.before + self.count
+        return self.tokens_before + self.count
 
     def takes(self, forward: RoutedForward, kwargs: dict[str, Any]) -> bool:
         """Return whether a call is one more of these steps."""
@@ -149,8 +150,8 @@ class RecordedSteps:
             and forward.model._kvloom.graphs is graphs
             and self.count < graphs.room
             and not graphs.refused
-            and self.names == kwargs.keys()
-            and all(_equal(kwargs[name], x) for name, x in self.plain.items())
+            and self.argument_names == kwargs.keys()
+            and all(_equal(kwargs[name], x) for name, x in self.plain_arguments.items())
             and all(_alike(kwargs[name], x) for name, x in self.inputs.items())
             and _is_inference(forward)
             and self.autocast == _autocast()
@@ -168,7 +169,7 @@ class RecordedSteps:
                 )
             for name, x in self.inputs.items():
                 x.copy_(kwargs[name])
-            self.waiting.row.fill_(self.count)
+            self.waiting.slot.fill_(self.count)
             try:
                 out = self._result()
             except BaseException:
@@ -183,9 +184,10 @@ class RecordedSteps:
 
     def store(self) -> None:
         """Store the tokens that wait in their layers, and pack what is due."""
+        self.replay = self.out = None  # it reads tensors that packing replaces, even if it fails
         if self.count:
             for layer in self.cache.compressed:
-                layer.store_waiting(self.waiting, self.count)
+                layer.commit_waiting(self.waiting, self.count)
 
     def _has_padding_of(self, kwargs: dict[str, Any]) -> bool:
         """Return whether a call's mask hides the tokens that these steps hide, and no other."""
@@ -194,7 +196,10 @@ class RecordedSteps:
             return False
         if visible is None:
             return mask is None or bool(mask.all())
-        return mask is not None and torch.equal(mask[:, : self.before].bool(), visible[:, 0])
+        if mask is None or not bool(mask[:, self.tokens_before :].all()):
+            return False
+        before = mask[:, : self.tokens_before].to(visible.device)
+        return torch.equal(before.bool(), visible[:, 0])
 
     def _result(self) -> Any:
         """Return the result of a step that runs, or a copy of that of a replay."""
@@ -204,17 +209,17 @@ class RecordedSteps:
         if self.replay is None:
             try:
                 with _LOCK:
-                    self.replay, out = graphs.record(self._step)
-                self.out, self.recorded_at = (
-                    _mapped(out, lambda x: _CACHE if x is cache else x),
-                    self.count,
-                )
+                    replay, out = graphs.record(self._step)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 for layer in cache.compressed:
                     layer.roll_back()
                 kind = type(self.forward.model).__name__
                 graphs.refuse(f"a step of {kind} cannot be recorded ({_first_line(error)})")
                 return self._step()
+            self.out = _mapped(out, lambda x: _CACHE if x is cache else x)
+            self.recorded_at, self.replay = self.count, replay
         self.replay()
         out = _mapped(self.out, lambda x: cache if x is _CACHE else _copied(x))
         return out if graphs.checked else self._checked(out)
@@ -240,7 +245,12 @@ class RecordedSteps:
     def _step(self) -> Any:
         """Run the model on the inputs; every operation is on the same tensors each time."""
         cache, configs = self.cache, self.forward.model._kvloom.configs
-        kwargs = {**self.plain, **self.inputs, "past_key_values": cache, "attention_mask": None}
+        kwargs = {
+            **self.plain_arguments,
+            **self.inputs,
+            "past_key_values": cache,
+            "attention_mask": None,
+        }
         self.waiting.begin_step()
         try:
             for layer in cache.compressed:
@@ -291,7 +301,7 @@ def _autocast() -> tuple[bool, torch.dtype]:
 
 
 def _fits(mask: Any, tokens: int) -> bool:
-    """Return whether a padding mask is of so many tokens and a new one, which it shows."""
+    """Return whether a padding mask is of so many tokens and a new one that is no padding."""
     if mask is None:
         return True
     is_mask = isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == tokens + 1
@@ -332,12 +342,15 @@ def _copied(x: Any) -> Any:
 
 
 def _difference(x: Any, y: Any) -> float:
-    """Return the distance of two results' first tensors, relative to the second's finite part."""
+    """Return the distance of two results' first tensors, relative to the second.
+
+    Infinite, if they differ in the large numbers by which a model hides tokens.
+    """
     a, b = (next(_tensors(result)).double() for result in (x, y))
-    finite = b.isfinite() & (b.abs() < 1e30)
-    if not torch.equal(a.where(~finite, 0), b.where(~finite, 0)):
+    usual = b.abs() < _LARGE
+    if not torch.equal(a.where(~usual, 0), b.where(~usual, 0)):
         return torch.inf
-    a, b = a.where(finite, 0), b.where(finite, 0)
+    a, b = a.where(usual, 0), b.where(usual, 0)
     return float((a - b).norm() / b.norm().clamp(min=1e-9))
 
 

@@ -73,9 +73,9 @@ class RoutedCache(transformers.Cache):
     read_prompt: Callable[..., Any] | None = None
     """Runs the first step instead, with a prompt store."""
     steps: WaitingSteps | None = None
-    """The steps whose tokens wait: see `finish_steps`."""
+    """The steps whose tokens wait: see `store_waiting`."""
     may_record = False
-    """Whether the layers' own steps may be recorded: see `recorded_steps`."""
+    """Whether `kvloom.cuda_graphs` may record steps of this class; not of one that joins caches."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         self.guard = Guard()
@@ -91,15 +91,21 @@ class RoutedCache(transformers.Cache):
     @outside_inference_mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the cache, in inference mode too: the copy's tensors can be changed later."""
-        self.finish_steps()
+        self._check_copied()
         new = memo[id(self)] = object.__new__(type(self))
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle holds."""
-        self.finish_steps()
+        self._check_copied()
         return self.__dict__
+
+    def _check_copied(self) -> None:
+        """Store the tokens that wait; raise `CacheMisuse` in a recorded step, which cannot."""
+        self.store_waiting()
+        if self.steps is not None:
+            raise CacheMisuse("a cache cannot be copied in a recorded step; copy it after the step")
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -133,16 +139,16 @@ class RoutedCache(transformers.Cache):
 
     @property
     def _parts(self) -> _Parts:
-        self.finish_steps()
+        self.store_waiting()
         return self._sorted
 
-    def finish_steps(self) -> None:
+    def store_waiting(self) -> None:
         """Store the tokens that wait in recorded steps, if any; within a step they wait on."""
         if self.steps is not None and not self.guard.running:
             with self.guard.step():
-                self.store_waiting()
+                self._store_waiting()
 
-    def store_waiting(self) -> None:
+    def _store_waiting(self) -> None:
         """Store the tokens that wait, within the guard; after a failure, they still wait."""
         steps = self.steps
         if steps is not None:
@@ -213,7 +219,7 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` while another step runs, and if attention did not reach kvloom.
         """
         with self.guard.step():
-            self.store_waiting()
+            self._store_waiting()
             with self._undone_on_failure():
                 yield
 
@@ -373,7 +379,12 @@ class RoutedCache(transformers.Cache):
         stock_layers = self.stock_layers if stock_layers is None else stock_layers
         restore_stock = stock.remember(stock_layers)
         with self.guard.change(method):
-            assert self.steps is None, "another thread has run a step of this cache meanwhile"
+            if self.steps is not None:
+                self.guard.unusable = ""
+                raise CacheMisuse(
+                    "another thread has run a step of this cache meanwhile; give each thread its "
+                    "own cache, or a copy.deepcopy of this one"
+                )
             try:
                 for layer in stock_layers:
                     stock.change(layer, method, argument)

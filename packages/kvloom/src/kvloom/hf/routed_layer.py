@@ -175,7 +175,7 @@ class RoutedLayer(CacheLayerMixin):
         return out
 
     @outside_inference_mode
-    def store_waiting(self, waiting: WaitingTokens, tokens: int) -> None:
+    def commit_waiting(self, waiting: WaitingTokens, tokens: int) -> None:
         """Store the first `tokens` tokens that wait: see `LayerCache.commit_waiting`."""
         self.cache.commit_waiting(waiting, tokens)
 

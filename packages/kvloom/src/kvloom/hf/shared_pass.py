@@ -329,6 +329,10 @@ class BatchedCaches(RoutedCache):
             if unreached := self.unreached():
                 raise unreached
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens seen, those that wait in the caches included."""
+        return self.caches[0].get_seq_length(layer_idx)
+
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size than that of all caches."""
         if rows != self.slices[-1].stop:

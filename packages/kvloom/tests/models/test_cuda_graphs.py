@@ -94,6 +94,10 @@ def test_with_full_every_logit_is_that_of_steps_that_run(model, rows):
     assert graphs.record.replays > 10
     assert graphs.checked
     assert not graphs.refused
+    assert str(graphs) == (
+        "17 steps replayed, 3 run between them; "
+        "1 as outside: a call of several tokens, or of embeddings"
+    )
     torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
     assert cache.get_seq_length() == prompt.shape[1] + 20
     assert cache.nbytes >= cache.full_nbytes
@@ -191,6 +195,7 @@ def test_a_recipe_that_changes_what_a_step_reads_runs_as_without_graphs(model, r
         got = decode(model, kvloom.Cache(model, recipe))
     assert torch.equal(got, want)
     assert not graphs.record.records
+    assert any(f"recipe {recipe!r}" in why for why in graphs.others)
 
 
 READERS = {
@@ -351,6 +356,7 @@ def test_a_call_without_positions_runs_as_without_graphs(model):
         for part in (ids, ids[:, :1], ids[:, 1:2], ids[:, 2:3]):
             model(part, past_key_values=cache)
     assert not graphs.record.records
+    assert graphs.others["a call without position_ids of one axis"] == 3
 
 
 def test_a_batch_of_caches_runs_as_without_graphs(model):

@@ -20,7 +20,7 @@ from .supported import supported_model
 
 
 @contextmanager
-def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
+def cuda_graphs(model: PreTrainedModel) -> Iterator[Graphs]:
     """Replay steps of one token with CUDA graphs, in a `with` statement.
 
     In the block, `generate()`, and calls of the model with a kvloom cache and `position_ids`,
@@ -30,6 +30,9 @@ def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
     packed at once; so logits differ a little from those outside. Whatever reads the cache, as
     `nbytes` does, packs them, and the next steps are recorded anew. Change the model (its modules,
     hooks and adapters of weights) outside the block only.
+
+    `with kvloom.cuda_graphs(model) as graphs:` gives an object that, printed, says how many steps
+    were replayed, and why others were not.
 
     Args:
         model: As for `Cache`, on one CUDA device.
@@ -47,8 +50,9 @@ def cuda_graphs(model: PreTrainedModel) -> Iterator[None]:
             f"kvloom.cuda_graphs needs a model on one CUDA device, and this one is on {found}; "
             "leave it out"
         )
-    with replayed(model, Graphs(partial(record, devices.pop()))):
-        yield
+    graphs = Graphs(partial(record, devices.pop()))
+    with replayed(model, graphs):
+        yield graphs
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
@@ -41,19 +42,28 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 
 
 class Graphs:
-    """The recorded steps of one model's caches.
+    """The recorded steps of one model's caches; printed, how many calls were replayed.
 
     Attributes:
         record: How a step is recorded.
         room: Tokens of a cache that wait at most.
         refused: Why no step of the model is replayed any more; "" if they are.
         checked: Whether a replay for another token than the recorded one was right.
+        replayed: The steps that were replayed.
+        run: The steps that ran, so that others could be replayed.
+        others: How many calls ran as outside the block, by reason.
     """
 
     def __init__(self, record: Record, room: int = ROOM) -> None:
         self.record, self.room = record, room
         self.refused, self.checked = "", False
+        self.replayed = self.run = 0
+        self.others: Counter[str] = Counter()
         self._caches: WeakSet[RoutedCache] = WeakSet()
+
+    def __str__(self) -> str:
+        reasons = "".join(f"; {count} as outside: {why}" for why, count in self.others.items())
+        return f"{self.replayed} steps replayed, {self.run} run between them{reasons}"
 
     def __reduce__(self) -> Any:
         """Copy as None: a copied model is not in the block."""
@@ -63,10 +73,10 @@ class Graphs:
         self, forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]
     ) -> RecordedSteps | None:
         """Return steps that begin with this call; None if the call must run by itself."""
-        if self.refused or not cache.may_record:
-            return None
         with cache.guard.step():
-            if cache.steps is not None or not _may_begin(forward, cache, kwargs):
+            why = self.refused or _reason(forward, cache, kwargs)
+            if why:
+                self.others[why] += 1
                 return None
             for layer in cache.compressed:
                 layer.cache.forget_undo()
@@ -205,6 +215,7 @@ class RecordedSteps:
         """Return the result of a step that runs, or a copy of that of a replay."""
         graphs, cache = self.graphs, self.cache
         if not self.count:
+            graphs.run += 1
             return self._step()
         if self.replay is None:
             try:
@@ -221,6 +232,7 @@ class RecordedSteps:
             self.out = _mapped(out, lambda x: _CACHE if x is cache else x)
             self.recorded_at, self.replay = self.count, replay
         self.replay()
+        graphs.replayed += 1
         out = _mapped(self.out, lambda x: cache if x is _CACHE else _copied(x))
         return out if graphs.checked else self._checked(out)
 
@@ -265,31 +277,38 @@ class RecordedSteps:
         return out
 
 
-def _may_begin(forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]) -> bool:
-    """Return whether a step of this call can be recorded, as far as it shows before it runs.
+def _reason(forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]) -> str:
+    """Return why a call cannot be the first of recorded steps, as far as it shows; "": it can.
 
     Without positions, each model computes its own.
     """
     ids, position = kwargs.get("input_ids"), kwargs.get("position_ids")
-    return (
-        isinstance(ids, Tensor)
-        and isinstance(position, Tensor)
-        and ids.shape[1:] == (1,)
-        and position.dim() == 2
-        and position.shape[1] == 1
-        and all(
-            name in (*_INPUTS, "attention_mask", "past_key_values") or isinstance(x, _PLAIN)
-            for name, x in kwargs.items()
-        )
-        and not (forward.refuses_caches or shard.running() or compat.has_adapter(forward.model))
-        and not (cache.learned_positions or cache.stock_layers)
-        and all(
-            layer.cache.may_wait and not (layer.shared or layer.needs_ids or layer.uses_input_norms)
-            for layer in cache.compressed
-        )
-        and _is_inference(forward)
-        and _fits(kwargs.get("attention_mask"), cache.get_seq_length())
-    )
+    if not isinstance(ids, Tensor) or ids.shape[1:] != (1,) or not cache.get_seq_length():
+        return "a call of several tokens, or of embeddings"
+    if not isinstance(position, Tensor) or position.dim() != 2 or position.shape[1] != 1:
+        return "a call without position_ids of one axis"
+    known = *_INPUTS, "attention_mask", "past_key_values"
+    if others := [x for x in kwargs if x not in known and not isinstance(kwargs[x], _PLAIN)]:
+        return f"a call with {', '.join(others)}"
+    if not _is_inference(forward):
+        return "a call with gradients, or of a model in training"
+    if not _fits(kwargs.get("attention_mask"), cache.get_seq_length()):
+        return "a call whose attention_mask is not of all tokens"
+    if cache.stock_layers:
+        return "layers that kvloom does not compress"
+    if (
+        not cache.may_record
+        or cache.steps is not None
+        or cache.learned_positions
+        or forward.refuses_caches
+        or shard.running()
+        or compat.has_adapter(forward.model)
+    ):
+        return "a model, or a cache, whose steps are not recorded"
+    for layer in cache.compressed:
+        if not layer.cache.may_wait or layer.shared or layer.needs_ids or layer.uses_input_norms:
+            return f"recipe {layer.cache.recipe.name!r}, or a cache in this state"
+    return ""
 
 
 def _is_inference(forward: RoutedForward) -> bool:

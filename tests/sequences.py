@@ -32,6 +32,7 @@ from held import CheckedLayer, Findings
 from kvloom.cache.build import build_layers
 from kvloom.cache.layer import LayerCache
 from kvloom.cache.step import Queries, StepInputs
+from kvloom.cache.waiting import WaitingTokens
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError
 from kvloom.hf.routed_cache import RoutedCache
 from kvloom.hf.save import flat, nested
@@ -61,7 +62,8 @@ class Case:
     pads: the padded slots before each row. Operations: ("step", tokens), ("draft", tokens,
     rejected), ("first draft", prompt, tokens, rejected), ("crop", tokens), ("reorder", rows),
     ("repeat", times), ("select", rows), ("save",), ("copy",), ("reset",), ("not finite", tokens),
-    ("interrupt", tokens, number): the step stops at this torch operation. alibi: the model has no
+    ("interrupt", tokens, number): the step stops at this torch operation; ("wait", tokens): see
+    `cache.waiting`. alibi: the model has no
     rotary embedding, but ALiBi.
     """
 
@@ -115,6 +117,8 @@ def case_of(seed: int) -> Case:
             rows = len(arguments[0])
     if (own := Random(~seed)).random() < 0.15:
         operations[0] = ("first draft", prompt, own.randint(1, 9), own.randint(0, 9))
+    if own.random() < 0.3:
+        operations.append(("wait", own.choice([1, own.randint(2, 9), own.randint(10, 64)])))
     shape = layers, heads, dim, dtype, pads
     return Case(recipe, *shape, tuple(operations), seed, alibi, softcap)
 
@@ -496,6 +500,45 @@ class Sequence:
                     self._compare(out[:, :, number : number + 1], expected)
         if not waits:
             self._compare_layers(twin)
+
+    def _wait(self, tokens: int) -> None:
+        """Compare tokens that wait, one by one, with a step of all of them in a copy."""
+        twin, inputs, rows = self._twin(), self._inputs(tokens), len(self.pads)
+        layers = [layer.cache for layer in self.layers]
+        traces = [layer._state.trace for layer in layers]
+        for layer in layers:
+            layer._state.trace = None
+        may_wait = self.seen and all(layer.may_wait for layer in layers)
+        if may_wait and not self.case.alibi and (self.pads <= self.seen).all():
+            shown = inputs[0].queries.visible
+            shown = None if shown is None else shown[:, :, : self.seen]
+            waiting = WaitingTokens(tokens, rows, torch.device("cpu"), shown)
+            outs = [
+                self._attend_waiting(layer, waiting, x)
+                for layer, x in zip(layers, inputs, strict=True)
+            ]
+            for layer in layers:
+                layer.commit_waiting(waiting, tokens)
+            for out, expected in zip(outs, twin._run(inputs, checked=False), strict=True):
+                self._compare(out, expected)
+            for layer, step in zip(self.layers, inputs, strict=True):
+                layer.give(step.k, step.v)
+            self._compare_layers(twin)
+        for layer, trace in zip(layers, traces, strict=True):
+            layer._state.trace = trace
+
+    def _attend_waiting(
+        self, layer: LayerCache, waiting: WaitingTokens, step: StepInputs
+    ) -> Tensor:
+        """Return the outputs of a layer whose tokens wait, one by one."""
+        outs = []
+        layer.reserve(waiting.room)
+        for number, one in enumerate(step.one_by_one()):
+            waiting.slot.fill_(number)
+            waiting.begin_step()
+            queries = one.queries._replace(visible=None)
+            outs.append(layer.attend_waiting(one._replace(queries=queries), waiting))
+        return torch.cat(outs, dim=2)
 
     def _end_draft(self, rejected: int) -> None:
         """Remove tokens of a draft, and record no more."""

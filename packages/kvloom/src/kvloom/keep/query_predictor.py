@@ -15,6 +15,7 @@ from ..positions.rope import Rope
 
 _UNSURE = 8  # first examples: the model does not know yet that it repeats
 _AT_ONCE = 512  # tokens whose queries are predicted together, so that they stay in the caches
+_ON_GPU = 1 << 14  # the same on a GPU, of all rows, where launches take longer
 
 
 class Examples(NamedTuple):
@@ -96,8 +97,9 @@ class QueryPredictor(NamedTuple):
         """
         n, changed = k.shape[2], torch.empty_like(q)
         position = self.begin[:, None] + index
-        for lo in range(0, n, _AT_ONCE):
-            hi, end = min(n, lo + _AT_ONCE), min(n, lo + _AT_ONCE + 1)
+        at_once = max(_AT_ONCE, _ON_GPU // len(q)) if q.is_cuda else _AT_ONCE
+        for lo in range(0, n, at_once):
+            hi, end = min(n, lo + at_once), min(n, lo + at_once + 1)
             own, keys = q[:, :, lo:hi], k[:, :, lo:end]
             if rope is not None:
                 cos, sin = rope.angles(position[..., lo:end])

@@ -72,3 +72,8 @@ class StoreError(KvloomError, RuntimeError):
 
 class InputError(KvloomError, ValueError):
     """A file, text, model or setting that cannot be used; one sentence with the remedy."""
+
+
+def first_line(error: Exception) -> str:
+    """Return the class of an error, and the first line of its message."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

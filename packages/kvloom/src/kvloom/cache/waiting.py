@@ -38,10 +38,9 @@ class WaitingTokens:
 
     def visible_after(self, tokens: int) -> Tensor | None:
         """Return `visible` of all tokens once the first `tokens` that wait are stored."""
-        visible = self.visible
-        return (
-            None if visible is None else torch.nn.functional.pad(visible, (0, tokens), value=True)
-        )
+        if self.visible is None:
+            return None
+        return torch.nn.functional.pad(self.visible, (0, tokens), value=True)
 
     def slots_of(self, segment: Segment) -> tuple[Tensor, Tensor]:
         """Return the slots of a segment for keys and for values [B, Hk, room, D]."""

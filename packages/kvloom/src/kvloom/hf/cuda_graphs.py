@@ -27,12 +27,12 @@ def cuda_graphs(model: PreTrainedModel) -> Iterator[Graphs]:
     record a step and replay it. These run as outside the block: prompts, speculative decoding, beam
     search, recipes that evict or recall at each step, models with sliding windows or an adapter of
     kvloom, and those whose step cannot be recorded. New tokens stay unpacked, up to 64, and are
-    packed at once; so logits differ a little from those outside. Whatever reads the cache, as
-    `nbytes` does, packs them, and the next steps are recorded anew. Change the model (its modules,
-    hooks and adapters of weights) outside the block only.
+    packed at once; so logits differ a little from those outside. Reading the cache, for example
+    its `nbytes`, packs them too, and the next steps are recorded again. Change the model (its
+    modules, hooks and adapters of weights) outside the block only.
 
-    `with kvloom.cuda_graphs(model) as graphs:` gives an object that, printed, says how many steps
-    were replayed, and why others were not.
+    After `with kvloom.cuda_graphs(model) as graphs:`, `print(graphs)` says how many steps were
+    replayed, and why others were not.
 
     Args:
         model: As for `Cache`, on one CUDA device.

@@ -33,6 +33,11 @@ def outside_inference_mode(method: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
+def used_by_threads(what: str) -> CacheMisuse:
+    """Return the error of a cache that two threads use; what: what happened."""
+    return CacheMisuse(f"{what}; give each thread its own cache, or a copy.deepcopy of this one")
+
+
 class Guard:
     """One step or change at a time, and none after a failure that could not be undone.
 
@@ -68,9 +73,9 @@ class Guard:
         mends: whether the step makes an unusable cache usable again.
         """
         if not self._lock.acquire(blocking=False):
-            raise CacheMisuse(
+            raise used_by_threads(
                 "this cache is in the middle of a step, perhaps in another thread, and two at once "
-                "would corrupt it; give each thread its own cache, or a copy.deepcopy of this one"
+                "would corrupt it"
             )
         try:
             self._thread = threading.get_ident()

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..cache.waiting import WaitingTokens
-from ..errors import CacheMisuse
+from ..errors import first_line
 from . import compat, shard
+from .guard import used_by_threads
 from .implementation import use_kvloom
 from .routed_cache import RoutedCache
 
@@ -42,7 +43,7 @@ Record = Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]]
 
 
 class Graphs:
-    """The recorded steps of one model's caches; printed, how many calls were replayed.
+    """The recorded steps of one model's caches. Its text says how many steps were replayed.
 
     Attributes:
         record: How a step is recorded.
@@ -50,8 +51,8 @@ class Graphs:
         refused: Why no step of the model is replayed any more; "" if they are.
         checked: Whether a replay for another token than the recorded one was right.
         replayed: The steps that were replayed.
-        run: The steps that ran, so that others could be replayed.
-        others: How many calls ran as outside the block, by reason.
+        run: The steps that were run before others could be recorded.
+        others: How many calls were not recorded, by reason.
     """
 
     def __init__(self, record: Record, room: int = ROOM) -> None:
@@ -115,7 +116,7 @@ class RecordedSteps:
         kwargs: dict[str, Any],
     ) -> None:
         self.graphs, self.forward = graphs, forward
-        self._cache = ref(cache)  # a cycle would keep the memory of a cache that nobody has
+        self._cache = ref(cache)  # weak, so that the cache is freed when its last user drops it
         self.argument_names = frozenset(kwargs)
         self.plain_arguments = {
             name: x
@@ -130,7 +131,6 @@ class RecordedSteps:
         ids: Tensor = kwargs["input_ids"]
         with torch.inference_mode(False), torch.no_grad():  # so that later calls can change them
             visible = _padding(kwargs, self.tokens_before)
-            visible = None if visible is None else visible.to(ids.device)
             self.waiting = WaitingTokens(graphs.room, len(ids), ids.device, visible)
             self.inputs = {
                 name: torch.empty_like(x)
@@ -173,10 +173,7 @@ class RecordedSteps:
         cache = self.cache
         with cache.guard.step():
             if cache.steps is not self:
-                raise CacheMisuse(
-                    "another thread has read this cache before its step; give each thread its own "
-                    "cache, or a copy.deepcopy of this one"
-                )
+                raise used_by_threads("another thread has read this cache before its step")
             for name, x in self.inputs.items():
                 x.copy_(kwargs[name])
             self.waiting.slot.fill_(self.count)
@@ -227,7 +224,7 @@ class RecordedSteps:
                 for layer in cache.compressed:
                     layer.roll_back()
                 kind = type(self.forward.model).__name__
-                graphs.refuse(f"a step of {kind} cannot be recorded ({_first_line(error)})")
+                graphs.refuse(f"a step of {kind} cannot be recorded ({first_line(error)})")
                 return self._step()
             self.out = _mapped(out, lambda x: _CACHE if x is cache else x)
             self.recorded_at, self.replay = self.count, replay
@@ -240,7 +237,7 @@ class RecordedSteps:
         """Return the result of a replay, or that of a step that runs if they differ.
 
         A model may compute from numbers on the host, such as the count of tokens. A replay is then
-        right for the token that was recorded, where it differs by rounding alone, and for no other.
+        right for the recorded token, where it differs by rounding alone, and wrong for all others.
         """
         ran, recorded = self._step(), self.count == self.recorded_at
         difference = _difference(out, ran)
@@ -278,7 +275,7 @@ class RecordedSteps:
 
 
 def _reason(forward: RoutedForward, cache: RoutedCache, kwargs: dict[str, Any]) -> str:
-    """Return why a call cannot be the first of recorded steps, as far as it shows; "": it can.
+    """Return why a call cannot begin recorded steps, as far as its arguments show; "": it can.
 
     Without positions, each model computes its own.
     """
@@ -330,7 +327,9 @@ def _fits(mask: Any, tokens: int) -> bool:
 def _padding(kwargs: dict[str, Any], tokens: int) -> Tensor | None:
     """Return the mask of the first `tokens` tokens, bool [B, 1, N]; None if it hides none."""
     mask = kwargs.get("attention_mask")
-    return None if mask is None or bool(mask.all()) else mask[:, None, :tokens].bool()
+    if mask is None or bool(mask.all()):
+        return None
+    return mask[:, None, :tokens].bool().to(kwargs["input_ids"].device)
 
 
 def _equal(given: Any, x: Any) -> bool:
@@ -379,7 +378,3 @@ def _tensors(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, dict | tuple | list):
         for value in x.values() if isinstance(x, dict) else x:
             yield from _tensors(value)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -22,7 +22,7 @@ from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat, stock
-from .guard import Guard, ModelRef, outside_inference_mode
+from .guard import Guard, ModelRef, outside_inference_mode, used_by_threads
 from .hybrid import compressed_part, stock_part, with_compressed
 from .routed_layer import RoutedLayer, removed_tokens
 from .token_hash import TokenHash
@@ -270,7 +270,7 @@ class RoutedCache(transformers.Cache):
         Raises `CacheMisuse` if the calling model is not routed through kvloom.
         """
         self._check_within_step()
-        layer: CacheLayerMixin = self.layers[layer_idx]
+        layer: CacheLayerMixin = self._sorted.layers[layer_idx]  # in a step, no token is stored
         return layer.update(key_states, value_states, *args, **kwargs)
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -381,10 +381,7 @@ class RoutedCache(transformers.Cache):
         with self.guard.change(method):
             if self.steps is not None:
                 self.guard.unusable = ""
-                raise CacheMisuse(
-                    "another thread has run a step of this cache meanwhile; give each thread its "
-                    "own cache, or a copy.deepcopy of this one"
-                )
+                raise used_by_threads("another thread has run a step of this cache meanwhile")
             try:
                 for layer in stock_layers:
                     stock.change(layer, method, argument)

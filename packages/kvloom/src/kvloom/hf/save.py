@@ -31,6 +31,7 @@ from ..errors import (
     SavedCacheError,
     TierError,
     UnsupportedModel,
+    first_line,
 )
 from ..recipe.spec import Recipe
 from ..store import LayerEncoding, files
@@ -112,9 +113,9 @@ def load(
         if isinstance(error, _CLEAR):
             raise
         # anything else: a field does not have the expected form
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise SavedCacheError(
-            f"{str(path)!r} cannot be restored ({reason}); prefill and save the cache again"
+            f"{str(path)!r} cannot be restored ({first_line(error)}); prefill and save the cache "
+            "again"
         ) from error
 
 

@@ -67,13 +67,13 @@ class Buffer(Stateful):
 
     def room(self, x: Tensor) -> WriteTarget:
         """Make room for x [B, Hk, T, D] after the live tokens; raise `count` to make it live."""
-        allocation, t = self.allocation, x.shape[2]
-        if allocation is None:
+        t = x.shape[2]
+        if self.allocation is None:
             b, h, _, *rest = x.shape
-            allocation = self.allocation = Allocation(x.new_empty(b, h, t, *rest))
-        elif allocation.start + self.count + t > allocation.data.shape[2]:
-            self._make_room(allocation, t)
-        return WriteTarget(allocation.data, allocation.start + self.count)
+            self.allocation = Allocation(x.new_empty(b, h, t, *rest))
+        else:
+            self.reserve(t)
+        return WriteTarget(self.allocation.data, self.allocation.start + self.count)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens after the live ones, in a buffer that has a shape."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...errors import CacheMisuse, SavedCacheError, StoreError
+from ...errors import CacheMisuse, SavedCacheError, StoreError, first_line
 from ...recipe.spec import Recipe
 from ...units import parse_bytes, parse_seconds
 from .. import save
@@ -199,7 +199,7 @@ class PromptStore:
                 raise ValueError("its layers have another number of tokens")
         except Exception as error:
             cache.reset()
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = first_line(error)
             raise SavedCacheError(f"{str(path)!r} is damaged ({reason}); remove it") from error
         for layer in cache.compressed:
             layer.cache.recording = False

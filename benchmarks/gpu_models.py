@@ -12,7 +12,7 @@ as tokens wait at most, so they include one that runs, one that is recorded and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,7 +135,7 @@ def _run(
 
     bench.free()
     if not bench.dry:  # kernels are compiled, and cuBLAS set up, on a short prompt
-        warm_up(bench, shape, fresh, min(prompt, 512), min(batch, 4), steps)
+        _warm_up(bench, shape, fresh, min(prompt, 512), min(batch, 4), steps)
     before = bench.held_gb()
     cache = fresh()
     times = [bench.now()]
@@ -160,20 +160,19 @@ def _run(
     return Run(times[1] - times[0], ends[0], ends[1], peak, prompt, new, batch, kept / 1e9, held)
 
 
-def _replayed(bench: Bench, shape: str, recipe: str) -> AbstractContextManager[int | None]:
-    """Replay steps where the recipe says so; enters as the steps to time, else None."""
-    made = model(bench, shape)
-    if not recipe.endswith(RECORDED) or bench.dry:
-        return nullcontext()
-    return _steps_replayed(made)
-
-
 @contextmanager
-def _steps_replayed(made: Any) -> Iterator[int]:
-    with kvloom.cuda_graphs(made):
+def _replayed(bench: Bench, shape: str, recipe: str) -> Iterator[int | None]:
+    """Replay the steps of a recipe that ends with RECORDED.
+
+    Yields how many steps to time; None for other recipes, whose steps are not replayed.
+    """
+    if not recipe.endswith(RECORDED) or bench.dry:
+        yield None
+        return
+    with kvloom.cuda_graphs(model(bench, shape)) as graphs:
         yield recorded_steps.ROOM
-        if refused := made._kvloom.graphs.refused:
-            raise RuntimeError(refused)
+        if graphs.refused:
+            raise RuntimeError(graphs.refused)
 
 
 def _feed(bench: Bench, shape: str, cache: Any, rows: int, tokens: int) -> None:
@@ -186,10 +185,10 @@ def _feed(bench: Bench, shape: str, cache: Any, rows: int, tokens: int) -> None:
     )  # fmt: skip
 
 
-def warm_up(
+def _warm_up(
     bench: Bench, shape: str, fresh: Callable[[], Any], prompt: int, rows: int, steps: int
 ) -> None:
-    """Run a prompt and so many steps, and as many once more if they are recorded."""
+    """Compile the kernels of a prompt and its steps; recorded ones need two rounds of `steps`."""
     cache = fresh()
     for tokens in (prompt, *[1] * (2 if steps < recorded_steps.ROOM else 2 * steps + 2)):
         _feed(bench, shape, cache, rows, tokens)
@@ -228,7 +227,7 @@ def decode_in_full_memory(
         if bench.dry:
             prompt, rows, steps = 40, 2, 1
         else:
-            warm_up(bench, shape, fresh, 512, 4, steps)
+            _warm_up(bench, shape, fresh, 512, 4, steps)
         cache = fresh()
         _feed(bench, shape, cache, rows, prompt)
         bench.free()

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvloom
 from gpu_clock import Bench
+from kvloom_lab.eval.decoding import divergence
 
 RECIPES = ("full", "near-lossless", "small", "tiny", "kivi")
 PROMPT, NEW = 2_048, 128
@@ -96,7 +97,7 @@ def _divergence(
         for kind, text in ids.items():
             exact, got = _logits(model, text, DynamicCache()), _logits(model, text, cache())
             p, q = exact.log_softmax(dim=-1), got.log_softmax(dim=-1)
-            found[kind] = float((p.exp() * (p - q)).sum(dim=-1).mean())
+            found[kind] = float(divergence(p[None], q[None]).mean())
     return found
 
 

@@ -63,8 +63,7 @@ class Case:
     rejected), ("first draft", prompt, tokens, rejected), ("crop", tokens), ("reorder", rows),
     ("repeat", times), ("select", rows), ("save",), ("copy",), ("reset",), ("not finite", tokens),
     ("interrupt", tokens, number): the step stops at this torch operation; ("wait", tokens): see
-    `cache.waiting`. alibi: the model has no
-    rotary embedding, but ALiBi.
+    `cache.waiting`. alibi: the model has no rotary embedding, but ALiBi.
     """
 
     recipe: Recipe
@@ -514,7 +513,7 @@ class Sequence:
             shown = None if shown is None else shown[:, :, : self.seen]
             waiting = WaitingTokens(tokens, rows, torch.device("cpu"), shown)
             outs = [
-                self._attend_waiting(layer, waiting, x)
+                attend_one_by_one(layer, waiting, x)
                 for layer, x in zip(layers, inputs, strict=True)
             ]
             for layer in layers:
@@ -526,19 +525,6 @@ class Sequence:
             self._compare_layers(twin)
         for layer, trace in zip(layers, traces, strict=True):
             layer._state.trace = trace
-
-    def _attend_waiting(
-        self, layer: LayerCache, waiting: WaitingTokens, step: StepInputs
-    ) -> Tensor:
-        """Return the outputs of a layer whose tokens wait, one by one."""
-        outs = []
-        layer.reserve(waiting.room)
-        for number, one in enumerate(step.one_by_one()):
-            waiting.slot.fill_(number)
-            waiting.begin_step()
-            queries = one.queries._replace(visible=None)
-            outs.append(layer.attend_waiting(one._replace(queries=queries), waiting))
-        return torch.cat(outs, dim=2)
 
     def _end_draft(self, rejected: int) -> None:
         """Remove tokens of a draft, and record no more."""
@@ -635,6 +621,18 @@ class Sequence:
             assert (a.seen, a.dropped) == (b.seen, b.dropped)
             if a.seen:
                 assert torch.equal(_ordered(a.logical()), _ordered(b.logical()))
+
+
+def attend_one_by_one(layer: LayerCache, waiting: WaitingTokens, step: StepInputs) -> Tensor:
+    """Let the tokens of a step wait, one by one; return their outputs [B, Hq, T, D]."""
+    outs = []
+    layer.reserve(waiting.room)
+    for number, one in enumerate(step.one_by_one()):
+        waiting.slot.fill_(number)
+        waiting.begin_step()
+        queries = one.queries._replace(visible=None)
+        outs.append(layer.attend_waiting(one._replace(queries=queries), waiting))
+    return torch.cat(outs, dim=2)
 
 
 def _ordered(index: Tensor) -> Tensor:

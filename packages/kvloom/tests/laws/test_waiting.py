@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.cache.waiting import WaitingTokens
 from kvloom.recipe.resolve import resolve
+from sequences import attend_one_by_one
 from steps import SCALE, assert_same_state, build, core_recipes, draw, feed, state
 
 seeds = st.integers(0, 999)
@@ -18,18 +19,11 @@ EVICTING = ("snapkv:fraction=0.5", "small", "tiny:sinks=0")
 
 def wait(cache, q, k, v, room=64):
     """Let tokens wait one by one, then store them; return the outputs."""
-    waiting = WaitingTokens(room, len(q), q.device)
-    cache.reserve(room)
-    before, outs = state(cache), []
-    for i in range(q.shape[2]):
-        waiting.slot.fill_(i)
-        waiting.begin_step()
-        new = slice(i, i + 1)
-        step = StepInputs(Queries(q[:, :, new], SCALE), k[:, :, new], v[:, :, new])
-        outs.append(cache.attend_waiting(step, waiting))
+    waiting, before = WaitingTokens(room, len(q), q.device), state(cache)
+    out = attend_one_by_one(cache, waiting, StepInputs(Queries(q, SCALE), k, v))
     assert_same_state(state(cache), before)
     cache.commit_waiting(waiting, q.shape[2])
-    return torch.cat(outs, dim=2)
+    return out
 
 
 @core_recipes

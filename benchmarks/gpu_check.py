@@ -108,7 +108,7 @@ def _part(bench: Bench, fast: bool, part: int, parts: int) -> list[Result]:
 
 def cases(bench: Bench, fast: bool) -> Iterator[Case]:
     """All cases, the fewest of each operation if `fast`."""
-    for family in (_quant, _rotated, _score, _attend, _attend_spans, _pages, _models):
+    for family in (_quant, _rotated, _score, _attend, _prompt, _attend_spans, _pages, _models):
         yield from family(bench, fast)
 
 
@@ -291,6 +291,37 @@ def _step(
     want = attend_ref.attend_exact(
         q.cpu().float(), *exact, d**-0.5, causal=t > 1, visible=visible.cpu()
     )  # fmt: skip
+    return max(_away(state.out, want.out), _away(state.lse, want.lse))
+
+
+def _prompt(bench: Bench, fast: bool) -> Iterator[Case]:
+    for turn, (d, r, t) in enumerate(((128, 4, 700), (64, 1, 70), (96, 8, 257), (256, 4, 130))):
+        if fast and turn > 0:
+            continue
+        for dtype in (torch.float16,) if bench.dry else DTYPES:
+            for causal in (True, False):
+                what = f"D={d} R={r} T={t} {dtype}{' causal' * causal}"
+                yield (
+                    "attend_prompt", what, _CLOSE[dtype],
+                    lambda d=d, r=r, t=t, dt=dtype, c=causal: _chunk(bench, d, r, t, dt, c),
+                )  # fmt: skip
+
+
+def _chunk(bench: Bench, d: int, r: int, t: int, dtype: torch.dtype, causal: bool) -> float:
+    """Attention of many queries to exact tokens, some of them padding."""
+    t, n = (40, 60) if bench.dry else (t, t + 900)
+    q, k, v = (
+        torch.randn(2, tokens, heads, d, device=bench.device).to(dtype).transpose(1, 2)
+        for tokens, heads in ((t, 2 * r), (n, 2), (n, 2))
+    )
+    visible = torch.arange(n) >= torch.tensor([[[0]], [[n // 5]]])
+    options: dict[str, Any] = {"causal": causal, "visible": visible.to(bench.device)}
+    bound = ops.attend_prompt.choose(q, k, v, d**-0.5, **options)
+    if bound.why:
+        raise RuntimeError(f"left to the reference: {bound.why}")
+    state = bound.run(q, k, v, d**-0.5, **options)
+    on_cpu = (x.cpu().float() for x in (q, k, v))
+    want = attend_ref.attend_exact(*on_cpu, d**-0.5, causal=causal, visible=visible)
     return max(_away(state.out, want.out), _away(state.lse, want.lse))
 
 

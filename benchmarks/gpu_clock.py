@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class Bench:
         try:
             yield
         except torch.OutOfMemoryError:
+            traceback.print_exc(limit=-4)
             self.row(name, {}, paper, "out of memory")
         except Exception as error:  # a row must not end the run
             if self.dry:

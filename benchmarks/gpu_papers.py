@@ -196,7 +196,7 @@ def generate(bench: Bench) -> None:
     """Llama-3-8B, decoding beside transformers' caches, by prompt and batch."""
     recorded = ("near-lossless", "small", "tiny", "kivi", "full")
     recipes = ("DynamicCache", *(name + RECORDED for name in recorded), "near-lossless", "small")
-    for prompt, batch in ((2_048, 1), (8_192, 8), (32_768, 4)):
+    for prompt, batch in ((8_192, 8), (2_048, 1), (32_768, 4)):
         base: Run | None = None
         name = f"{prompt} x {batch}: StaticCache{RECORDED}"
         if not (bench.dry or bench.skip(name, 5)):

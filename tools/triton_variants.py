@@ -17,7 +17,7 @@ from torch import Tensor
 from kvloom.encoding import PACK_BLOCK, Encoding, LayerEncoding, rows_for
 from kvloom.kernels import triton_runtime
 from kvloom.kernels.attend.regions import KVView, PageTable, Slots, Spans
-from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel
+from kvloom.kernels.attend.triton import decode, decode_kernel, paged, paged_kernel, prompt
 from kvloom.kernels.limits import DTYPES
 from kvloom.kernels.quantize import triton as quantize_pack
 from kvloom.kernels.quantize.reference import PackedTensors
@@ -217,6 +217,15 @@ def attend() -> Iterator[Variant]:
     for kind in ("mapped", "smooth", "static"):
         one = _packed(2, "token", 128, "fp8", kind)
         yield _paged(f"2 bit {kind}", one, one)
+    for d in (64, 80, 128, 256):
+        for dtype in DTYPES:
+            q, k = (_meta(1, h, n, d, dtype=dtype) for h, n in ((8, 192), (2, 2048)))
+            for options in ({"causal": True}, {"visible": _meta(1, 2, 2048, dtype=torch.bool)}):
+                yield from _launched(
+                    f"prompt d{d} {str(dtype).removeprefix('torch.')} {next(iter(options))}",
+                    partial(prompt.attend, q, k, k, 1.0, **{"causal": False, **options}),
+                    d == 128 and dtype == BF16,
+                )
     out, row = (torch.empty(*shape, device="meta") for shape in ((1, 1, 1, 128), (1, 1, 1)))
     given = {
         "acc_ptr": out, "ml_ptr": row, "out_ptr": out, "rotated_ptr": out, "lse_ptr": row,

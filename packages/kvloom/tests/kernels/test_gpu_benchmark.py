@@ -30,7 +30,7 @@ def test_every_kernel_is_checked_in_a_dry_run(tmp_path):
     found = json.loads(out.read_text())
     rows = {row["name"]: row["figures"] for row in found["rows"]}
     assert rows.pop("check") == {"ok": True, "failed": 0}
-    assert {"pack, unpack", "column_mass", "attend", "step of a model"} == {*rows}
+    assert {"pack, unpack", "column_mass", "attend", "attend_prompt", "step of a model"} == {*rows}
     selected = "the setting selects the reference"
     left = {name for name in found["left to the reference"] if not name.endswith(selected)}
     assert {name.partition(":")[0] for name in left} <= {"append", "pack", "unpack"}

@@ -98,7 +98,7 @@ def _exact_attention(
     k, v = region.keys.tail, region.values.tail
     if MAX_STEP < region.step_tokens == q.shape[2]:
         bound = ops.attend_prompt.choose(q, k, v, scale, visible=region.visible)
-        if bound.kernel is not None:
+        if bound.kernel is not None and bound.backend != "gpu":  # torch's is faster there
             state = bound.run(q, k, v, scale, visible=region.visible)
             lse = state.lse
             state = state if sink_logits is None else reference.with_sinks(state, sink_logits)

@@ -74,6 +74,7 @@ def replayed(model: PreTrainedModel, graphs: Graphs) -> Iterator[None]:
 def record(device: torch.device, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
     """Record a function as a CUDA graph on a device: see `recorded_steps.Record`."""
     with torch.cuda.device(device):
+        torch.cuda.empty_cache()  # unused memory cannot be released while a graph is recorded
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

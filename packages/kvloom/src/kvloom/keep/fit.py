@@ -14,6 +14,7 @@ from ..kernels.attend import reference
 from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
 from .chunks import chunks, longest
+from .ridge import solve
 from .scorer import Step
 
 RIDGE = 30.0
@@ -170,6 +171,6 @@ def _solve(x: Tensor, missing: Tensor, changes: Tensor) -> Tensor:
     largest = diagonal.amax(dim=-1, keepdim=True)
     ridge = torch.maximum(RIDGE * median, _FLOOR * largest)
     diagonal += ridge.nan_to_num(1.0)  # NaN: no value of the head changes
-    change = torch.cholesky_solve(x.mT @ missing, torch.linalg.cholesky_ex(gram).L)
+    change = solve(gram, x.mT @ missing)
     error, before = (y.square().sum(dim=(-2, -1)) for y in (missing - x @ change, missing))
     return torch.where((error < before)[..., None, None], change, 0.0)

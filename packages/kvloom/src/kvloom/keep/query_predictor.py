@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..positions.rope import Rope
+from .ridge import solve
 
 _UNSURE = 8  # first examples: the model does not know yet that it repeats
 _AT_ONCE = 512  # tokens whose queries are predicted together, so that they stay in the caches
@@ -85,7 +86,7 @@ class QueryPredictor(NamedTuple):
         system = x.mT @ x
         diagonal = system.diagonal(dim1=-2, dim2=-1)
         diagonal += diagonal.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-        w = torch.cholesky_solve(x.mT @ y, torch.linalg.cholesky_ex(system)[0]).to(q.dtype)
+        w = solve(system, x.mT @ y).to(q.dtype)
         bias = (b - m @ w.float()).to(q.dtype)  # takes back what rounding w does to the mean
         return cls(w[..., :d, :], w[..., d:, :], bias, begin)
 

@@ -148,7 +148,9 @@ class Rotated(Scorer):
             visible=None if step.visible is None else seen,
             lse=step.lse if chunk == slice(0, step.k.shape[2]) else None,
         )
-        repeated, count = keys, seen.sum(dim=-1, keepdim=True)  # without padding
+        repeated, count = keys, torch.tensor(hi - lo).view(1, 1, 1)
+        if step.visible is not None:  # without padding
+            count = seen.sum(dim=-1, keepdim=True)
         if lo and step.sinks:
             slots, sink_keys = _sinks_of(step, sinks)
             repeated = torch.cat([sink_keys, keys], dim=2)

@@ -36,7 +36,8 @@ class Rope(NamedTuple):
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
-        return self.apply(x, *self.angles(shift.to(x.device)))
+        angles = self.angles(shift if shift.numel() == 1 else shift.to(x.device))
+        return self.apply(x, *(angle.to(x.device, non_blocking=True) for angle in angles))
 
     def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated by each of the positions [P], in x's dtype."""

@@ -19,12 +19,12 @@ from .noise import Noise
 from .reference import MassOptions, later_problem
 
 _KINDS = ("gumbel", "constant")
-_WIDEST = 256  # head dimension
+WIDEST = 256  # head dimension
 
 
 def _wide_head(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     d = k.shape[-1]
-    return None if 1 <= d <= _WIDEST else f"head_dim={d} is not between 1 and {_WIDEST}"
+    return None if 1 <= d <= WIDEST else f"head_dim={d} is not between 1 and {WIDEST}"
 
 
 def _unread_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
@@ -51,7 +51,7 @@ class Changes(NamedTuple):
 
 
 COVERAGE = Coverage(
-    (f"`head_dim` up to {_WIDEST}", _wide_head),
+    (f"`head_dim` up to {WIDEST}", _wide_head),
     ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),

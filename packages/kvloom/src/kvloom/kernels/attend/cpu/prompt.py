@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
-from ...dispatch import Backend, Op, differentiated
+from ...dispatch import Backend, Binding, Op, differentiated
 from ...limits import Coverage
 from .. import reference
 from ..reference import AttentionState
+from ..triton import prompt as on_gpu
 from .arguments import PROMPT
 
 _PRODUCTS_PER_THREAD = 1 << 21
@@ -177,6 +178,7 @@ attend_prompt = Op(
     reference.attend_prompt,
     _case,
     cpu=Backend(bind, COVERAGE),
+    gpu=Backend(Binding(on_gpu.attend, on_gpu.kernels), on_gpu.COVERAGE),
 )
 """`ops` lists it with the others; it is here because `attend_tokens` runs it, too."""
 

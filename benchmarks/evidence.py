@@ -208,6 +208,11 @@ ODD_TASKS = (  # 16 texts; 60 needles
     TaskPlan("perplexity", 4, 128, ODD),
     TaskPlan("niah:multikey", 6, 1, ODD, PROSE),
 )
+RULER_TASKS = (  # 100 samples of each part
+    TaskPlan("ruler", 100, 1, dict.fromkeys((
+        "near-lossless", "balanced", "small", "tiny", "micro", "small-random.toml", "kivi",
+    ), OWN)),
+)  # fmt: skip
 RUNS = {
     "smollm2-2k": RunPlan("smollm2", 2048, {"": library_text}, TASKS),
     "smollm2-2304": RunPlan("smollm2", 2304, KINDS, ODD_TASKS, seed=1),  # beyond one chunk
@@ -218,6 +223,7 @@ RUNS = {
     "smollm2-2k-free": RunPlan("smollm2", 2048, KINDS, FREE_TASKS, seed=1),
     "smollm2-1k-free": RunPlan("smollm2", 1024, KINDS, GROWING_TASKS, seed=1),
     "smollm2-2k-other": RunPlan("smollm2", 2048, KINDS, OTHER_TASKS, seed=1),
+    "smollm2-2k-ruler": RunPlan("smollm2", 2048, {"prose": prose}, RULER_TASKS, seed=2),
     "smollm2-1k-trace": RunPlan("smollm2", 1024, KINDS, TRACE_TASKS, seed=1),
     "smollm2-8k": RunPlan("smollm2", 8000, KINDS, LONG_TASKS, seed=1),  # of 8,192 positions
 }

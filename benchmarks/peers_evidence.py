@@ -1,22 +1,23 @@
 """Peers' own code on samples of the published evidence.
 
-These are kvpress, transformers' QuantizedCache and llama.cpp.
+These are kvpress, transformers' QuantizedCache, llama.cpp and vLLM.
 
     pip install --no-deps kvpress optimum-quanto hqq    # and the packages that they import
-    pip install llama-cpp-python gguf
+    pip install llama-cpp-python gguf; make .venv-vllm/ready
     python benchmarks/peers_evidence.py --contexts 6    # an hour on one core; it can be resumed
 
 Plain transformers reads each context with a press of kvpress, or into a QuantizedCache; llama.cpp
 reads it with the same weights in bf16, and K and V in the format named. The tasks of the evaluator
-then ask, decode and score as they do with kvloom's recipes. The samples are those
-of a published run, whose answers the peers' are paired with: the hash of all texts must be the
-same. DynamicCache is what peers are without compression; `full` is kvloom's own attention.
+then ask, decode and score as they do with kvloom's recipes. vLLM answers all questions in a process
+of its own. The samples are those of a published run, whose answers the peers' are paired with: the
+hash of all texts must be the same. DynamicCache is what peers are without compression; `full` is
+kvloom's own attention.
 
 Bytes are those of the tensors that a cache holds after the context; of llama.cpp, those that its
-format takes for as many tokens. AdaKV and KVzip free nothing: they hide entries, and hold the
-indices of these as well; `freed_share` is that of the others. Presses have the settings of kvpress'
-board. Two things let kvpress run with this transformers, which is newer than the versions that it
-names:
+format takes for as many tokens, and of vLLM, their part of its pages. AdaKV and KVzip free nothing:
+they hide entries, and hold the indices of these as well; `freed_share` is that of the others.
+Presses have the settings of kvpress' board. Two things let kvpress run with this transformers,
+which is newer than the versions that it names:
 
 - The model gets `cache_position`, from which presses know that a pass reads a context.
 - KVzip repeats the context in the tokenizer's chat template. These contexts have none, so it gets a
@@ -31,9 +32,11 @@ import argparse
 import contextlib
 import copy
 import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -59,10 +62,12 @@ from evidence import DTYPE, Lab
 from evidence_figures import over
 from evidence_tables import peers, published_samples
 from kvloom.recipe import resolve
+from kvloom_lab.eval.decoding import stop_ids
 from kvloom_lab.eval.results import ResultFolder
-from kvloom_lab.eval.sample import Batch, Run, Source
+from kvloom_lab.eval.sample import Batch, Run, Sample, Source
 from kvloom_lab.eval.summary import summarize
 from kvloom_lab.eval.tasks import task_named
+from kvloom_lab.models import located
 from kvloom_lab.workload.passes import Measurement, Result
 
 sys.path.append(str(HERE / "peers"))
@@ -92,11 +97,14 @@ QUANTIZED = {
     for backend, axis in (("quanto", 0), ("hqq", 1))
 }  # fmt: skip
 LLAMA = {f"llama.cpp {kind}": kind for kind in ("f16", "q8_0", "q4_0")}
-PEERS = (EXACT, *PRESSES, *QUANTIZED, *LLAMA)
+VLLM = "vLLM", "vLLM fp8", "vLLM near-lossless"
+VLLM_PYTHON = HERE.parent / ".venv-vllm/bin/python"
+PEERS = (EXACT, *PRESSES, *QUANTIZED, *LLAMA, *VLLM)
 KVLOOM = "full", "near-lossless", "balanced", "small", "small-kvzip"
 BESIDE = {  # the recipe that peers with this ending are paired with
     EXACT: "full", "1/4": "balanced", "4 bits": "balanced", "1/7": "small", "2 bits": "small",
-    "f16": "full", "q8_0": "full", "q4_0": "near-lossless",
+    "f16": "full", "q8_0": "full", "q4_0": "near-lossless", "vLLM": "full", "fp8": "full",
+    "near-lossless": "near-lossless",
 }  # fmt: skip
 Mask = tuple[Tensor, Tensor, Tensor]
 
@@ -212,11 +220,56 @@ class Peers:
         for batch in batches[:contexts]:
             finished = self.folder.outcomes(TASK.name)
             for name in names:
-                if (batch.samples[0].name, name) not in finished:
+                if name not in VLLM and (batch.samples[0].name, name) not in finished:
                     begun = time.perf_counter()
                     self.folder.append(TASK.name, self.lines(source, batch, name))
                     seconds = time.perf_counter() - begun
                     print(f"{batch.samples[0].name} {name}: {seconds:.0f} s", flush=True)
+        finished = self.folder.outcomes(TASK.name)
+        for name in (name for name in names if name in VLLM):
+            left = [x for x in batches[:contexts] if (x.samples[0].name, name) not in finished]
+            if left:
+                self.folder.append(TASK.name, list(self.vllm_lines(source, left, name)))
+
+    def vllm_lines(
+        self, source: Source, batches: Sequence[Batch], name: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the lines of a row of vLLM on contexts."""
+        asked = [(batch.ids[0].tolist(), x) for batch in batches for x in batch.samples]
+        job = {
+            "model": located(self.lab.plan.model), "row": name,
+            "prompts": [[*ids, *sample.payload.ids] for ids, sample in asked],
+            "tokens": [sample.payload.tokens for _, sample in asked],
+            "contexts": [len(ids) for ids, _ in asked],
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as work:
+            (Path(work) / "job.json").write_text(json.dumps(job))
+            script = HERE / "peers" / "vllm_answers.py"
+            subprocess.run([VLLM_PYTHON, script, work], check=True)
+            found = json.loads((Path(work) / "answers.json").read_text())
+        stop = stop_ids(self.lab.model)
+        for (ids, sample), answer, nbytes in zip(asked, *found.values(), strict=True):
+            end = next((i for i, token in enumerate(answer) if token in stop), len(answer))
+            text = source.decode(answer[:end])
+            yield self.line(sample, name, len(ids), nbytes, TASK.score(text, sample), text)
+
+    def line(
+        self,
+        sample: Sample,
+        name: str,
+        tokens: int,
+        nbytes: int,
+        scores: dict[str, float],
+        answer: str,
+        freed: int | None = None,
+    ) -> dict[str, Any]:
+        """Return one line; freed: its bytes, had the peer freed what it hides."""
+        return {
+            "task": TASK.name, "sample": sample.name, "recipe": name, "kv_bytes": nbytes,
+            "freed_bytes": nbytes if freed is None else freed,
+            "exact_bytes": self.lab.geometry.token_nbytes() * tokens, "scores": scores,
+            "answer": answer, "text": protocol.text_sha256(sample),
+        }  # fmt: skip
 
     @torch.inference_mode()
     def lines(self, source: Source, batch: Batch, name: str) -> list[dict[str, Any]]:
@@ -232,16 +285,11 @@ class Peers:
         outcomes, _ = finish(self.lab.model, TASK.measure(run))
         if name in LLAMA:
             cache.close()
+        tokens, nbytes, freed = cache.tokens, cache.nbytes, cache.freed_nbytes
         return [
-            {
-                "task": TASK.name, "sample": sample.name, "recipe": name,
-                "kv_bytes": cache.nbytes, "freed_bytes": cache.freed_nbytes,
-                "exact_bytes": self.lab.geometry.token_nbytes() * cache.tokens,
-                "scores": outcome.scores, "answer": outcome.answer,
-                "text": protocol.text_sha256(sample),
-            }
+            self.line(sample, name, tokens, nbytes, outcome.scores, outcome.answer, freed)
             for sample, outcome in zip(batch.samples, outcomes, strict=True)
-        ]  # fmt: skip
+        ]
 
     def publish(self) -> None:
         """Print the table of all finished samples; write their figures, and the samples."""
@@ -292,6 +340,8 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS, metavar="PEER")
     parser.add_argument("--folder", type=Path, default=HERE / "out" / "peers")
     options = parser.parse_args()
+    if {*options.peers} & {*VLLM} and not VLLM_PYTHON.exists():
+        parser.error(f"there is no {VLLM_PYTHON}; run: make .venv-vllm/ready")
     torch.set_num_threads(1)
     measured = Peers(options.folder)
     plain = copy.copy(measured.lab.tokenizer)

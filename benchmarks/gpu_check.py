@@ -303,11 +303,11 @@ def _prompt(bench: Bench, fast: bool) -> Iterator[Case]:
                 what = f"D={d} R={r} T={t} {dtype}{' causal' * causal}"
                 yield (
                     "attend_prompt", what, _CLOSE[dtype],
-                    lambda d=d, r=r, t=t, dt=dtype, c=causal: _chunk(bench, d, r, t, dt, c),
+                    lambda d=d, r=r, t=t, dt=dtype, c=causal: _prompt_error(bench, d, r, t, dt, c),
                 )  # fmt: skip
 
 
-def _chunk(bench: Bench, d: int, r: int, t: int, dtype: torch.dtype, causal: bool) -> float:
+def _prompt_error(bench: Bench, d: int, r: int, t: int, dtype: torch.dtype, causal: bool) -> float:
     """Attention of many queries to exact tokens, some of them padding."""
     t, n = (40, 60) if bench.dry else (t, t + 900)
     q, k, v = (

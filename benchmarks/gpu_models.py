@@ -190,7 +190,7 @@ def _warm_up(
 ) -> None:
     """Compile the kernels of a prompt and its steps; recorded ones need two rounds of `steps`.
 
-    Kernels that pack after an odd number of tokens are others than those after an even one.
+    Packing needs one kernel after an odd number of tokens, and another after an even one.
     """
     for first in (prompt, prompt - 1):
         cache = fresh()
@@ -223,7 +223,7 @@ def decode_in_full_memory(
 ) -> Full:
     """Decode with as many sequences as fit; `rows` are read, and the others are copies of them.
 
-    Raises torch.OutOfMemoryError if even 20 GB are too little for activations and fragmentation.
+    Raises torch.OutOfMemoryError if nothing fits beside 20 GB for activations and fragments.
     """
     for spare_gb in (5.0, 10.0):
         with suppress(torch.OutOfMemoryError):

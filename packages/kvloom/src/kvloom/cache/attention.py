@@ -3,7 +3,7 @@
 Chooses the first of these that reads the regions:
 
 1. One kernel of the operation `attend`, which reads all regions as they are stored.
-2. For exact tokens alone: the kernel of a prompt, else torch's fused attention.
+2. For exact tokens alone: on a CPU the kernel of a prompt, else torch's fused attention.
 3. Region by region, by the kernel of a format, or by `attend`: a kernel, else the reference.
 
 A first prompt begins at the second. The attention states of the third are merged.
@@ -98,7 +98,7 @@ def _exact_attention(
     k, v = region.keys.tail, region.values.tail
     if MAX_STEP < region.step_tokens == q.shape[2]:
         bound = ops.attend_prompt.choose(q, k, v, scale, visible=region.visible)
-        if bound.kernel is not None and bound.backend != "gpu":  # torch's is faster there
+        if bound.kernel is not None and bound.backend != "gpu":  # on a GPU, torch's is faster
             state = bound.run(q, k, v, scale, visible=region.visible)
             lse = state.lse
             state = state if sink_logits is None else reference.with_sinks(state, sink_logits)

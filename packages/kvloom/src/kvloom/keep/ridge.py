@@ -11,5 +11,5 @@ def solve(system: Tensor, y: Tensor) -> Tensor:
 
     `torch.cholesky_solve` launches hundreds of kernels on a GPU for each call.
     """
-    lower, triangular = torch.linalg.cholesky_ex(system).L, torch.linalg.solve_triangular
-    return triangular(lower.mT, triangular(lower, y, upper=False), upper=True)
+    lower, solve_triangular = torch.linalg.cholesky_ex(system).L, torch.linalg.solve_triangular
+    return solve_triangular(lower.mT, solve_triangular(lower, y, upper=False), upper=True)

@@ -285,9 +285,10 @@ def differentiated(q: Tensor) -> bool:
     return q.requires_grad and torch.is_grad_enabled()
 
 
-def gradient_problem(q: Tensor, *_: Any, **__: Any) -> str | None:
-    """Return why kernels do not compute with these queries."""
-    return GRADIENT if differentiated(q) else None
+def gradient_problem(*args: Any, **_: Any) -> str | None:
+    """Return why kernels do not compute with these queries, keys and values."""
+    tensors = (x for x in args if isinstance(x, Tensor))
+    return GRADIENT if any(map(differentiated, tensors)) else None
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from .append import cpu as append_cpu
 from .append import reference as append_reference
 from .attend import reference as attend_reference
 from .attend.cpu import attend as attend_cpu
-from .attend.cpu.prompt import attend_prompt
+from .attend.prompt import attend_prompt
 from .attend.regions import Region
 from .attend.triton import attend as attend_triton
 from .dispatch import Backend, Binding, Op, differentiated
@@ -198,7 +198,7 @@ def _mass_case(
     fits = q.shape[1] % k.shape[1] == 0 and q.shape[2] <= k.shape[2] and q.shape[3] == k.shape[3]
     shape = q.shape[3] if fits else (q.shape, k.shape)
     kind = None if noise is None else noise.kind
-    gradient = q.requires_grad and torch.is_grad_enabled()
+    gradient = differentiated(q) or differentiated(k)
     return k, (shape, q.dtype, k.dtype, kind, later_seen is None, other_lse is None, gradient)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AttentionState, KVView, OpPlan, Paged, PageTable, Region, merge, ops
-from ..kernels.attend.cpu.prompt import attend_tokens
+from ..kernels.attend.prompt import attend_tokens
 from ..store import PackedView
 from .page import PackedPages
 from .step import PagedRow, PagedStep, SingleTokenRows

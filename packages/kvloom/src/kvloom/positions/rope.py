@@ -36,7 +36,8 @@ class Rope(NamedTuple):
 
         Angles and products are computed in fp32 (angles in fp64: positions grow large).
         """
-        angles = self.angles(shift if shift.numel() == 1 else shift.to(x.device))
+        of_host = shift.is_cpu and shift.numel() == 1
+        angles = self.angles(shift if of_host else shift.to(x.device))
         return self.apply(x, *(angle.to(x.device, non_blocking=True) for angle in angles))
 
     def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -78,4 +79,5 @@ def _angles(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=16)
 def _angles_at(inv_freq: Tensor, position: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Return the angles at one position, in a shape; tensors are cache keys by identity."""
-    return _angles(inv_freq, torch.full(shape, position))
+    with torch.inference_mode(False):  # so that later calls can differentiate
+        return _angles(inv_freq, torch.full(shape, position, device="cpu"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -275,9 +275,21 @@ def attend_prompt(
 ) -> AttentionState:
     """Attend to exact tokens: `attend` of many queries, such as a prompt's.
 
-    A kernel returns out in q's dtype.
+    visible: bool [B, 1 or Hk, N]. A kernel returns out in q's dtype.
     """
     return attend_exact(q, k, v, scale, causal=causal, visible=visible)
+
+
+def unfit_prompt(
+    q: Tensor, k: Tensor, v: Tensor, *_: Any, visible: Tensor | None = None, **__: Any
+) -> str | None:
+    """Return what kernels of `attend_prompt` do not read: other batches, masks of query heads."""
+    if not len(q) == len(k) == len(v):
+        return f"queries, keys and values have {len(q)}, {len(k)} and {len(v)} rows"
+    if visible is None or (len(visible) == len(q) and visible.shape[1] in (1, k.shape[1])):
+        return None
+    (rows, heads), (b, hk) = visible.shape[:2], k.shape[:2]
+    return f"a mask for {rows} rows and {heads} heads, not for {b} and 1 or {hk}"
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -269,7 +269,7 @@ def _tile(
         db = min(db, max(32, _TILE // group) if group else 128)
     if group:
         a = group // per_block
-    else:  # one of two sizes, for each of which a kernel is compiled
+    else:  # of two sizes only: a kernel is compiled for each
         a = cuda.padded_size(max(1, _TILE // (db * p)), 1) if blocks > 1 else 1
     tile: dict[str, Any] = {"PACK_BLOCK": per_block, "A": a, "P": p, "DB": db}
     return tile, (-(-blocks // a), x.shape[0] * x.shape[1], -(-d // db))

@@ -253,12 +253,13 @@ def gather(x: Tensor, slots: Tensor) -> Tensor:
     """Gather x [B, Hk, N, D] at slots int64 [B, H, M], H a multiple of Hk: [B, H, M, D]."""
     b, h, m = slots.shape
     _, hk, n, d = x.shape
-    if x.is_cuda and h == hk:
+    if x.is_cuda and h == hk:  # one launch
         return x.gather(2, slots[..., None].expand(b, h, m, d))
     row, head, token, channel = x.stride()
     if channel != 1 or token != d or row % d or head % d:
         x, row, head = x.contiguous(), hk * n * d, n * d
-    # whole tokens out of flat storage: on CPUs many times faster than torch.gather, by channels
+    # On a CPU, copying whole tokens out of flat storage is many times faster than torch.gather,
+    # which copies channel by channel.
     flat = x.as_strided((((b - 1) * row + (hk - 1) * head) // d + n, d), (d, 1))
     begin = torch.arange(b, device=x.device)[:, None] * (row // d)
     begin = begin + torch.arange(hk, device=x.device) * (head // d)

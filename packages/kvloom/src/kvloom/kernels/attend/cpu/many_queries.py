@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ....encoding import Encoding
 from ...limits import DTYPES, Coverage
+from ..prompt import attend_tokens
 from ..reference import AttentionState, attend_region, merge, with_sinks
 from ..regions import Region, Spans
-from .prompt import attend_tokens
 
 TILE = 1024
 """Tokens that are unpacked at once."""

@@ -1,13 +1,13 @@
-"""The operation `attend_prompt`: attention of many queries to exact tokens.
+"""`attend_prompt` on CPU tensors: torch's fused attention, and the call of a compiled kernel.
 
-On CPU tensors, torch's fused attention runs it in fp32. A compiled kernel runs it in bf16, where
-torch's takes most of a prompt's time on processors with AVX-512 and without AMX. Both return the
-log-sum-exp. Importing this does not import Numba; the first call of the kernel does.
+Torch's runs in fp32. The kernel runs in bf16, where torch's takes most of a prompt's time on
+processors with AVX-512 and without AMX. Both return the log-sum-exp. Importing this does not import
+Numba; the first call of the kernel does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,11 +17,8 @@ from torch import Tensor
 
 from ... import dispatch
 from ...arguments import padded, strides
-from ...dispatch import Backend, Binding, Op, differentiated
 from ...limits import Coverage
-from .. import reference
-from ..reference import AttentionState
-from ..triton import prompt as on_gpu
+from ..reference import AttentionState, unfit_prompt
 from .arguments import PROMPT
 
 _PRODUCTS_PER_THREAD = 1 << 21
@@ -39,7 +36,7 @@ def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | 
     return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}, not all fp32 or bf16"
 
 
-def _masked(
+def masked(
     q: Tensor, k: Tensor, *_: Any, causal: bool = True, visible: Tensor | None = None
 ) -> bool:
     """Return whether causal queries see tokens before them, or padding is hidden from them."""
@@ -47,7 +44,7 @@ def _masked(
 
 
 def _masked_fp32(q: Tensor, *args: Any, **options: Any) -> str | None:
-    if q.dtype != torch.float32 or not _masked(q, *args, **options):
+    if q.dtype != torch.float32 or not masked(q, *args, **options):
         return None
     return "causal queries in fp32 have tokens before them, or padding"
 
@@ -64,6 +61,7 @@ def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
 
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
+    ("masks for all heads, or for each key/value head", unfit_prompt),
     ("fp32 or bf16", _other_dtypes),
     ("causal fp32 queries of all tokens, without padding", _masked_fp32),
     ("in bf16, AVX-512 BF16 without AMX", _other_machine),
@@ -166,38 +164,3 @@ def bind(q: Tensor, *_: Any, **__: Any) -> Callable[..., AttentionState]:
         return fused
     compiled()
     return attend
-
-
-def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Hashable]:
-    dims = q.shape[3], k.shape[3], v.shape[3]
-    return q, (dims, q.dtype, k.dtype, v.dtype, differentiated(q), _masked(q, k, **options))
-
-
-attend_prompt = Op(
-    "attend_prompt",
-    reference.attend_prompt,
-    _case,
-    cpu=Backend(bind, COVERAGE),
-    gpu=Backend(Binding(on_gpu.attend, on_gpu.kernels), on_gpu.COVERAGE),
-)
-"""`ops` lists it with the others; it is here because `attend_tokens` runs it, too."""
-
-
-def attend_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    causal: bool,
-    visible: Tensor | None = None,
-) -> AttentionState:
-    """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D] in a dtype of torch's fused attention.
-
-    A kernel of `attend_prompt` runs where one covers the case, else torch's. causal: N = T. Returns
-    out in fp32.
-    """
-    bound = attend_prompt.choose(q, k, v, scale)
-    run = fused if bound.kernel is None else bound.run
-    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
-    return AttentionState(out.float(), lse)

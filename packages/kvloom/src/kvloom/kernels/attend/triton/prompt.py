@@ -1,7 +1,7 @@
 """`attend_prompt` on CUDA tensors: which cases its Triton kernel covers, and its call.
 
-torch's fused attention is faster, but does not return the log-sum-exp. Importing this does not
-import Triton; the first call does.
+`scaled_dot_product_attention` is faster, but returns no log-sum-exp. Importing this does not import
+Triton; the first call does.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
 from ...limits import Coverage, dtype_problem
 from ...score.triton import WIDEST, Changes
-from ..reference import AttentionState
+from ..reference import AttentionState, unfit_prompt
 
 
 def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.shape[3] == k.shape[3] == v.shape[3] <= WIDEST:
+    if 1 <= q.shape[3] == k.shape[3] == v.shape[3] <= WIDEST:
         return None
-    return f"head_dim={q.shape[3]}, {k.shape[3]}, {v.shape[3]} is not one number up to {WIDEST}"
+    return f"head_dim={q.shape[3]}, {k.shape[3]}, {v.shape[3]} is not one of 1 to {WIDEST}"
 
 
 def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
@@ -33,7 +33,8 @@ def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | 
 
 
 COVERAGE = Coverage(
-    (f"`head_dim` up to {WIDEST}", _unfit_shapes),
+    (f"one `head_dim` of queries, keys and values, up to {WIDEST}", _unfit_shapes),
+    ("masks for all heads, or for each key/value head", unfit_prompt),
     ("queries, keys and values all in fp32, fp16 or bf16", _other_dtypes),
     ("no gradient", dispatch.gradient_problem),
 )
@@ -54,20 +55,26 @@ def attend(
     if not out.numel():
         return AttentionState(out, lse)
     q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
-    mask, steps = q, (0, 0)
+    mask, steps = q, (0, 0)  # of no mask, which the kernel does not read
     if visible is not None:
         mask = visible.contiguous().view(torch.uint8)
-        steps = (visible.shape[0] > 1) * mask.stride(0), (visible.shape[1] > 1) * mask.stride(1)
-    exact = q.dtype == torch.float32
-    side = 64 >> (exact + (d > (64 if exact else 128)))
+        steps = mask.stride(0), mask.stride(1) * (mask.shape[1] > 1)
+    side, stages = _tile(d, q.dtype == torch.float32)
     cuda.launch(
-        kernels().attend_prompt, (-(-t // side), b * hq), q,
+        kernels().attend_prompt, (b * hq, -(-t // side)), q,
         q, k, v, mask, out, lse, float(scale), hq, hq // hk, t, n, d,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *steps,
-        DB=cuda.padded_size(d), ROWS=side, KEYS=side, warps=4, stages=2 if exact or d > 64 else 3,
+        DB=cuda.padded_size(d), ROWS=side, KEYS=side, warps=4, stages=stages,
         CHANGES=Changes(False, False, 0, False, visible is not None, causal),
     )  # fmt: skip
     return AttentionState(out, lse)
+
+
+def _tile(d: int, exact: bool) -> tuple[int, int]:
+    """Return the rows and keys of a tile, and its stages, for which registers suffice."""
+    if exact:
+        return (32 if d <= 64 else 16), 2
+    return (64 if d <= 128 else 32), (3 if d <= 64 else 2)
 
 
 @cache

@@ -1,0 +1,52 @@
+"""The operation `attend_prompt`: attention of many queries to exact tokens, and its log-sum-exp.
+
+`ops` lists it with the others; it is here because kernels of other operations call it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from ..dispatch import Backend, Binding, Op, differentiated
+from . import reference
+from .cpu import prompt as cpu
+from .reference import AttentionState
+from .triton import prompt as triton
+
+
+def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Hashable]:
+    shapes = q.shape[3], k.shape[3], v.shape[3], reference.unfit_prompt(q, k, v, **options)
+    gradient = differentiated(q) or differentiated(k) or differentiated(v)
+    return q, (shapes, q.dtype, k.dtype, v.dtype, gradient, cpu.masked(q, k, **options))
+
+
+attend_prompt = Op(
+    "attend_prompt",
+    reference.attend_prompt,
+    _case,
+    cpu=Backend(cpu.bind, cpu.COVERAGE),
+    gpu=Backend(Binding(triton.attend, triton.kernels), triton.COVERAGE),
+)
+
+
+def attend_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+    visible: Tensor | None = None,
+) -> AttentionState:
+    """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D] on a CPU, in a dtype of torch's attention.
+
+    A kernel of `attend_prompt` runs where one covers the case, else torch's. causal: N = T. Returns
+    out in fp32.
+    """
+    bound = attend_prompt.choose(q, k, v, scale)
+    run = cpu.fused if bound.kernel is None else bound.run
+    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
+    return AttentionState(out.float(), lse)

@@ -232,11 +232,15 @@ KINDS = {  # of tables, each from a part of the results
 def published(run: str, part: str = "figures") -> list[dict]:
     """Return a part of the published results of a run: a recipe on a task is from one machine.
 
-    Each machine compares with the exact cache of its own; the table shows one of them. part:
-    "samples" are those of one machine.
+    Each machine compares with the exact cache of its own; the table shows one of them. run: of
+    "one+other", other has the tasks that both have. part: "samples" are those of one machine.
     """
     if part == "samples":
         return published_samples(run)
+    if "+" in run:
+        one, other = (published(name, part) for name in run.split("+"))
+        tasks = {row["task"] for row in other}
+        return [*(row for row in one if row["task"] not in tasks), *other]
     machines: dict[tuple[str, str], str] = {}
     figures = []
     for file in sorted(RESULTS.glob(f"*/evidence_{run}.json")):

@@ -61,7 +61,7 @@ def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
 
 COVERAGE = Coverage(
     ("`head_dim` a multiple of 32", _unfit_shapes),
-    ("masks for all heads, or for each key/value head", unfit_prompt),
+    ("no mask of query heads", unfit_prompt),
     ("fp32 or bf16", _other_dtypes),
     ("causal fp32 queries of all tokens, without padding", _masked_fp32),
     ("in bf16, AVX-512 BF16 without AMX", _other_machine),

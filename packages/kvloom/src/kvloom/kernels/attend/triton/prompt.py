@@ -34,7 +34,7 @@ def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | 
 
 COVERAGE = Coverage(
     (f"one `head_dim` of queries, keys and values, up to {WIDEST}", _unfit_shapes),
-    ("masks for all heads, or for each key/value head", unfit_prompt),
+    ("no mask of query heads", unfit_prompt),
     ("queries, keys and values all in fp32, fp16 or bf16", _other_dtypes),
     ("no gradient", dispatch.gradient_problem),
 )

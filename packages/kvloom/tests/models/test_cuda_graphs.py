@@ -186,9 +186,11 @@ LOOKUP = {"prompt_lookup_num_tokens": 3, "eos_token_id": 1}  # transformers 5.10
 def test_beams_and_drafts_give_the_tokens_of_the_plain_model(model, options):
     prompt = zoo.batch(rows=1, padding=(0,))
     want = model.generate(**prompt, **GREEDY, **options)
-    with recorded(model), kvloom.attach(model, "full"):
+    with recorded(model) as graphs, kvloom.attach(model, "full"):
         got = model.generate(**prompt, **GREEDY, **options)
     assert torch.equal(got, want)
+    assert graphs.run <= 1  # before the first reordering
+    assert not graphs.replayed
 
 
 @pytest.mark.parametrize(

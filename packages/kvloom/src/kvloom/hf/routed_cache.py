@@ -75,7 +75,7 @@ class RoutedCache(transformers.Cache):
     steps: WaitingSteps | None = None
     """The steps whose tokens wait: see `store_waiting`."""
     may_record = False
-    """Whether `kvloom.cuda_graphs` may record steps of this class; not of one that joins caches."""
+    """Whether `kvloom.cuda_graphs` may record steps; not of a class that joins caches."""
 
     def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
         self.guard = Guard()
@@ -348,7 +348,11 @@ class RoutedCache(transformers.Cache):
         self._change("crop", tokens_to_remove, self.stock_layers if tokens else ())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the batch: row i becomes row beam_idx[i], int64 [B]."""
+        """Reorder the batch: row i becomes row beam_idx[i], int64 [B].
+
+        Beam search does so after each step, so later steps are not recorded.
+        """
+        self.may_record = False
         self._change("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -362,7 +366,7 @@ class RoutedCache(transformers.Cache):
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
         with self.guard.change("reset", mends=True):
-            self.steps = None
+            self.steps, self.may_record = None, type(self).may_record
             self.token_hash = TokenHash.empty()
             for layer in self.stock_layers:
                 stock.reset(layer)

@@ -166,7 +166,8 @@ def test_memory_for_the_weights_alone_names_what_fits(model):
 def test_the_figures_are_the_published_ones():
     figures = {
         (row["task"], row["recipe"]): row["scores"]
-        for file in RESULTS.glob("*/evidence_smollm2-2k.json")
+        for run in ("smollm2-2k", "smollm2-2k-mixed")  # the second has more texts
+        for file in RESULTS.glob(f"*/evidence_{run}.json")
         for row in json.loads(file.read_text())["figures"]
     }
     row = {"small:fraction=0.666": "small at 0.2"}
@@ -177,7 +178,7 @@ def test_the_figures_are_the_published_ones():
     for one in EVIDENCE:
         name = row.get(one.recipe, one.recipe)
         kl = figures["perplexity", name]["kl_mean"]["mean"]
-        needles = figures["niah", name]["correct"]["mean"]
         assert float(f"{kl:.3g}") == one.kl, one.recipe
-        assert round(needles, 2) == one.needles, one.recipe
+        if one.needles is not None:
+            assert round(figures["niah", name]["correct"]["mean"], 2) == one.needles, one.recipe
     assert sorted(EVIDENCE, key=lambda one: one.kl) == list(EVIDENCE)

@@ -148,12 +148,12 @@ def test_embeddings_are_refused_by_name():
 @pytest.mark.parametrize(
     ("recipe", "rule", "says"),
     [
-        ("kivi", {"ids": (5,)}, "combine them with a keep by score"),
-        ("streaming", {"ids": (5,)}, "combine them with a keep by score"),
+        ("kivi", {"ids": (5,)}, "use them with a recipe that has a score"),
+        ("streaming", {"ids": (5,)}, "use them with a recipe that has a score"),
         ("h2o", {"ids": (5,), "ids_except": (6,)}, "give one of them"),
         ("h2o", {"ids": [5]}, r"ids=\[5\] must be a tuple"),
-        ("kivi", {"spans": ((0, 5),)}, "combine them with a keep by score"),
-        ("streaming", {"role": SYSTEM}, "combine them with a keep by score"),
+        ("kivi", {"spans": ((0, 5),)}, "use them with a recipe that has a score"),
+        ("streaming", {"role": SYSTEM}, "use them with a recipe that has a score"),
         ("h2o", {"spans": (0, 5)}, r"spans=\(0, 5\) must be a tuple, each item a tuple"),
         ("h2o", {"spans": ((0, 5, 9),)}, r"span \(0, 5, 9\) must be \(first, end\)"),
         ("h2o", {"spans": ((5, 5),)}, r"span \(5, 5\) has no tokens"),

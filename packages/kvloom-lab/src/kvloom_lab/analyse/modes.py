@@ -12,12 +12,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvloom import Cache
@@ -179,13 +181,22 @@ def _limit(model: PreTrainedModel) -> float:
 
 
 def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
-    """Compare the kernels that a recipe uses with the reference, by two prompts and some steps."""
+    """Compare the kernels that a recipe uses with the reference, by two prompts and some steps.
+
+    In half precision, rounding moves codes, and may evict other tokens. So a recipe may differ by
+    twice what its reference does when the embeddings are rounded otherwise, too.
+    """
 
     def run(backend: str) -> Any:
         with use_backend(backend):
             cache = Cache(model, recipe, check=False)
             return generate_sample(model, sample_batch(model, _PACKED), past_key_values=cache)
 
+    if model.dtype in (torch.float16, torch.bfloat16):
+        with suppress(KvloomError):  # `_compare` reports it
+            exact = run("ref")
+            with _rounded_otherwise(model):
+                limit = max(limit, 2 * logits_difference(exact, run("ref")))
     before = operations_run()
     comparison = _compare(
         limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto")
@@ -197,6 +208,22 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
         ", ".join(ran) if ran else "no kernel covers it; the reference runs it"
     )
     return replace(comparison, note=note)
+
+
+@contextmanager
+def _rounded_otherwise(model: PreTrainedModel) -> Iterator[None]:
+    """Let each embedding be one rounding error larger or smaller, at random."""
+    generator = torch.Generator().manual_seed(0)
+
+    def change(_: Any, __: Any, x: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, x.shape, generator=generator).to(x) * 2 - 1
+        return x * (1 + torch.finfo(x.dtype).eps * signs)
+
+    hook = model.get_input_embeddings().register_forward_hook(change)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _compare(

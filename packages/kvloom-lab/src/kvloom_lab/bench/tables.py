@@ -101,7 +101,7 @@ def throughput_table(rows: Sequence[ThroughputRow], environment: dict[str, Any])
             table.add(row.name, *_throughput_cells(row))
     problems = list(dict.fromkeys(f"{row.name}: {row.problem}" for row in rows if row.problem))
     problems += [
-        f"{row.name}: {show_bytes(row.kv_bytes)}, above the memory that was given"
+        f"{row.name}: {row.kv_bytes:,} bytes, above the {environment['memory']:,} that were given"
         for row in rows
         if row.kv_bytes and row.kv_bytes > environment["memory"]
     ]

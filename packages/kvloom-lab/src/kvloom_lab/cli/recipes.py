@@ -37,7 +37,7 @@ from .progress import show_progress
 
 _REUSE = {
     "blocks": "any whole blocks of 64 tokens at a prompt's beginning",
-    "whole": "a prompt as it was read, as the end of a prompt decides what is kept of it",
+    "whole": "a prompt as it was read, as its end decides what is kept or indexed",
 }
 
 
@@ -324,4 +324,7 @@ def calibrate_command(
 
         calibration = calibrate(loaded, ids, chosen, out, settings, on_step)
     size, read = out.stat().st_size, calibration.settings["read"]
-    typer.echo(f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read")
+    few = f", as the text has no more; --samples asked for {samples}" if read < samples else ""
+    typer.echo(
+        f"{out}: {len(calibration.tensors)} tensors, {size:,} bytes, {read} contexts read{few}"
+    )

@@ -71,7 +71,7 @@ def prune_command(
     """Remove entries that are too old, then those of the longest disuse, down to a size."""
     store = _opened(folder, max_bytes=max_bytes, max_age=max_age)
     removed = store.prune()
-    _show({"folder": str(folder), "nbytes": store.report().nbytes}, removed, json)
+    _show({"folder": str(folder), "nbytes": store.report().nbytes}, removed, json, " removed")
 
 
 @app.command("export")
@@ -94,11 +94,11 @@ def _opened(folder: Path, **limits: str) -> PromptStore:
     return PromptStore(folder, **limits)
 
 
-def _show(data: dict[str, Any], entries: list[Any], json: str | None) -> None:
+def _show(data: dict[str, Any], entries: list[Any], json: str | None, done: str = "") -> None:
     from ..show.tables import FigureTable
 
     rows = [_dated(asdict(entry)) for entry in entries]
-    title = f"{len(rows):,} entries; the folder has {data['nbytes'] / 2**20:,.1f} MiB"
+    title = f"{len(rows):,} entries{done}; the folder has {data['nbytes'] / 2**20:,.1f} MiB"
     table = FigureTable(title, "key", ["tokens", "MiB", "recipe", "model", "last used"])
     for row in rows:
         size = f"{row['nbytes'] / 2**20:,.2f}"

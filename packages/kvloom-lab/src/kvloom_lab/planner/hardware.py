@@ -167,6 +167,10 @@ def _range(path: Path, name: str, value: Any, unit: float) -> Range:
         raise InputError(
             f"hardware file {str(path)!r}: {name}={value!r} must be [low, best, high], ascending"
         )
+    if unit == 1 and numbers[-1] > 1:
+        raise InputError(
+            f"hardware file {str(path)!r}: {name}={value!r} are shares of a rate; give 1 at most"
+        )
     return Range(*(x * unit for x in numbers))
 
 

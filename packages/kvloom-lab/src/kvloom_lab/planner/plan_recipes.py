@@ -406,7 +406,8 @@ def _check_settings(
 ) -> None:
     for name, value in (("context", context), ("batch", batch), ("memory", memory)):
         if value is not None and (type(value) is not int or value < 1):
-            raise InputError(f"{name}={value!r} must be a whole number, 1 or more")
+            unit = " of bytes" if name == "memory" else ""
+            raise InputError(f"{name}={value!r} must be a whole number{unit}, 1 or more")
     if target is not None and not target > 0:
         raise InputError(f"target={target!r} must be a number of tokens per second above 0")
     if target is not None and hardware is None:

@@ -38,7 +38,9 @@ class Bound:
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.kl is None):
-            raise InputError("give either share, such as 0.2, or kl, such as 0.01")
+            raise InputError(
+                "give either --share (share=), such as 0.2, or --quality (kl=), such as kl=0.01"
+            )
         if self.share is not None and not 0 < self.share <= 1:
             raise InputError(f"share={self.share:g} must be above 0 and at most 1")
         if self.kl is not None and not self.kl > 0:

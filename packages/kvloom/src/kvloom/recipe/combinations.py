@@ -27,7 +27,7 @@ def check_parts(recipe: AnyRecipe) -> None:
     if recipe.protect.marks and (recipe.keep is None or recipe.keep.by_age):
         raise RecipeError(
             "ids, ids_except, spans and role of protect keep tokens of a prompt that a score "
-            "would evict: combine them with a keep by score"
+            "would evict: use them with a recipe that has a score, such as small or snapkv"
         )
     if recipe.keep is not None:
         _check_keep(recipe, recipe.keep)

@@ -22,7 +22,7 @@ def model_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     if not geometry.layers and not recipe.exact and not packs_windows:
         return [
             "it would compress nothing, as no layer of the model has plain full attention; use "
-            'transformers\' own cache, or recipe "full", whose report says what the layers have'
+            "transformers' own cache, or, for sliding windows, sliding=packed in the recipe"
         ]
     if geometry.latent and (reason := _latent_problem(recipe.without_rotation)):
         return [reason]

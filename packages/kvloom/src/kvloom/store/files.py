@@ -74,7 +74,10 @@ def write(
             with suppress(OSError):
                 os.unlink(file.name)
     except OSError as error:
-        raise error_type(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        why = f"{error.strerror or error}"
+        if isinstance(error, FileNotFoundError):
+            why += "; give a file in a folder that exists"
+        raise error_type(f"{str(path)!r} cannot be written: {why}") from error
 
 
 def intact(path: Path) -> bool:

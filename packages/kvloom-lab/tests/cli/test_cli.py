@@ -12,9 +12,10 @@ from command_line import run
 from transformers import AutoModelForCausalLM
 
 import kvloom
+from kvloom.errors import RecipeError
 from kvloom.recipe import part_options
 from kvloom.recipe.resolve import RECIPES, resolve
-from kvloom_lab.cli.options import split_recipes
+from kvloom_lab.cli.options import parse_recipes, split_recipes, with_budget
 from kvloom_lab.eval.comparison import ComparisonTask
 from kvloom_lab.models import WEIGHTS
 from kvloom_lab.recommended import DEFAULT_RECIPE, RECOMMENDED
@@ -317,3 +318,15 @@ def test_python_m_kvloom():
     args = [sys.executable, "-m", "kvloom_lab", "--version"]
     found = subprocess.run(args, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("kvloom ")
+
+
+def test_a_recipe_that_cannot_have_a_budget_is_left_out_if_nobody_named_it():
+    recipes, skipped = parse_recipes("clusterkv-2bit,snapkv"), []
+    (found,) = with_budget(recipes, 0.25, 512, skipped.append)
+    assert found.keep.budget.fraction == 0.25
+    assert skipped == [
+        "--budget 0.25 with clusterkv-2bit: a budget of 128 tokens leaves nothing to find beside "
+        "144 protected tokens; use 145 or more"
+    ]
+    with pytest.raises(RecipeError, match="clusterkv-2bit"):
+        with_budget(recipes, 0.25, 512)

@@ -103,11 +103,16 @@ def compare_command(
     settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
     size = None if budget is None else parse_budget(budget)
     # A wrong budget is refused before anything is loaded.
-    with_budget(chosen, size, context or DEFAULT_CONTEXT)
+    skipped: list[str] = []
+    on_unfit = skipped.append if recipes is None else None
+    with_budget(chosen, size, context or DEFAULT_CONTEXT, on_unfit)
+    skipped.clear()  # the context may be another
     check_outputs(json, plot=plot)
     source, chosen_model = ChosenText(files, text), ChosenModel(model, dtype)
     task = evaluation.prepare(chosen_model.config, chosen_model.tokenizer, source.content, settings)
-    chosen = evaluation.with_full(with_budget(chosen, size, task.context))
+    chosen = evaluation.with_full(with_budget(chosen, size, task.context, on_unfit))
+    for why in skipped:
+        typer.echo(f"not measured: {why}", err=True)
     with show_progress() as progress:
         loaded = chosen_model.load(progress)
         environment = evaluation.environment(loaded, chosen_model.name, task, seed, source.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,8 +76,17 @@ def split_recipes(option: str) -> list[str]:
     return specs
 
 
-def with_budget(recipes: list[Recipe], share: int | float | None, context: int) -> list[Recipe]:
-    """Return the recipes with a budget for a context of `context` tokens; None changes nothing."""
+def with_budget(
+    recipes: list[Recipe],
+    share: int | float | None,
+    context: int,
+    on_unfit: Callable[[str], None] | None = None,
+) -> list[Recipe]:
+    """Return the recipes with a budget for a context of `context` tokens; None changes nothing.
+
+    on_unfit: called with the reason for a recipe that cannot have the budget, which is left out.
+    Without it, this raises `RecipeError`.
+    """
     if share is None:
         return recipes
     changed = []
@@ -84,7 +94,10 @@ def with_budget(recipes: list[Recipe], share: int | float | None, context: int) 
         try:
             changed.append(recipe.with_budget(share, context))
         except RecipeError as error:
-            raise RecipeError(f"--budget {share} with {recipe.name}: {error}") from error
+            why = f"--budget {share} with {recipe.name}: {error}"
+            if on_unfit is None:
+                raise RecipeError(why) from error
+            on_unfit(why)
     return changed
 
 

@@ -206,6 +206,11 @@ def test_a_full_disk_leaves_the_file_before_and_no_other(tmp_path, monkeypatch, 
     assert names(tmp_path) == ["x.kv"]
 
 
+def test_a_folder_that_does_not_exist_is_named_with_a_remedy(tmp_path):
+    with pytest.raises(ValueError, match=r"x\.kv' cannot be written: .*; give a file in a folder"):
+        write(tmp_path / "none" / "x.kv")
+
+
 def test_a_file_larger_than_the_system_allows_leaves_the_file_before(tmp_path):
     pytest.importorskip("resource")
     path = tmp_path / "x.kv"

@@ -325,7 +325,7 @@ def test_a_recipe_that_cannot_have_a_budget_is_left_out_if_nobody_named_it():
     (found,) = with_budget(recipes, 0.25, 512, skipped.append)
     assert found.keep.budget.fraction == 0.25
     assert skipped == [
-        "--budget 0.25 with clusterkv-2bit: a budget of 128 tokens leaves nothing to find beside "
+        "clusterkv-2bit: a budget of 128 tokens leaves nothing to find beside "
         "144 protected tokens; use 145 or more"
     ]
     with pytest.raises(RecipeError, match="clusterkv-2bit"):

@@ -112,7 +112,7 @@ def compare_command(
     task = evaluation.prepare(chosen_model.config, chosen_model.tokenizer, source.content, settings)
     chosen = evaluation.with_full(with_budget(chosen, size, task.context, on_unfit))
     for why in skipped:
-        typer.echo(f"not measured: {why}", err=True)
+        typer.echo(f"not measured with --budget {budget}: {why}", err=True)
     with show_progress() as progress:
         loaded = chosen_model.load(progress)
         environment = evaluation.environment(loaded, chosen_model.name, task, seed, source.name)

@@ -84,20 +84,23 @@ def with_budget(
 ) -> list[Recipe]:
     """Return the recipes with a budget for a context of `context` tokens; None changes nothing.
 
-    on_unfit: called with the reason for a recipe that cannot have the budget, which is left out.
-    Without it, this raises `RecipeError`.
+    on_unfit: called with the name of a recipe that cannot have the budget, and the reason; it is
+    left out. Without it, or if no recipe can have the budget, this raises `RecipeError`.
     """
     if share is None:
         return recipes
-    changed = []
+    changed: list[Recipe] = []
+    errors: dict[str, RecipeError] = {}
     for recipe in recipes:
         try:
             changed.append(recipe.with_budget(share, context))
         except RecipeError as error:
-            why = f"--budget {share} with {recipe.name}: {error}"
-            if on_unfit is None:
-                raise RecipeError(why) from error
-            on_unfit(why)
+            errors[recipe.name] = error
+    none_fits = not any(recipe.budgeted for recipe in changed)
+    for name, reason in errors.items():
+        if on_unfit is None or none_fits:
+            raise RecipeError(f"--budget {share} with {name}: {reason}") from reason
+        on_unfit(f"{name}: {reason}")
     return changed
 
 

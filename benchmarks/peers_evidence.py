@@ -62,7 +62,7 @@ from evidence import DTYPE, Lab
 from evidence_figures import over
 from evidence_tables import peers, published_samples
 from kvloom.recipe import resolve
-from kvloom_lab.eval.decoding import stop_ids
+from kvloom_lab.eval.decoding import before_stop, stop_ids
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Batch, Run, Sample, Source
 from kvloom_lab.eval.summary import summarize
@@ -246,11 +246,12 @@ class Peers:
             (Path(work) / "job.json").write_text(json.dumps(job))
             script = HERE / "peers" / "vllm_answers.py"
             subprocess.run([VLLM_PYTHON, script, work], check=True)
-            found = json.loads((Path(work) / "answers.json").read_text())
+            found = json.loads((Path(work) / "figures.json").read_text())
         stop = stop_ids(self.lab.model)
-        for (ids, sample), answer, nbytes in zip(asked, *found.values(), strict=True):
-            end = next((i for i, token in enumerate(answer) if token in stop), len(answer))
-            text = source.decode(answer[:end])
+        for (ids, sample), answer, nbytes in zip(
+            asked, found["answers"], found["nbytes"], strict=True
+        ):
+            text = source.decode(before_stop(answer, stop))
             yield self.line(sample, name, len(ids), nbytes, TASK.score(text, sample), text)
 
     def line(

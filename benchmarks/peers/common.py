@@ -119,13 +119,13 @@ def write(given: argparse.Namespace, rows: list[dict], versions: dict[str, str])
     print(f"written: {given.json}", file=sys.stderr)
 
 
-def throughput_job() -> dict[str, Any]:
-    """Return what `throughput.py` asks for: a row, bytes, tokens of a request and their ids."""
+def read_job() -> dict[str, Any]:
+    """Return what the script that started this one asks for: a row, a model, ids and others."""
     return json.loads((Path(sys.argv[1]) / "job.json").read_text())
 
 
-def write_throughput(**figures: Any) -> None:
-    """Give `throughput.py` the versions and figures of a run: the fields of `RunFigures`."""
+def write_figures(**figures: Any) -> None:
+    """Give the script that started this one its figures: of `throughput.py`, `RunFigures`."""
     (Path(sys.argv[1]) / "figures.json").write_text(json.dumps(figures))
 
 

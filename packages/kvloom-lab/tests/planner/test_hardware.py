@@ -79,6 +79,7 @@ def test_hardware_from_a_file(tmp_path, llama):
         ("memory_gb = inf\nbandwidth_gb_s = 1\ntflops = 1", "has no number above 0 for memory_gb"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nspeed = 2", "has unknown fields speed"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nkv = [0.5, 0.4, 0.9]", "ascending"),
+        ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nkv = [0.3, 0.6, 1.8]", "1 at most"),
         ("memory_gb = ", "cannot be read"),
     ],
 )

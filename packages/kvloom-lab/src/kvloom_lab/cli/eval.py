@@ -103,16 +103,16 @@ def compare_command(
     settings = evaluation.Settings(context, max_new_tokens, batch, questions, ask, seed)
     size = None if budget is None else parse_budget(budget)
     # A wrong budget is refused before anything is loaded.
-    skipped: list[str] = []
-    on_unfit = skipped.append if recipes is None else None
-    with_budget(chosen, size, context or DEFAULT_CONTEXT, on_unfit)
-    skipped.clear()  # the context may be another
+    with_budget(chosen, size, context or DEFAULT_CONTEXT, None if recipes else lambda _: None)
     check_outputs(json, plot=plot)
     source, chosen_model = ChosenText(files, text), ChosenModel(model, dtype)
     task = evaluation.prepare(chosen_model.config, chosen_model.tokenizer, source.content, settings)
-    chosen = evaluation.with_full(with_budget(chosen, size, task.context, on_unfit))
-    for why in skipped:
+
+    def leave_out(why: str) -> None:
         typer.echo(f"not measured with --budget {budget}: {why}", err=True)
+
+    chosen = with_budget(chosen, size, task.context, None if recipes else leave_out)
+    chosen = evaluation.with_full(chosen)
     with show_progress() as progress:
         loaded = chosen_model.load(progress)
         environment = evaluation.environment(loaded, chosen_model.name, task, seed, source.name)

@@ -90,8 +90,7 @@ def answers(
         logits = yield from read_question(copied, ids)
         rows = yield from greedy(copied, logits, max(tokens[i] for i in numbers), stop)
         for i, row in zip(numbers, rows.tolist(), strict=True):
-            end = next((n for n, token in enumerate(row) if token in stop), len(row))
-            answer_ids[i] = row[: min(end, tokens[i])]
+            answer_ids[i] = before_stop(row, stop)[: tokens[i]]
     return answer_ids
 
 
@@ -102,6 +101,11 @@ def equal_lengths(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
         group = list(same)
         for begin in range(0, len(group), batch):
             yield group[begin : begin + batch]
+
+
+def before_stop(ids: list[int], stop: Sequence[int]) -> list[int]:
+    """Return generated tokens before the first of `stop`."""
+    return ids[: next((n for n, token in enumerate(ids) if token in stop), len(ids))]
 
 
 def stop_ids(model: PreTrainedModel) -> list[int]:

@@ -102,7 +102,7 @@ class Fit:
                 if not q.shape[2]:  # a chunk may be shorter than the distance of two rows
                     continue
                 if step.rope is not None:
-                    q = step.rope.rotate(q, torch.tensor(hi - lo).view(1, 1, 1))
+                    q = step.rope.rotate(q, hi - lo)
                 k, v, stored, values, stay, may_change = (
                     x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free)
                 )

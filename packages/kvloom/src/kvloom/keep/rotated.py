@@ -148,9 +148,7 @@ class Rotated(Scorer):
             visible=None if step.visible is None else seen,
             lse=step.lse if chunk == slice(0, step.k.shape[2]) else None,
         )
-        repeated, count = keys, torch.tensor(hi - lo).view(1, 1, 1)
-        if step.visible is not None:  # without padding
-            count = seen.sum(dim=-1, keepdim=True)
+        repeated, count = keys, hi - lo if step.visible is None else seen.sum(-1, keepdim=True)
         if lo and step.sinks:
             slots, sink_keys = _sinks_of(step, sinks)
             repeated = torch.cat([sink_keys, keys], dim=2)

@@ -31,14 +31,18 @@ class Rope(NamedTuple):
             return _angles_at(self.inv_freq, int(positions), positions.shape)
         return _angles(self.inv_freq, positions)
 
-    def rotate(self, x: Tensor, shift: Tensor) -> Tensor:
-        """Rotate x [B, Hk, N, D] by whole positions `shift` [B or 1, Hk or 1, N], in x's dtype.
+    def rotate(self, x: Tensor, shift: Tensor | int) -> Tensor:
+        """Rotate x [B, Hk, N, D] by whole positions, in x's dtype.
 
-        Angles and products are computed in fp32 (angles in fp64: positions grow large).
+        shift: [B or 1, Hk or 1, N], or one number for all. Angles and products are computed in fp32
+        (angles in fp64: positions grow large).
         """
-        of_host = shift.is_cpu and shift.numel() == 1
-        angles = self.angles(shift if of_host else shift.to(x.device))
-        return self.apply(x, *(angle.to(x.device, non_blocking=True) for angle in angles))
+        if isinstance(shift, int):
+            angles = _angles_at(self.inv_freq, shift, torch.Size((1, 1, 1)))
+            cos, sin = (angle.to(x.device, non_blocking=True) for angle in angles)
+        else:
+            cos, sin = self.angles(shift.to(x.device))
+        return self.apply(x, cos, sin)
 
     def rotate_mean(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated by each of the positions [P], in x's dtype."""

@@ -52,7 +52,7 @@ def test_the_dtype_stays():
 def test_angles_that_are_kept_serve_later_calls_of_any_kind():
     """A first call in inference mode, or while torch makes tensors elsewhere."""
     rope = Rope(1e4 ** -(torch.arange(4).float() / 4))
-    x, shift = torch.randn(1, 1, 3, 8), torch.full((1, 1, 1), 7)
+    x, shift = torch.randn(1, 1, 3, 8), 7
     with torch.inference_mode(), torch.device("meta"):
         first = rope.rotate(x, shift)
     x.requires_grad_()

@@ -7,6 +7,7 @@ can get wrong. Relative error 1e-4 at most against float64, as there.
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,11 +21,13 @@ import steps
 from kv_views import cpu_attend
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
-from kvloom.kernels import dispatch, ops
+from kvloom.kernels import dispatch, ops, simd
 from kvloom.kernels.attend.regions import Region
 from kvloom.kernels.score import cpu
 from kvloom.kernels.score import reference as ref
+from kvloom.kernels.score.arguments import NUMBERS, PAIRS, TILES
 from kvloom.kernels.score.noise import KINDS, Noise
+from kvloom.kernels.simd import has_pairs, has_tiles
 from kvloom.recipe import Protect, Recipe
 from kvloom.recipe.resolve import resolve
 from kvloom.store import Store
@@ -89,6 +92,24 @@ def agrees(q, k, scale=0.3, **options):
 @pytest.mark.parametrize("n", [49, 255, 256, 257, 530])
 def test_ragged_blocks_and_tiles(t, n):
     agrees(*drawn(1, 2, 1, t, n, 20))
+
+
+# A micro-tile of tiles is 32 rows and 32 keys, and takes 32 channels at once.
+@pytest.mark.parametrize("unit", [NUMBERS, PAIRS, TILES])
+@pytest.mark.parametrize(
+    ("t", "n"), [(1, 1), (31, 33), (32, 256), (33, 257), (128, 700), (300, 300)]
+)
+def test_whatever_the_machine_multiplies_at_once(monkeypatch, unit, t, n):
+    monkeypatch.setattr(simd, "has_tiles", lambda: unit == TILES and has_tiles())
+    monkeypatch.setattr(simd, "has_pairs", lambda: unit != NUMBERS and has_pairs())
+    monkeypatch.setattr(cpu, "compiled", cache(cpu.compiled.__wrapped__))
+    for d in (32, 96):
+        q, k = drawn(2, 4, 2, t, n, d, BF16, seed=t)
+        agrees(q, k, 0.3, **masks(2, 2, t, n), tau=1.3)
+        lse = torch.randn(2, 4, t, generator=torch.Generator().manual_seed(1))
+        largest = {"reduce_max": True, "other_lse": lse}
+        want = ref.column_mass(q.float(), k.float(), 0.3, **largest)
+        close(cpu.column_mass(q, k, 0.3, **largest), want.numpy())
 
 
 @given(
@@ -163,8 +184,8 @@ def test_what_fills_registers_without_avx512_too(monkeypatch):
     from kvloom.kernels.score import cpu_microkernel as micro
 
     other = (6, 1) if micro.AT_ONCE[0] == 12 else (12, 2)
-    made = cpu.compiled(False)._replace(
-        panels=mass.panels(other[1]), mass=mass.mass(*other, False), rows=other[0]
+    made = cpu.compiled(NUMBERS)._replace(
+        panels=mass.panels(other[1]), mass=mass.mass(*other, NUMBERS), rows=other[0]
     )
     monkeypatch.setattr(cpu, "compiled", lambda _: made)
     agrees(*drawn(2, 4, 2, 61, 300, 24), **masks(2, 2, 61, 300), tau=1.3)

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvloom.kernels import dispatch, ops
+from kvloom.kernels import dispatch, ops, simd
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import prompt
 
 BF16 = torch.bfloat16
-PROBLEMS = prompt.COVERAGE.problems(*[torch.zeros(1, 1, 1, 32, dtype=BF16)] * 3)
-needs_kernel = pytest.mark.skipif(bool(PROBLEMS), reason="; ".join(PROBLEMS))
+needs_kernel = pytest.mark.skipif(not simd.has_pairs(), reason="no AVX-512 BF16")
 
 
 def drawn(b, hq, hk, t, n, d, seed=0):
@@ -86,12 +85,12 @@ def test_memory_layout_and_threads_change_nothing():
     assert torch.equal(got.lse, want.lse)
 
 
-def test_other_cases_are_left_to_torch(subtests):
+def test_other_cases_are_left_to_the_reference(subtests):
     q, k, v = drawn(1, 2, 1, 20, 20, 32)
     for name, case in {
-        "fp16": (q.half(), k.half(), v.half()),
-        "fp32 with tokens before": (q[:, :, 1:].float(), k.float(), v.float()),
-        "head_dim": (q[..., :24], k[..., :24], v[..., :24]),
+        "dtypes": (q, k.float(), v),
+        "float64": (q.double(), k.double(), v.double()),
+        "widths": (q, k, v[..., :24]),
         "gradient": (q.clone().requires_grad_(), k, v),
     }.items():
         with subtests.test(name), dispatch.use("auto"):
@@ -100,18 +99,37 @@ def test_other_cases_are_left_to_torch(subtests):
             assert bound.why
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 1e-5), (torch.float16, 2**-10), (BF16, 2**-8)]
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("hq", "hk"), [(1, 1), (6, 2)])
-def test_torch_attends_in_fp32_and_returns_the_lse(hq, hk, causal):
-    q, k, v = (x.float() for x in drawn(2, hq, hk, 90, 90 if causal else 150, 32))
-    visible = None
-    if not causal:
-        visible = torch.rand(2, hk, 150, generator=torch.Generator().manual_seed(1)) > 0.3
-        visible[1, 0] = False  # nothing is seen
-    options = {"causal": causal, "visible": visible}
+def test_torch_attends_and_returns_the_lse(subtests, hq, hk, causal, dtype, rounding):
+    g = torch.Generator().manual_seed(1)
+    for t, n, d, heads in (
+        (90, 90, 32, 0), (90, 150, 32, hk), (90, 90, 20, 1), (60, 150, 80, 0), (3, 2000, 64, 1),
+    ):  # fmt: skip
+        q, k, v = (x.to(dtype) for x in drawn(2, hq, hk, t, n, d))
+        visible = None
+        if heads:
+            visible = torch.rand(2, heads, n, generator=g) > 0.3
+            visible[1, 0] = False  # nothing is seen
+            visible[0, :, : n - t + 5] = False  # padding
+        options = {"causal": causal, "visible": visible}
+        with subtests.test(t=t, n=n, d=d, heads=heads):
+            got = prompt.fused(q, k, v, 0.2, **options)
+            want = ref.attend_exact(q.double(), k.double(), v.double(), 0.2, **options)
+            assert got.out.dtype == dtype
+            error = rounding * (2 if causal and t < n else 1)  # each of two parts is rounded
+            torch.testing.assert_close(got.out, want.out.to(dtype), rtol=error, atol=error)
+            torch.testing.assert_close(got.lse, want.lse.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("features", [{"amx-bf16"}, set()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_no_processor_leaves_a_prompt_to_the_reference(monkeypatch, dtype, features):
+    monkeypatch.setattr(simd, "features", lambda: features)
+    monkeypatch.setattr(ops.attend_prompt, "bindings", {})
+    q, k, v = (x.to(dtype) for x in drawn(1, 4, 2, 20, 30, 64))
     with dispatch.use("auto"):
-        assert ops.attend_prompt.choose(q, k, v, 0.2, **options).kernel is prompt.fused
-        got = ops.attend_prompt(q, k, v, 0.2, **options)
-    want = ref.attend_exact(q.double(), k.double(), v.double(), 0.2, **options)
-    torch.testing.assert_close(got.out, want.out.float(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.lse, want.lse.float(), rtol=1e-5, atol=1e-6)
+        assert ops.attend_prompt.choose(q, k, v, 0.2).kernel is prompt.fused

@@ -9,7 +9,9 @@ imports Numba.
 
 from __future__ import annotations
 
+import ctypes
 import operator
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -134,6 +136,22 @@ def muladd_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, where each lane of a and b is two bf16 numbers; both products are added."""
     kind = ir.FunctionType(VF, [VF, VF, VF])
     return builder.call(ir.InlineAsm(kind, "vdpbf16ps $2, $1, $0", "=v,v,v,0"), [a, b, c])
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether the machine multiplies tiles of bf16 numbers (AMX), and Linux lets this process."""
+    if sys.platform != "linux" or not {"amx-tile", "amx-bf16"} <= features():
+        return False
+    request_permission, tile_data = 0x1023, 18
+    return ctypes.CDLL(None).syscall(158, request_permission, tile_data) == 0  # arch_prctl
+
+
+def assembly(builder: Any, text: str, *addresses: Any) -> None:
+    """Emit an instruction on tile registers and on memory; $0, $1: the addresses."""
+    kind = ir.FunctionType(ir.VoidType(), [I64] * len(addresses))
+    constraints = ",".join([*["r"] * len(addresses), "~{memory}"])
+    builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), addresses)
 
 
 def reduce_add(builder: Any, x: Any) -> Any:

@@ -163,7 +163,7 @@ class PagedAttention:
         k, v: what `store` returned. Returns [T, Hq, D].
         """
         queries = q.transpose(0, 1)[None]
-        state = causal(queries, k, v, self.scale)
+        state = attend_tokens(queries, k, v, self.scale, causal=True)
         pages = row.blocks[: row.token_begin // self.page]
         if not len(pages):
             return state.out[0].transpose(0, 1).to(q.dtype)
@@ -182,15 +182,6 @@ class PagedAttention:
         stored = self.pages.gathered(side, pages, torch.arange(first, first + len(pages)))
         x = stored.tensor() if isinstance(stored, PackedView) else stored
         return x.transpose(0, 1).flatten(1, 2)[None, :, 0 if first else self.sinks :]
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttentionState:
-    """Attend q [1, Hq, T, D] to k, v [1, H, N, D], of which the last T are its own tokens."""
-    before = k.shape[2] - q.shape[2]
-    own = attend_tokens(q, k[:, :, before:], v[:, :, before:], scale, causal=True)
-    if not before:
-        return own
-    return merge([attend_tokens(q, k[:, :, :before], v[:, :, :before], scale, causal=False), own])
 
 
 def _merged(states: list[tuple[AttentionState, Tensor]], rows: int) -> Tensor:

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cache.step import Queries
-from ...kernels import PageTable
+from ...kernels import PageTable, ops
 from ...paged import LayerPlan, PackedPages, PagedAttention, PageLayout
-from ...paged.attention import causal
 from ...paged.step import SingleTokenRows
 from .allocator import ALIGNED, PackedAllocator, round_up
 from .prompt_eviction import Heads, PromptChoice, PromptEviction
@@ -222,8 +221,8 @@ class EvictingAllocator(PackedAllocator):
             own_q, own_k, own_v = (x[span].transpose(0, 1)[None] for x in (q, k, v))
             queries = Queries(own_q, scale, norms=None if norms is None else norms[:, span])
             queries, all_k, all_v = choice.joined(place, queries, own_k, own_v)
-            attended = causal(own_q, all_k, all_v, scale).out[0].transpose(0, 1)
-            out[span] = attended.to(out.dtype)
+            state = ops.attend_prompt(own_q, all_k, all_v, scale)
+            out[span] = state.out[0].transpose(0, 1).to(out.dtype)
             for decided, heads in choice.read(place, queries, all_k, all_v):
                 self._store(decided, chunk, heads)
         if self.decoding is not None:

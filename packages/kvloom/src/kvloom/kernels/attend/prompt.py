@@ -18,9 +18,8 @@ from .triton import prompt as triton
 
 
 def _case(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> tuple[Tensor, Hashable]:
-    shapes = q.shape[3], k.shape[3], v.shape[3], reference.unfit_prompt(q, k, v, **options)
     gradient = differentiated(q) or differentiated(k) or differentiated(v)
-    return q, (shapes, q.dtype, k.dtype, v.dtype, gradient, cpu.masked(q, k, **options))
+    return q, (reference.unfit_prompt(q, k, v, **options), q.shape[3], q.dtype, gradient)
 
 
 attend_prompt = Op(
@@ -41,12 +40,6 @@ def attend_tokens(
     causal: bool,
     visible: Tensor | None = None,
 ) -> AttentionState:
-    """Attend q [B, Hq, T, D] to k, v [B, Hk, N, D] on a CPU, in a dtype of torch's attention.
-
-    A kernel of `attend_prompt` runs where one covers the case, else torch's. causal: N = T. Returns
-    out in fp32.
-    """
-    bound = attend_prompt.choose(q, k, v, scale)
-    run = cpu.fused if bound.kernel is None else bound.run
-    out, lse, _ = run(q, k, v, scale, causal=causal, visible=visible)
+    """Attend as `attend_prompt` does, with out in fp32, which `merge` needs."""
+    out, lse, _ = attend_prompt(q, k, v, scale, causal=causal, visible=visible)
     return AttentionState(out.float(), lse)

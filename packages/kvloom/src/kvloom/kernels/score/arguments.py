@@ -8,6 +8,9 @@ from ..arguments import CHANNELS, MATRIX, VECTOR, Arguments, Block
 NO_NOISE, GUMBEL, GAUSSIAN = 0, 1, 2
 """Kinds of noise; constant noise changes no softmax."""
 
+NUMBERS, PAIRS, TILES = 0, 1, 2
+"""What is multiplied at once: fp32 numbers, pairs of bf16 numbers, or tiles of pairs."""
+
 OPTIONS = Block(  # addresses are 0 where an option is not set
     bias=MATRIX,  # fp32 [B, Hq, N]
     visible=MATRIX,  # bool [B, Hk, N], False hides a key

@@ -16,7 +16,19 @@ from torch import Tensor
 from .. import dispatch
 from ..arguments import DTYPE_CODES, address, padded, strides
 from ..limits import DTYPES, Coverage
-from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, NO_NOISE, OPTIONS, PANELS, STEP_MASS
+from .arguments import (
+    GAUSSIAN,
+    GUMBEL,
+    LOWEST,
+    MASS,
+    NO_NOISE,
+    NUMBERS,
+    OPTIONS,
+    PAIRS,
+    PANELS,
+    STEP_MASS,
+    TILES,
+)
 from .noise import Noise
 from .reference import MassOptions, later_problem
 
@@ -55,7 +67,7 @@ COVERAGE = Coverage(
 
 def bind(q: Tensor, k: Tensor, *_: Any, **__: Any) -> Callable[..., Tensor]:
     """Return `column_mass`, once the kernels for such queries and keys are compiled."""
-    compiled(_has_pairs(q) and _has_pairs(k))
+    compiled(_unit(q, k))
     return column_mass
 
 
@@ -66,7 +78,7 @@ def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:
     hk, n = k.shape[1], k.shape[2]
     if not (b and hq and t and n):
         return q.new_zeros(b, hq, n, dtype=torch.float32)
-    kernels = compiled(_has_pairs(q) and _has_pairs(k))
+    kernels = compiled(_unit(q, k))
     if kernels.pairs:
         q, k, d = q.view(torch.float32), k.view(torch.float32), d // 2
     dtype_code, queries, keys = DTYPE_CODES[q.dtype], strides(q, 4), strides(k, 4)
@@ -107,6 +119,13 @@ def _has_pairs(x: Tensor) -> bool:
     steps = x.stride()
     even = not any(size % 2 for size in (x.shape[3], x.storage_offset(), *steps[:3]))
     return x.dtype == torch.bfloat16 and steps[3] == 1 and even
+
+
+def _unit(q: Tensor, k: Tensor) -> int:
+    """Return what of q and k can be multiplied at once, if the machine does."""
+    if not (_has_pairs(q) and _has_pairs(k)):
+        return NUMBERS
+    return PAIRS if q.shape[3] % 32 else TILES
 
 
 def step_mass(products: Tensor, n: int, hk: int, **options: Any) -> Tensor:
@@ -190,22 +209,27 @@ class _Kernels(NamedTuple):
 
 
 @cache
-def compiled(pairs: bool) -> _Kernels:
+def compiled(unit: int) -> _Kernels:
     """Compile the kernels of `column_mass`; they cover every case.
 
-    pairs: multiply pairs of bf16 if possible.
+    unit: what is multiplied at once; less, if the machine cannot.
     """
     with dispatch.loading():
-        from ..simd import has_pairs
+        from ..simd import has_pairs, has_tiles
         from . import cpu_kernel, cpu_microkernel
+    if unit == TILES and not has_tiles():
+        unit = PAIRS
+    if unit == PAIRS and not has_pairs():
+        unit = NUMBERS
     rows, vectors = cpu_microkernel.AT_ONCE
-    pairs = pairs and has_pairs()
+    if unit == TILES:
+        rows, vectors = cpu_microkernel.TILES_AT_ONCE
     return _Kernels(
         cpu_kernel.panels(vectors),
-        cpu_kernel.mass(rows, vectors, pairs),
+        cpu_kernel.mass(rows, vectors, unit),
         cpu_kernel.TILE,
         rows,
-        pairs,
+        unit != NUMBERS,
     )
 
 

@@ -35,8 +35,10 @@ from ..simd import (
     store_one,
     sum_lanes,
 )
-from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS
+from .arguments import GAUSSIAN, GUMBEL, LOWEST, MASS, PANELS, STEP_MASS, TILES
 from .cpu_microkernel import (
+    begin_tiles,
+    end_tiles,
     find_lane,
     gaussian,
     gumbel,
@@ -198,11 +200,10 @@ def panels(vectors: int) -> Any:
 
 
 @cache
-def mass(once: int, vectors: int, pairs: bool) -> Any:
+def mass(once: int, vectors: int, unit: int) -> Any:
     """Compile the kernel that sums attention by key; see `score.cpu.column_mass` for the call.
 
-    once: query rows whose products with 16 * vectors keys are taken at once. pairs: numbers of
-    queries and keys are pairs of bf16 numbers.
+    once: query rows whose products with 16 * vectors keys are taken at once. unit: of `products`.
     """
     panel = 16 * vectors
     layout = MASS.dtype
@@ -215,12 +216,14 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
         scale, softcap = np.float32(a.scale), np.float32(a.softcap)
         inverse_tau, noisy = np.float32(a.inverse_tau), options.noise
         tiles, room = -(-n // TILE), once * a.blocks  # rows of a block
+        row_step, step = (4 * d, 4) if unit == TILES else (4, 4 * once)  # of queries as laid out
         srow, zero16 = 4 * TILE, splat(np.float32(0.0))
         s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # [tiles, room, TILE]
-        qs = s + tiles * room * srow  # queries [blocks, D, once]
+        qs = s + tiles * room * srow  # queries [blocks, D, once], [blocks, once, D] for tiles
         tops = qs + 4 * room * d  # [tiles, room], a row's largest logit in a tile; its factor then
         best = tops + 4 * tiles * room  # [room], largest so far, and sum
         sums = best + 4 * room
+        begin_tiles(unit)
         while True:
             task = count(args)
             if task >= a.batch * heads * r * splits:
@@ -237,9 +240,9 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                 rows = min(room, t - row0)
                 used = -(-rows // once)
                 for i in range(used * once):
-                    target = qs + 4 * (i // once * once * d + i % once)
+                    target = qs + i // once * once * 4 * d + i % once * row_step
                     query = base + (row0 + i) * a.q.row if i < rows else 0
-                    _widen(target, 4 * once, d, query, a.q.channel, a.dtype_code)
+                    _widen(target, step, d, query, a.q.channel, a.dtype_code)
                 for i in range(rows):
                     other, begin_sum = np.float32(-np.inf), np.float32(0.0)
                     if a.other_lse != 0:
@@ -262,7 +265,7 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                             products(
                                 qs + 4 * i * once * d, keys + 4 * (lo + j) * d,
                                 tile_logits + i * once * srow + 4 * j, srow, d, once, vectors,
-                                pairs,
+                                unit,
                             )  # fmt: skip
                     for i in range(rows):
                         end = min(lo + TILE, last_key + i * next_key + 1)
@@ -303,8 +306,9 @@ def mass(once: int, vectors: int, pairs: bool) -> Any:
                         _take_largest(weights_of_tile, srow, rows, factors, target, TILE)
                     else:
                         _add_up(weights_of_tile, srow, rows, factors, target, TILE)
+        end_tiles(unit)
 
-    return Kernel(mass, f"column mass {once}, {vectors}{', pairs' if pairs else ''}")
+    return Kernel(mass, f"column mass {once}, {vectors}{('', ', pairs', ', tiles')[unit]}")
 
 
 @cache

@@ -24,6 +24,7 @@ from ..simd import (
     WIDTH,
     Lanes,
     add_bytes,
+    assembly,
     broadcast,
     call,
     constant,
@@ -35,11 +36,13 @@ from ..simd import (
     read,
     write,
 )
+from .arguments import PAIRS, TILES
 from .noise import M1, M2, TOP, C
 
 # Query rows and vectors of keys whose products fill the registers: with AVX-512, 24 of 32; where a
 # vector takes two registers (AVX2) or four (NEON), 12 of 16 or 24 of 32.
 AT_ONCE = (12, 2) if "avx512f" in features() else (6, 1)
+TILES_AT_ONCE = (32, 2)  # the same for tiles
 
 # log(1 + f) = f - f^2 / 2 + f^3 * polynomial, on sqrt(1/2) <= 1 + f < sqrt(2) (Cephes)
 _LOG = (
@@ -60,15 +63,18 @@ _FAR = (
 
 @intrinsic(prefer_literal=True)
 def products(
-    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any, pairs: Any
+    ctx: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, rows: Any, vectors: Any, unit: Any
 ) -> Any:
     """Write the products of some queries, fp32 [d, rows], and a panel of keys to out.
 
-    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows, vectors and pairs are
-    constants. pairs: a number of q and of k is a pair of bf16 numbers.
+    k: fp32 [d, 16 * vectors]. out: fp32 rows, `stride` bytes apart. rows, vectors and unit are
+    constants. unit: PAIRS: a number of q and of k is a pair of bf16 numbers. TILES: the same, d is
+    a multiple of 16, the queries are [rows, d], and `begin_tiles` has run.
     """
     n_rows, n_vectors = rows.literal_value, vectors.literal_value
-    add_product = muladd_pairs if pairs.literal_value else muladd
+    if unit.literal_value == TILES:
+        return lowered(types.void(*[types.int64] * 5, rows, vectors, unit), _tile_products)
+    add_product = muladd_pairs if unit.literal_value == PAIRS else muladd
 
     def emit(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
@@ -88,7 +94,58 @@ def products(
             target = b.add(out, b.mul(stride, ir.Constant(I64, row)))
             write(b, add_bytes(b, target, 64 * v), total)
 
-    return lowered(types.void(*[types.int64] * 5, rows, vectors, pairs), emit)
+    return lowered(types.void(*[types.int64] * 5, rows, vectors, unit), emit)
+
+
+def _tile_products(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
+    """Emit `products` of 32 queries and 32 keys: tiles 0 to 3 sum those of 4, 5 and 6, 7."""
+    row_step, key_step = b.shl(d, ir.Constant(I64, 2)), ir.Constant(I64, 128)
+
+    def add(i: Any, _: list[Any]) -> list[Any]:
+        queries = b.add(q, b.shl(i, ir.Constant(I64, 6)))
+        keys = b.add(k, b.shl(i, ir.Constant(I64, 11)))
+        below = b.add(queries, b.shl(row_step, ir.Constant(I64, 4)))
+        assembly(b, "tileloadd ($0,$1), %tmm4", queries, row_step)
+        assembly(b, "tileloadd ($0,$1), %tmm6", keys, key_step)
+        assembly(b, "tileloadd ($0,$1), %tmm7", add_bytes(b, keys, 64), key_step)
+        assembly(b, "tileloadd ($0,$1), %tmm5", below, row_step)
+        for i in range(4):
+            assembly(b, f"tdpbf16ps %tmm{6 + i % 2}, %tmm{4 + i // 2}, %tmm{i}")
+        return []
+
+    for i in range(4):
+        assembly(b, f"tilezero %tmm{i}")
+    loop(b, b.lshr(d, ir.Constant(I64, 4)), [], add)
+    below = b.add(out, b.shl(stride, ir.Constant(I64, 4)))
+    for i in range(4):
+        target = add_bytes(b, below if i // 2 else out, 64 * (i % 2))
+        assembly(b, f"tilestored %tmm{i}, ($0,$1)", target, stride)
+
+
+@intrinsic(prefer_literal=True)
+def begin_tiles(ctx: Any, unit: Any) -> Any:
+    """Make all tiles 16 rows of 64 bytes, if the unit, a constant, is TILES."""
+
+    def emit(b: Any, _: Any) -> None:
+        if unit.literal_value == TILES:
+            kind = ir.ArrayType(ir.IntType(8), 64)
+            memory = b.alloca(kind)
+            numbers = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[16] * 8, *[0] * 8]
+            b.store(ir.Constant(kind, numbers), memory)
+            assembly(b, "ldtilecfg ($0)", b.ptrtoint(memory, I64))
+
+    return lowered(types.void(unit), emit)
+
+
+@intrinsic(prefer_literal=True)
+def end_tiles(ctx: Any, unit: Any) -> Any:
+    """Undo `begin_tiles`."""
+
+    def emit(b: Any, _: Any) -> None:
+        if unit.literal_value == TILES:
+            assembly(b, "tilerelease")
+
+    return lowered(types.void(unit), emit)
 
 
 @intrinsic

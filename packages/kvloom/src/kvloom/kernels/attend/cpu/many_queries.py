@@ -1,8 +1,8 @@
 """Attention of many queries to stored tokens on CPU tensors: later turns, and chunks of a prompt.
 
 Decides the parts: packed tokens are unpacked `TILE` at a time, so that the past is never unpacked
-as a whole. A kernel of `attend_prompt` attends to each part where one covers the case, else torch's
-fused attention; both return the log-sum-exp, by which parts are merged.
+as a whole. `attend_prompt` attends to each part; it returns the log-sum-exp, by which parts are
+merged.
 """
 
 from __future__ import annotations

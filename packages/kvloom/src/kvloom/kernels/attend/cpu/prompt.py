@@ -1,8 +1,8 @@
 """`attend_prompt` on CPU tensors: torch's fused attention, and the call of a compiled kernel.
 
-Torch's runs in fp32. The kernel runs in bf16, where torch's takes most of a prompt's time on
-processors with AVX-512 and without AMX. Both return the log-sum-exp. Importing this does not import
-Numba; the first call of the kernel does.
+The kernel runs in bf16 on processors with AVX-512 BF16 and without AMX, where torch's takes most of
+a prompt's time. Both return the log-sum-exp. Importing this does not import Numba; the first choice
+in bf16 does.
 """
 
 from __future__ import annotations
@@ -18,55 +18,25 @@ from torch import Tensor
 from ... import dispatch
 from ...arguments import padded, strides
 from ...limits import Coverage
-from ..reference import AttentionState, unfit_prompt
+from ..reference import AttentionState, merge, unfit_prompt
 from .arguments import PROMPT
 
 _PRODUCTS_PER_THREAD = 1 << 21
 
 
-def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 32 == 0:
-        return None
-    return f"head_dim={q.shape[3]}, {k.shape[3]}, {v.shape[3]} is not one multiple of 32"
-
-
-def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.bfloat16):
-        return None
-    return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}, not all fp32 or bf16"
-
-
-def masked(
-    q: Tensor, k: Tensor, *_: Any, causal: bool = True, visible: Tensor | None = None
-) -> bool:
-    """Return whether causal queries see tokens before them, or padding is hidden from them."""
-    return causal and (q.shape[2] < k.shape[2] or visible is not None)
-
-
-def _masked_fp32(q: Tensor, *args: Any, **options: Any) -> str | None:
-    if q.dtype != torch.float32 or not masked(q, *args, **options):
-        return None
-    return "causal queries in fp32 have tokens before them, or padding"
-
-
-def _other_machine(q: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype != torch.bfloat16:
-        return None
-    with dispatch.loading():
-        from ... import simd
-    if simd.has_pairs() and "amx-bf16" not in simd.features():
-        return None
-    return "the processor has no AVX-512 BF16, or has AMX, where torch is fast"
-
-
 COVERAGE = Coverage(
-    ("`head_dim` a multiple of 32", _unfit_shapes),
-    ("no mask of query heads", unfit_prompt),
-    ("fp32 or bf16", _other_dtypes),
-    ("causal fp32 queries of all tokens, without padding", _masked_fp32),
-    ("in bf16, AVX-512 BF16 without AMX", _other_machine),
+    ("one `head_dim`, in fp32, fp16 or bf16; no mask of query heads", unfit_prompt),
     ("no gradient", dispatch.gradient_problem),
 )
+
+
+def compiles(q: Tensor) -> bool:
+    """Return whether the compiled kernel attends, and not torch."""
+    if q.dtype != torch.bfloat16 or q.shape[3] % 32:
+        return False
+    with dispatch.loading():
+        from ... import simd
+    return simd.has_pairs() and "amx-bf16" not in simd.features()
 
 
 def attend(
@@ -136,9 +106,16 @@ def fused(
     causal: bool = True,
     visible: Tensor | None = None,
 ) -> AttentionState:
-    """Attend as `attend` does, by torch's fused attention; if causal, N = T."""
-    b, hq, t, d = q.shape
-    hk = k.shape[1]
+    """Attend as `attend` does, in any dtype of q, k and v, by torch's fused attention."""
+    (b, hq, t, d), (hk, n) = q.shape, k.shape[1:3]
+    if causal and t < n:  # torch's causal queries begin with the first token
+        states = []
+        for part, own in ((slice(n - t), False), (slice(n - t, n), True)):
+            shown = None if visible is None else visible[..., part]
+            state = fused(q, k[:, :, part], v[:, :, part], scale, causal=own, visible=shown)
+            states.append(AttentionState(state.out.float(), state.lse))
+        state = merge(states)
+        return AttentionState(state.out.to(q.dtype), state.lse)
     mask = sees_none = None
     if visible is not None:
         mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
@@ -159,8 +136,8 @@ def fused(
 
 
 def bind(q: Tensor, *_: Any, **__: Any) -> Callable[..., AttentionState]:
-    """Return what attends to tokens of the queries' dtype, once it is compiled."""
-    if q.dtype == torch.float32:
+    """Return what attends to these queries, compiled."""
+    if not compiles(q):
         return fused
     compiled()
     return attend

@@ -18,6 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
+from ...score.arguments import PAIRS
 from ...score.cpu_microkernel import products
 from ...simd import (
     F32,
@@ -190,7 +191,7 @@ def prompt() -> Any:
                     for i in range(used):
                         products(
                             q + 4 * i * words * ROWS, keys + 4 * (lo + j) * words,
-                            s + 4 * (i * ROWS * TILE + j), 4 * TILE, words, ROWS, 2, True,
+                            s + 4 * (i * ROWS * TILE + j), 4 * TILE, words, ROWS, 2, PAIRS,
                         )  # fmt: skip
                 room = (width + 31) // 32 * 32
                 for i in range(used * ROWS):

@@ -15,27 +15,18 @@ from torch import Tensor
 from ... import dispatch
 from ... import triton_runtime as cuda
 from ...arguments import contiguous_rows
-from ...limits import Coverage, dtype_problem
+from ...limits import Coverage
 from ...score.triton import WIDEST, Changes
 from ..reference import AttentionState, unfit_prompt
 
 
-def _unfit_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if 1 <= q.shape[3] == k.shape[3] == v.shape[3] <= WIDEST:
-        return None
-    return f"head_dim={q.shape[3]}, {k.shape[3]}, {v.shape[3]} is not one of 1 to {WIDEST}"
-
-
-def _other_dtypes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype == k.dtype == v.dtype:
-        return dtype_problem(k.dtype, "queries, keys and values are")
-    return f"queries are {q.dtype}, keys {k.dtype} and values {v.dtype}"
+def _too_wide(q: Tensor, *_: Any, **__: Any) -> str | None:
+    return None if q.shape[3] <= WIDEST else f"head_dim={q.shape[3]} is above {WIDEST}"
 
 
 COVERAGE = Coverage(
-    (f"one `head_dim` of queries, keys and values, up to {WIDEST}", _unfit_shapes),
-    ("no mask of query heads", unfit_prompt),
-    ("queries, keys and values all in fp32, fp16 or bf16", _other_dtypes),
+    ("one `head_dim`, in fp32, fp16 or bf16; no mask of query heads", unfit_prompt),
+    (f"`head_dim` up to {WIDEST}", _too_wide),
     ("no gradient", dispatch.gradient_problem),
 )
 

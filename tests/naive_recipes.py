@@ -164,7 +164,7 @@ def with_neighbors(scores, share):
 
 
 def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
-    """Scores of one head's tokens by its queries, rotated after each chunk; k: [N, D].
+    """Scores of one head's tokens by its queries, rotated after the prompt; k: [N, D].
 
     A row at a time. chunk: the most tokens of one; all are equally long. q: [R, T, D], of the last
     T tokens. inv_freq: of RoPE, which q and k have; None: none. repeated: [R, T, D], what is
@@ -179,7 +179,7 @@ def rotated(q, k, scale, inv_freq, sinks, chunk, repeated=None):
             for j in range(max(lo, before), hi):
                 own, later = head[j - before], again[j - before]
                 if inv_freq is not None:
-                    later = turned(later[None], hi - lo, inv_freq)[0]
+                    later = turned(later[None], len(k) - lo, inv_freq)[0]
                 far = np.exp(k[seen] @ later * scale)
                 near = np.exp(k[max(lo, sinks) : j + 1] @ own * scale)
                 weights = far[len(seen) - (hi - lo) :] / (far.sum() + near.sum())

@@ -55,18 +55,18 @@ class ExamplePass(NamedTuple):
 
     @classmethod
     def of(
-        cls, visible: Tensor, positions: Tensor, count: int, furthest: Tensor, least: int
+        cls, visible: Tensor, positions: Tensor, count: int, third: Tensor, least: int
     ) -> ExamplePass:
         """Return the pass of `count` examples of each row.
 
-        visible: bool [B, N], False for padding. positions: int64 [B, N]. furthest: int64 [B, 1],
+        visible: bool [B, N], False for padding. positions: int64 [B, N]. third: int64 [B, 1],
         the distance of the third reading, which has at least the positions after the second. least:
         the tokens of the shortest row that learns; from shorter ones, the pass reads a part.
         """
         column = torch.arange(_READ * count, device=visible.device)
         tokens = visible.sum(dim=-1, keepdim=True)
         own = (tokens // SHARE).clamp(max=count)  # examples of the row
-        far = torch.maximum(furthest, 2 * own)
+        far = torch.maximum(third, 2 * own)
         distances = torch.cat([torch.zeros_like(own), own, far], dim=-1)
         padding = _READ * (count - own)
         place = (column - padding).clamp(min=0)
@@ -153,9 +153,9 @@ def learn_from(
     limit = _READ * tokens if limit is None else limit
     for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)
-        furthest = visible.new_tensor([[scorer.furthest(n)] for n in row_tokens], dtype=torch.long)
-        furthest = furthest.clamp(max=limit - most)
-        examples = ExamplePass.of(visible, positions, most, furthest, scorer.least_prompt)
+        third = visible.new_tensor([[scorer.least_turn(n)] for n in row_tokens], dtype=torch.long)
+        third = third.clamp(max=limit - most)
+        examples = ExamplePass.of(visible, positions, most, third, scorer.least_prompt)
         _run(model, cache, layer_indices, examples, inputs, padded)
 
 

@@ -49,7 +49,10 @@ def layer_ropes(model: PreTrainedModel) -> tuple[Rope | None, ...]:
 
     Raises `UnsupportedModel` if a layer has one that cannot be undone and redone.
     """
-    return _positions(model).ropes
+    limit = compat.max_positions(model)
+    return tuple(
+        None if rope is None else rope._replace(positions=limit) for rope in _positions(model).ropes
+    )
 
 
 def renumbering(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ..positions.rope import Rope
+
 
 def chunks(tokens: int, most: int) -> Iterator[tuple[int, int]]:
     """Yield (first, end) of each chunk: as few as have `most` tokens at most, equally long.
@@ -18,3 +20,15 @@ def chunks(tokens: int, most: int) -> Iterator[tuple[int, int]]:
 def longest(tokens: int, most: int) -> int:
     """Return the tokens of the longest chunk."""
     return -(-tokens // max(1, -(-tokens // most)))
+
+
+def turn(first: int, end: int, tokens: int, rope: Rope) -> int:
+    """Return by how many positions the queries of a chunk are rotated.
+
+    They get positions after the prompt of `tokens` tokens, as in a repetition; nearer ones, but
+    after the chunk, where the model lacks positions.
+    """
+    after = tokens - first
+    if rope.positions is not None:
+        after = min(after, rope.positions - (end - first))
+    return max(end - first, after)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.attend import reference
 from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
-from .chunks import chunks, longest
+from .chunks import chunks, longest, turn
 from .ridge import solve
 from .scorer import Step
 
@@ -102,7 +102,7 @@ class Fit:
                 if not q.shape[2]:  # a chunk may be shorter than the distance of two rows
                     continue
                 if step.rope is not None:
-                    q = step.rope.rotate(q, hi - lo)
+                    q = step.rope.rotate(q, turn(lo, hi, len(real), step.rope))
                 k, v, stored, values, stay, may_change = (
                     x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free)
                 )

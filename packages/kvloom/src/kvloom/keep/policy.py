@@ -418,7 +418,7 @@ class Keep:
     def within(self, positions: int) -> Keep:
         """Return this for a model with so many positions.
 
-        Rotated queries see keys up to two chunks away, so a chunk has at most half of them.
+        Queries rotate past their chunk at least, so a chunk has at most half of the positions.
         """
         scorer, fit, most = self.scorer, self.fit, max(1, positions // 2)
         if isinstance(scorer, Rotated):

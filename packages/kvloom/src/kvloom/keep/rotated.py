@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
-from .chunks import chunks, longest
+from .chunks import chunks, longest, turn
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
@@ -29,10 +29,10 @@ class Rotated(Scorer):
 
     KVzip (arXiv:2505.23416) lets the model read the prompt again. The queries of a repeated token
     are nearly those of the token itself, at a later position. So this score rotates the queries of
-    a chunk of n tokens n positions further instead. At that position, a query attends to the sinks
-    and to its whole chunk. The softmax denominator also includes the query's logits for tokens of
-    the chunk up to itself at their original distance: they stand for the tokens that a repetition
-    would have read.
+    a chunk to the first positions after the prompt instead; less far, where the model has fewer
+    positions. There, a query attends to the sinks and to its whole chunk. The softmax denominator
+    also includes the query's logits for tokens of the chunk up to itself at their original
+    distance: they stand for the tokens that a repetition would have read.
 
     A weight alone does not say what a token adds to the residual stream. With `contribution`, the
     score is multiplied by the norm of the token's value and divided by the mean norm of the layer's
@@ -70,8 +70,8 @@ class Rotated(Scorer):
         if not 0 <= self.neighbors <= 1:
             raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
 
-    def furthest(self, tokens: int) -> int:
-        """Return how far the queries of a prompt of `tokens` tokens are rotated, at most."""
+    def least_turn(self, tokens: int) -> int:
+        """Return by how many positions queries of a prompt of `tokens` tokens rotate, at least."""
         return longest(tokens, self.chunk)
 
     @property
@@ -148,13 +148,14 @@ class Rotated(Scorer):
             visible=None if step.visible is None else seen,
             lse=step.lse if chunk == slice(0, step.k.shape[2]) else None,
         )
-        repeated, count = keys, hi - lo if step.visible is None else seen.sum(-1, keepdim=True)
+        repeated, n = keys, step.k.shape[2]
         if lo and step.sinks:
             slots, sink_keys = _sinks_of(step, sinks)
             repeated = torch.cat([sink_keys, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
         if step.rope is not None:  # turning keys back turns queries further
-            repeated = step.rope.rotate(repeated, -count)
+            by = turn(lo, hi, n, step.rope) if step.visible is None else seen.sum(-1, keepdim=True)
+            repeated = step.rope.rotate(repeated, -by)
         q, real_queries = step.q if step.repeated is None else step.repeated, step.visible_queries
         again = replace(
             step,

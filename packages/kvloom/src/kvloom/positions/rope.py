@@ -19,11 +19,13 @@ class Rope(NamedTuple):
     """How a model rotates: angle of pair i at position p is p * inv_freq[i].
 
     inv_freq: fp32 [dims / 2]; only the first `dims` of a key's D channels rotate (partial rotary).
-    interleaved: pairs are channels (2i, 2i + 1), else (i, i + dims / 2).
+    interleaved: pairs are channels (2i, 2i + 1), else (i, i + dims / 2). positions: how many the
+    model has; None: unknown.
     """
 
     inv_freq: Tensor
     interleaved: bool = False
+    positions: int | None = None
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine of each pair's angle: fp32 [*positions.shape, dims / 2] each."""

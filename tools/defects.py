@@ -372,10 +372,17 @@ DEFECTS = [
     ),
     _defect(
         "keep", "keep/rotated.py",
-        "repeated = step.rope.rotate(repeated, -count)",
-        "repeated = step.rope.rotate(repeated, count)",
+        "repeated = step.rope.rotate(repeated, -by)",
+        "repeated = step.rope.rotate(repeated, by)",
         "queries are rotated to positions before the prompt",
         "packages/kvloom/tests/models/test_expected.py", "-k", "rotated",
+    ),
+    _defect(
+        "keep", "keep/chunks.py",
+        "after = tokens - first",
+        "after = end - first",
+        "queries of a chunk are rotated past it, not past the prompt",
+        "packages/kvloom/tests/models/test_examples.py", "-k", "predicted",
     ),
     _defect(
         "kernels", "kernels/score/cpu_kernel.py",

@@ -455,7 +455,8 @@ def test_an_adapter_describes_its_model():
             "my-model", type(model), rope=lambda config: rope, head_dim=lambda config: 8,
             windows=lambda config: [None, 24, None],
         )(print)  # fmt: skip
-        assert set(layer_ropes(model)) == {rope}
+        limit = model.config.max_position_embeddings
+        assert set(layer_ropes(model)) == {rope._replace(positions=limit)}
         found = geometry(model)
         assert (found.alibi, found.head_dim, found.layer_indices) == (False, 8, (0, 2))
         (sliding,) = found.sliding

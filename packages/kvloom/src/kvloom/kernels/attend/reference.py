@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..limits import DTYPES
+from ..limits import dtype_problem
 from ..select.reference import gather, gather_packed
 from .regions import KVView, Paged, Region, Slots, Spans
 
@@ -288,14 +288,15 @@ def unfit_prompt(
 
     They do not read masks of query heads, either.
     """
-    tensors = q, k, v
     if not len(q) == len(k) == len(v):
         return f"queries, keys and values have {len(q)}, {len(k)} and {len(v)} rows"
     if not 1 <= q.shape[3] == k.shape[3] == v.shape[3]:
-        widths = ", ".join(str(x.shape[3]) for x in tensors)
+        widths = f"{q.shape[3]}, {k.shape[3]} and {v.shape[3]}"
         return f"queries, keys and values have the widths {widths}"
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES):
-        return f"queries, keys and values are {', '.join(str(x.dtype) for x in tensors)}"
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
+    if problem := dtype_problem(q.dtype, "queries, keys and values are"):
+        return problem
     if visible is None or (len(visible) == len(q) and visible.shape[1] in (1, k.shape[1])):
         return None
     (rows, heads), (b, hk) = visible.shape[:2], k.shape[:2]

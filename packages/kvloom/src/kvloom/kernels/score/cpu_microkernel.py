@@ -72,8 +72,9 @@ def products(
     a multiple of 16, the queries are [rows, d], and `begin_tiles` has run.
     """
     n_rows, n_vectors = rows.literal_value, vectors.literal_value
+    typed = types.void(*[types.int64] * 5, rows, vectors, unit)
     if unit.literal_value == TILES:
-        return lowered(types.void(*[types.int64] * 5, rows, vectors, unit), _tile_products)
+        return lowered(typed, _tile_products)
     add_product = muladd_pairs if unit.literal_value == PAIRS else muladd
 
     def emit(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
@@ -94,7 +95,7 @@ def products(
             target = b.add(out, b.mul(stride, ir.Constant(I64, row)))
             write(b, add_bytes(b, target, 64 * v), total)
 
-    return lowered(types.void(*[types.int64] * 5, rows, vectors, unit), emit)
+    return lowered(typed, emit)
 
 
 def _tile_products(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
@@ -109,17 +110,17 @@ def _tile_products(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: An
         assembly(b, "tileloadd ($0,$1), %tmm6", keys, key_step)
         assembly(b, "tileloadd ($0,$1), %tmm7", add_bytes(b, keys, 64), key_step)
         assembly(b, "tileloadd ($0,$1), %tmm5", below, row_step)
-        for i in range(4):
-            assembly(b, f"tdpbf16ps %tmm{6 + i % 2}, %tmm{4 + i // 2}, %tmm{i}")
+        for tile in range(4):
+            assembly(b, f"tdpbf16ps %tmm{6 + tile % 2}, %tmm{4 + tile // 2}, %tmm{tile}")
         return []
 
-    for i in range(4):
-        assembly(b, f"tilezero %tmm{i}")
+    for tile in range(4):
+        assembly(b, f"tilezero %tmm{tile}")
     loop(b, b.lshr(d, ir.Constant(I64, 4)), [], add)
     below = b.add(out, b.shl(stride, ir.Constant(I64, 4)))
-    for i in range(4):
-        target = add_bytes(b, below if i // 2 else out, 64 * (i % 2))
-        assembly(b, f"tilestored %tmm{i}, ($0,$1)", target, stride)
+    for tile in range(4):
+        target = add_bytes(b, below if tile // 2 else out, 64 * (tile % 2))
+        assembly(b, f"tilestored %tmm{tile}, ($0,$1)", target, stride)
 
 
 @intrinsic(prefer_literal=True)

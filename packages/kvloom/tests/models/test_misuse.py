@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from backends import by_reference
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, NotFinite, RecipeError, UnsupportedModel
 from kvloom.hf.attach import report
 from kvloom.keep import Budget, Keep, Mass
+from kvloom.recipe.parts import LayerOverride
 from kvloom.recipe.resolve import resolve
 from kvloom.recipe.spec import Recipe
+from kvloom.store.formats import Store
 
 pytestmark = by_reference  # none of this depends on kernels
 
@@ -406,6 +409,26 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert "3 of 3 layers" in repr(full)
 
 
+def test_report_counts_a_layer_that_the_recipe_leaves_exact_as_not_compressed(model):
+    recipe = replace(resolve("kivi-4:group=16"), layers=(LayerOverride("0", store=Store()),))
+    assert report(model, recipe).compressed == (1, 2)
+    assert report(model, recipe).skipped == {0: "the recipe leaves it exact"}
+    assert report(model, resolve("full")).compressed == ()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "advised"),
+    [("kivi-4:group=16,residual=16", True), ("kivi-4:group=16", False),
+     ("kivi-4:group=16,residual=16,compress_after=100", False)],
+)  # fmt: skip
+def test_report_advises_packed_windows_only_where_they_fit(recipe, advised):
+    model = zoo.build("gpt-oss", sliding_window=128)
+    (reason,) = report(model, resolve(recipe)).skipped.values()
+    assert ("sliding=packed" in reason) == advised
+    if advised:
+        assert report(model, resolve(f"{recipe},sliding=packed")).skipped == {}
+
+
 @pytest.mark.parametrize(
     ("recipe", "prompts", "small"),
     [("full", False, False), ("kivi:group=16", True, True), ("kivi-4:group=16", True, False),
@@ -415,6 +438,12 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     notes = report(model, resolve(recipe)).notes
     assert any("log-likelihoods from one forward pass" in note for note in notes) == prompts
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
+
+
+@pytest.mark.parametrize(("recipe", "small"), [("balanced:group=16", False), (KIVI, True)])
+def test_report_warns_of_the_bits_that_latents_have(recipe, small):
+    notes = report(zoo.build("deepseek-v3"), resolve(recipe)).notes
+    assert any("2-bit" in note for note in notes) == small
 
 
 @pytest.mark.parametrize(

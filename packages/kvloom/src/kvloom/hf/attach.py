@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import CacheMisuse
+from ..errors import CacheMisuse, RecipeError
 from ..recipe.geometry import Geometry
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
@@ -30,9 +30,10 @@ _SMALL_HEAD = 64
 _FEW = 0.15  # share of a prompt below which evicting costs much quality
 _INDEXED = "its attention reads the tokens that an index of its own selects"
 _POOLED = "it stores a window of tokens, and summaries of those before it"
+_EXACT = "the recipe leaves it exact"
 _POSITION_BIASES = "its attention adds learned position biases; kept as transformers has it"
 _REASONS = {
-    compat.SLIDING: "its sliding window bounds it; sliding=packed in the recipe packs the window",
+    compat.SLIDING: "its sliding window bounds it",
     "LinearAttentionLayer": "it stores a recurrent state, not keys and values",
     "LinearAttentionAndFullAttentionLayer": _POSITION_BIASES,
     "LinearAttentionAndSlidingWindowAttentionLayer": _POSITION_BIASES,
@@ -158,12 +159,14 @@ def detach(model: PreTrainedModel) -> None:
 def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     """Return the report of `recipe` on `model`."""
     geometry = compat.geometry(model)
-    packed = {layer.layer_index for layer in geometry.sliding if recipe.packs_windows}
-    compressed = tuple(sorted({*geometry.layer_indices, *packed}))
+    plain = {i: recipe.for_layer(i, geometry.layer_indices) for i in geometry.layer_indices}
+    if recipe.packs_windows:
+        plain |= {layer.layer_index: recipe.in_windows for layer in geometry.sliding}
+    compressed = tuple(sorted(i for i in plain if not plain[i].exact))
     skipped = {
-        layer_index: _REASONS.get(kind, f"kvloom does not compress a {kind}")
-        for layer_index, kind in enumerate(compat.stock_kinds(model))
-        if layer_index not in compressed
+        i: _EXACT if i in plain else _reason(kind, recipe, geometry)
+        for i, kind in enumerate(compat.stock_kinds(model))
+        if i not in compressed
     }
     states = state_nbytes(model)
     notes = _notes(model, recipe, geometry) if compressed else ()
@@ -182,6 +185,18 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
         unchanged,
         notes,
     )
+
+
+def _reason(kind: str, recipe: Recipe, geometry: Geometry) -> str:
+    """Return why a layer that kvloom does not cache is not compressed, and the remedy if any."""
+    reason = _REASONS.get(kind, f"kvloom does not compress a {kind}")
+    if kind != compat.SLIDING:
+        return reason
+    try:
+        fits = not replace(recipe, sliding="packed").problems(geometry)
+    except RecipeError:
+        fits = False
+    return f"{reason}; sliding=packed in the recipe packs the window" if fits else reason
 
 
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
@@ -208,7 +223,7 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
             f"fraction={_FEW:g} or more"
         )
     bits = min(
-        (fmt.bits for store in recipe.stores for fmt in store.quantized.values()), default=16
+        (fmt.bits for store in adapted.stores for fmt in store.quantized.values()), default=16
     )
     parameters = sum(p.numel() for p in model.parameters())
     if bits <= 2 and (parameters < _SMALL or geometry.head_dim <= _SMALL_HEAD):
@@ -217,7 +232,7 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
             f"({parameters / 1e6:,.0f} M parameters, head_dim {geometry.head_dim}); compare with "
             "kivi-4"
         )
-    ratio = _key_bias(model, recipe)
+    ratio = _key_bias(model, adapted)
     if ratio:
         notes.append(
             f"warning: biases of this model's keys are up to {ratio:,.0f} times as large as a "

@@ -197,9 +197,9 @@ MIDDLE_TASKS = (  # 8 texts; 60 needles
     TaskPlan("perplexity", 2, 128, MIDDLE),
     TaskPlan("niah:multikey", 6, 1, MIDDLE, PROSE),
 )
-LONG_TASKS = (  # 4 texts; 30 needles
-    TaskPlan("perplexity", 1, 128, LONG),
-    TaskPlan("niah:multikey", 3, 1, LONG, PROSE),
+LONG_TASKS = (  # 8 texts; 60 needles
+    TaskPlan("perplexity", 2, 128, LONG),
+    TaskPlan("niah:multikey", 6, 1, LONG, PROSE),
 )
 ODD: dict[str, Shares] = dict.fromkeys(
     ("near-lossless", "small", "small-kvzip.toml", "tiny", "micro"), OWN

@@ -25,7 +25,7 @@ def build_layers(
     layers, budget_groups = [], recipe.budget_groups(layer_indices)
     for place, layer_index in enumerate(layer_indices):
         plain = recipe.for_layer(layer_index, layer_indices)
-        renumbers = plain.keep is not None and plain.keep.positions != "original"
+        renumbers = plain.keep is not None and plain.keep.renumbers
         rope = ropes[place] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(

@@ -39,7 +39,7 @@ def checked_step(state: LayerState, step: StepInputs) -> StepInputs:
     step = without_padding(step, state.seen)
     if alibi is not None:
         keep = state.recipe.keep
-        if keep is not None and keep.positions != "original":
+        if keep is not None and keep.renumbers:
             position = alibi.position - state.dropped  # models that round depend on it
             closed_up = replace(alibi, position=position, closed_up=True)
             step = step._replace(queries=queries._replace(alibi=closed_up))
@@ -145,7 +145,7 @@ def check_crop(state: LayerState, tokens: int) -> None:
             f"since; {remedy}"
         )
     later = len(storage) - storage.kept
-    ragged = evictor is not None and evictor.ragged is not None and evictor.ragged.stored
+    ragged = state.ragged is not None and state.ragged.stored
     if (storage.kept or ragged or state.dropped > 0) and later < tokens:
         raise CacheMisuse(
             f"{state.name}: crop of {tokens} tokens reaches into tokens of which some were "

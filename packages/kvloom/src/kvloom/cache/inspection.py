@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .layer import LayerCache
-from .ragged import RaggedTokens
 from .reading import index_mask
 from .segment import Segment
 from .step import Queries, StepInputs
@@ -82,7 +81,7 @@ def layer_contents(layer: LayerCache) -> LayerContents:
 
 def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
     """Return which tokens of one side are packed; `begin`: the first column of the segment."""
-    tokens, ragged = layer._state.storage, _ragged(layer)
+    tokens, ragged = layer._state.storage, layer._state.ragged
     packed = [index[:, :0]]
     if isinstance(tokens, Segment):
         stored = getattr(tokens, side)
@@ -95,16 +94,10 @@ def _packed(layer: LayerCache, side: str, index: Tensor, begin: int) -> Tensor:
 
 def holds_packed(layer: LayerCache) -> bool:
     """Return whether a layer has packed any token."""
-    storage, ragged = layer._state.storage, _ragged(layer)
+    storage, ragged = layer._state.storage, layer._state.ragged
     if ragged is not None and (ragged.keys.packed_count or ragged.values.packed_count):
         return True
     return isinstance(storage, Segment) and storage.has_packed
-
-
-def _ragged(layer: LayerCache) -> RaggedTokens | None:
-    """Return the tokens for which heads compete; None if they compete for none."""
-    evictor = layer._state.evictor
-    return None if evictor is None else evictor.ragged
 
 
 def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -140,8 +140,7 @@ class LayerCache:
     @property
     def traffic(self) -> Traffic:
         """What steps found on the device; of zeros where the layer has no tier."""
-        retriever = self._state.retriever
-        store = None if retriever is None else retriever.store
+        store = self._state.offload_store
         return Traffic() if store is None else store.traffic
 
     @property
@@ -300,7 +299,7 @@ class LayerCache:
             and not (self.unusable or state.recording or self._verification.running)
             and not (state.window or state.facts.latent or state.retriever or state.uncommitted)
             and (evictor is None or evictor.phase is Phase.DONE)
-            and (keep is None or keep.positions == "original")
+            and (keep is None or not keep.renumbers)
             and (state.sinks is None or state.sinks.full(state.seen))
         )
 
@@ -389,17 +388,14 @@ class LayerCache:
         undo, self.undo = self.undo, None
         undo.restore()
         undo.forget()
-        retriever = self._state.retriever
-        if retriever is not None and retriever.store is not None:
-            retriever.store.forget()  # its copies on the device are changed in place
+        self._state.forget_resident()
 
     def mutable(self) -> Mutable:
         """Return the objects that a step changes; kept in `_mutable` while no part is replaced."""
         state, retriever = self._state, self._state.retriever
         finder = None if retriever is None else retriever.finder
         mutable = Mutable([self._verification, *state.walk()], state.storage, finder)
-        tier = retriever is not None and retriever.store is not None
-        fixed = self.recipe.store.fixed_buffers and not tier
+        fixed = self.recipe.store.fixed_buffers and state.offload_store is None
         self._mutable = mutable if fixed else None
         return mutable
 

@@ -16,6 +16,7 @@ from ..errors import CacheMisuse
 from ..kernels import ops
 from ..kernels.plan import OpPlan
 from ..positions.rope import Rope
+from ..recall import OffloadStore
 from ..recipe.parts import BudgetGroup
 from ..recipe.spec import Recipe
 from ..state import Stateful
@@ -24,6 +25,7 @@ from .block_evictor import BlockEvictor
 from .evictor import AgeEvictor, Evictor
 from .outliers import OutlierTokens
 from .prompt_evictor import PromptEvictor
+from .ragged import RaggedTokens
 from .retriever import Retriever
 from .score_evictor import ScoreEvictor
 from .scoring import RepetitionScores
@@ -135,6 +137,21 @@ class LayerState(Stateful):
         return self.evictor
 
     @property
+    def ragged(self) -> RaggedTokens | None:
+        """The tokens of which heads have different numbers; None where heads have equally many."""
+        return None if self.evictor is None else self.evictor.ragged
+
+    @property
+    def offload_store(self) -> OffloadStore | None:
+        """Where a tier has its tokens; None without a tier, or before the prompt."""
+        return None if self.retriever is None else self.retriever.store
+
+    def forget_resident(self) -> None:
+        """Forget a tier's copies on the device, which an undone step has changed in place."""
+        if self.offload_store is not None:
+            self.offload_store.forget()
+
+    @property
     def repetition(self) -> RepetitionScores | None:
         """The scores of a repetition of the first prompt, which the model must run; None: none."""
         evictor = self.evictor
@@ -151,8 +168,7 @@ class LayerState(Stateful):
     def dropped(self) -> float:
         """Tokens seen that the layer has dropped, of every row and head, or on average."""
         sinks = 0 if self.sinks is None else self.sinks.count
-        ragged = None if self.evictor is None else self.evictor.ragged
-        return self.storage.first - sinks - (0 if ragged is None else ragged.mean)
+        return self.storage.first - sinks - (0 if self.ragged is None else self.ragged.mean)
 
     def hide_sinks(self, visible: Tensor | None) -> Tensor | None:
         """Return a mask [B, 1, tokens] without the sinks that are stored beside the segment."""

@@ -47,9 +47,9 @@ def waiting_regions(state: LayerState, queries: Queries, waiting: WaitingTokens)
 
 def _ragged_regions(state: LayerState, queries: Queries) -> list[Region]:
     """Return the tokens of which heads have different numbers."""
-    if state.evictor is None or state.evictor.ragged is None:
+    if state.ragged is None:
         return []
-    return state.evictor.ragged.regions(state.hide_sinks(queries.visible))
+    return state.ragged.regions(state.hide_sinks(queries.visible))
 
 
 def attention_to_later(state: LayerState, step: StepInputs) -> AttentionState:
@@ -136,7 +136,7 @@ def logical(state: LayerState) -> Tensor:
         return torch.empty(0, 0, 0, dtype=torch.long)
     if isinstance(storage, SlotStorage):
         return storage.logical()
-    ragged = None if state.evictor is None else state.evictor.ragged
+    ragged = state.ragged
     if ragged is not None and not ragged.stored:
         ragged = None
     unknown = storage.kept and storage.logical_index is None

@@ -102,8 +102,7 @@ class Verification:
         steps, before = self.steps, self.before
         assert before is not None
         before.restore()
-        if state.retriever is not None and state.retriever.store is not None:
-            state.retriever.store.forget()  # its copies on the device are changed in place
+        state.forget_resident()
         self.end()
         state.recording = True
         return steps

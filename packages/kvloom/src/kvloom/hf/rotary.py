@@ -66,7 +66,7 @@ def renumbering(
     """
     layer_indices = compat.geometry(model).layer_indices
     keeps = {recipe.for_layer(layer_index, layer_indices).keep for layer_index in layer_indices}
-    if not any(keep is not None and keep.positions != "original" for keep in keeps):
+    if not any(keep is not None and keep.renumbers for keep in keeps):
         return None, False
     positions = _positions(model)
     equal = len(keeps) == 1 and all(k is not None and k.budget.layers == "uniform" for k in keeps)

@@ -129,7 +129,7 @@ class RoutedLayer(CacheLayerMixin):
         if keep is None:
             return
         by_order = keep.scorer.needs_rope and not keep.scorer.rotates_queries
-        if by_order or keep.positions != "original":
+        if by_order or keep.renumbers:
             raise CacheMisuse(
                 f"{self.cache.name}: the recipe derives positions from the order of tokens, and "
                 "those of this image have positions on several axes; use positions=original and "
@@ -153,13 +153,13 @@ class RoutedLayer(CacheLayerMixin):
 
     def attend(self, step: StepInputs) -> Tensor:
         """Attend as `LayerCache.run` does, once after each `update`; masks may be on any device."""
-        is_repeated = self.arrived()
+        by_sharer = self.arrived()
         if step.queries.visible is not None or step.queries.later_seen is not None:
             step = on_one_device(step)
         run: Callable[[StepInputs], Tensor] = self.cache.run
         if self.repeated is not None:
-            run = partial(self.cache.repeat, repeated=None if is_repeated else self.repeated)
-        elif is_repeated:
+            run = partial(self.cache.repeat, repeated=None if by_sharer else self.repeated)
+        elif by_sharer:
             run = self.cache.read
         elif self.shared:
             run = partial(self.cache.run, leave_open=True)

@@ -230,7 +230,7 @@ class _FanOutLayer(RoutedLayer):
             if follower.ended:
                 continue
             keep, alibi = layer.cache.recipe.keep, step.queries.alibi
-            if alibi is not None and keep is not None and keep.positions != "original":
+            if alibi is not None and keep is not None and keep.renumbers:
                 follower.reads_alone = True  # such positions are rounded differently in some models
                 continue
             begin = self.clock()

@@ -243,7 +243,7 @@ class Keep:
                 f"fit needs the queries of a whole prompt, and score {self.scorer.kind!r} also "
                 "scores steps; use the score rotated or reconstruction"
             )
-        if self.fit is not None and self.positions != "original":
+        if self.fit is not None and self.renumbers:
             raise RecipeError('fit attends to tokens where they are; use positions="original"')
         if (self.limit is not None) != (self.when == "limit"):
             raise RecipeError(
@@ -325,7 +325,7 @@ class Keep:
                 f"{heads} divides a budget over heads by the scores of the prompt, once; use it "
                 'with a score and when="prompt" or "block"'
             )
-        if self.positions != "original":
+        if self.renumbers:
             raise RecipeError(
                 f"{heads} leaves heads with different numbers of tokens, and positions="
                 f'{self.positions!r} needs equal numbers; use "original"'
@@ -391,6 +391,11 @@ class Keep:
     def scores_once(self) -> bool:
         """Whether each token is scored once: with the prompt, or with its block."""
         return self.when in ("prompt", "block")
+
+    @property
+    def renumbers(self) -> bool:
+        """Whether tokens that stay get consecutive positions."""
+        return self.positions != "original"
 
     @property
     def needs_rope(self) -> bool:

@@ -116,7 +116,7 @@ def _eviction_problems(recipe: Recipe) -> list[str]:
             recipe.repeats_prompt
         ),
         "tokens keep their positions; use positions=original": any(
-            keep.positions != "original" for keep in keeps
+            keep.renumbers for keep in keeps
         ),
         "a head's page has tokens of any positions; use pre_rope=false": any(
             fmt.pre_rope for fmt in formats

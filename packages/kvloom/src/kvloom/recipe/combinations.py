@@ -125,7 +125,7 @@ def _check_recall(recipe: AnyRecipe, recall: Recall) -> None:
             'drops tokens of the index: use a keep by score with when="prompt", or leave one '
             "of the two out"
         )
-    if keep is not None and keep.positions != "original":
+    if keep is not None and keep.renumbers:
         raise RecipeError(
             f"recall reads tokens at their own positions, not positions={keep.positions!r}; "
             'use "original"'

@@ -13,6 +13,9 @@ evidence_<run>.samples.jsonl.gz.
     python benchmarks/evidence.py --runs smollm2-2k-mixed --tasks perplexity,multiturn
     python benchmarks/evidence.py --quick    # are the published figures found again?
 
+The runs smollm2-2k and reference-2k have `kitty`: first `pip install --no-deps
+./examples/kvloom-formats`.
+
 --quick measures the first samples of `QUICK` again. It fails if one of them has a new problem, or a
 mean lies outside the 95% interval over the same published samples. With the same processor,
 versions, number of threads and recipes, every answer and score of one commit is equal; another

@@ -248,8 +248,8 @@ DEFECTS = [
     ),
     _defect(
         "cache", "cache/latents.py",
-        "cuts = [0, *range(UNPACK, n - region.step_tokens, UNPACK), n]",
-        "cuts = [0, *range(UNPACK, n, UNPACK), n]",
+        "cuts = [0, *range(UNPACK_TOKENS, n - region.step_tokens, UNPACK_TOKENS), n]",
+        "cuts = [0, *range(UNPACK_TOKENS, n, UNPACK_TOKENS), n]",
         "some tokens of a long chunk over latents are cut from those that they see causally",
         "packages/kvloom/tests/models/test_latents.py",
     ),

@@ -94,12 +94,12 @@ class Stateful:
                 yield x
 
 
-class Mutable:
-    """The objects that a step of a layer changes, while it has these `tokens` and this `finder`."""
+class StepParts:
+    """The objects that a step of a layer changes, while it has this `storage` and this `finder`."""
 
-    def __init__(self, parts: Iterable[Any], tokens: Any, finder: Any) -> None:
+    def __init__(self, parts: Iterable[Any], storage: Any, finder: Any) -> None:
         self.parts = list(parts)
-        self.tokens, self.finder = tokens, finder
+        self.storage, self.finder = storage, finder
         self.attributes = [vars(part) for part in self.parts]  # by reference
 
     def __reduce__(self) -> Any:
@@ -115,9 +115,9 @@ class Undo:
     in its allocation, which this object refers to as well, so its old storage is freed at once.
     """
 
-    def __init__(self, mutable: Mutable) -> None:
-        self.parts, self.attributes = mutable.parts, mutable.attributes
-        self.before = list(map(dict.copy, mutable.attributes))
+    def __init__(self, step_parts: StepParts) -> None:
+        self.parts, self.attributes = step_parts.parts, step_parts.attributes
+        self.before = list(map(dict.copy, step_parts.attributes))
 
     def __deepcopy__(self, memo: dict) -> None:
         """Return None: a copy of a cache has no step to undo."""

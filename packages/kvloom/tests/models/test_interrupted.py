@@ -220,7 +220,7 @@ def test_nothing_is_kept_for_undoing_after_a_step(llama):
     _, cache = filled(llama, KIVI)
     for layer in probe.layers(cache):
         assert layer.undo is None
-        assert all(getattr(part, "before", None) is None for part in layer.mutable().parts)
+        assert all(getattr(part, "before", None) is None for part in layer.step_parts().parts)
 
 
 def test_caches_of_one_model_step_in_two_threads_at_once(llama):

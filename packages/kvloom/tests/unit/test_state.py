@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from kvloom.state import Mutable, Stateful, Undo
+from kvloom.state import Stateful, StepParts, Undo
 
 
 class Leaf(Stateful):
@@ -67,7 +67,7 @@ def test_a_saved_state_is_loaded(tree):
 
 def test_a_step_is_undone_in_every_part_that_changes(tree):
     assert tree.walk() == [tree, tree.branch.leaf, *tree.leaves]
-    undo = Undo(Mutable(tree.walk(), None, None))
+    undo = Undo(StepParts(tree.walk(), None, None))
     tree.leaves[1].n, tree.branch.leaf.x, tree.leaves = 7, None, []
     undo.restore()
     assert [leaf.n for leaf in tree.leaves] == [3, 0]

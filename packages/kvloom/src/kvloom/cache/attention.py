@@ -129,7 +129,7 @@ def _by_format(
         if state is not None:
             yield state
             continue
-        at_once = reference.UNPACK if lo < max(keys.prefix, values.prefix) else hi
+        at_once = reference.UNPACK_TOKENS if lo < max(keys.prefix, values.prefix) else hi
         for begin in range(lo, hi, at_once):
             part = region.unpacked(begin, min(hi, begin + at_once))
             yield ops.attend(q, [part], scale, softcap=softcap)

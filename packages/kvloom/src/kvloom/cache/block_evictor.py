@@ -260,7 +260,7 @@ class BlockEvictor(ScoreEvictor):
     # --- eviction ---------------------------------------------------------------------------------
 
     def evict(
-        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+        self, storage: Storage, decision: Decision, trace: Trace | None, recording: bool
     ) -> Storage:
         """Store the tokens of the block that stay, drop the block, and pack what is due."""
         assert isinstance(storage, Segment)

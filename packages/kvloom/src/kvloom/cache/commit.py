@@ -139,7 +139,7 @@ def _evict_or_wait(state: LayerState, decision: Decision) -> None:
     if not evictor.waits_for_layers:
         evict(state, decision)
         return
-    evictor.wait(Phase.DECIDING, decision.queries, decision.scores)
+    evictor.vote(decision)
     layers = state.joint_layers or [state]
     if state is layers[-1]:
         decisions = decide([layer.score_evictor for layer in layers])

@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..kernels.attend.reference import UNPACK
+from ..kernels.attend.reference import UNPACK_TOKENS
 from ..kernels.attend.regions import KVView, Region, Slots
 from ..kernels.select.reference import gather
 
@@ -66,9 +66,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _whole_key_regions(region: Region) -> Iterator[Region]:
-    """Yield exact regions of `UNPACK` tokens with joined keys; the last has the step's own."""
+    """Yield exact regions of `UNPACK_TOKENS` tokens, keys joined; the last has the step's own."""
     n = region.keys.tokens
-    cuts = [0, *range(UNPACK, n - region.step_tokens, UNPACK), n]
+    cuts = [0, *range(UNPACK_TOKENS, n - region.step_tokens, UNPACK_TOKENS), n]
     for lo, hi in pairwise(cuts):
         part = region.unpacked(lo, hi)
         keys = whole_keys(part.keys.exact, part.values.exact)

@@ -19,7 +19,7 @@ from ..positions.rope import Rope
 from ..recall import Traffic
 from ..recipe.parts import BudgetGroup
 from ..recipe.spec import Recipe
-from ..state import Mutable, Undo
+from ..state import StepParts, Undo
 from ..store import LayerFacts
 from . import checks, commit, cycle, reading
 from .evictor import Phase
@@ -65,13 +65,13 @@ class LayerCache:
         self.unusable = ""  # why no step can follow
         self.undo: Undo | None = None  # of the running step
         self._open_step: cycle.OpenStep | None = None  # waits for `finish`
-        self._mutable: Mutable | None = None  # while no part is replaced
+        self._step_parts: StepParts | None = None  # while no part is replaced
 
     def reset(self) -> None:
         """Remove all tokens."""
         self._state.reset()
         self._verification = Verification()
-        self.unusable, self.undo, self._mutable, self._open_step = "", None, None, None
+        self.unusable, self.undo, self._step_parts, self._open_step = "", None, None, None
 
     @property
     def recipe(self) -> Recipe:
@@ -260,7 +260,7 @@ class LayerCache:
                         "packs, evicts or recalls reads a draft token by token; use no draft, or "
                         "recipe full"
                     )
-                return self._verification.attend(self._state, step, self.mutable)
+                return self._verification.attend(self._state, step, self.step_parts)
             if self._verification.steps:
                 self._verification.end()
             if not leave_open:
@@ -376,8 +376,8 @@ class LayerCache:
         if self.undo is not None:
             self.undo.forget()
             self.undo = None
-        if self._mutable is not None and self._mutable.tokens is not self._state.storage:
-            self._mutable = None  # the tokens have moved, and it refers to where they were
+        if self._step_parts is not None and self._step_parts.storage is not self._state.storage:
+            self._step_parts = None  # the tokens have moved, and it refers to where they were
 
     def roll_back(self) -> None:
         """Undo the last step. Does nothing after `forget_undo`."""
@@ -390,14 +390,14 @@ class LayerCache:
         undo.forget()
         self._state.forget_resident()
 
-    def mutable(self) -> Mutable:
-        """Return the objects that a step changes; kept in `_mutable` while no part is replaced."""
+    def step_parts(self) -> StepParts:
+        """Return the objects that a step changes; kept while no part is replaced."""
         state, retriever = self._state, self._state.retriever
         finder = None if retriever is None else retriever.finder
-        mutable = Mutable([self._verification, *state.walk()], state.storage, finder)
+        parts = StepParts([self._verification, *state.walk()], state.storage, finder)
         fixed = self.recipe.store.fixed_buffers and state.offload_store is None
-        self._mutable = mutable if fixed else None
-        return mutable
+        self._step_parts = parts if fixed else None
+        return parts
 
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""
@@ -408,10 +408,10 @@ class LayerCache:
             state.retriever.side_stream.wait()
             finder = state.retriever.finder
         self.undo = None  # it would keep the tensors of the step before
-        mutable = self._mutable
-        if mutable is None or mutable.tokens is not state.storage or mutable.finder is not finder:
-            mutable = self.mutable()
-        self.undo = Undo(mutable)
+        parts = self._step_parts
+        if parts is None or parts.storage is not state.storage or parts.finder is not finder:
+            parts = self.step_parts()
+        self.undo = Undo(parts)
 
     def _fail(self, error: BaseException) -> None:
         """Undo the running step; a tier that has lost tokens makes the cache unusable."""
@@ -469,7 +469,7 @@ class LayerCache:
         state.traits = ()
         state.map(fn)
         for step in draft:
-            self._verification.attend(state, step.map(fn), self.mutable)
+            self._verification.attend(state, step.map(fn), self.step_parts)
 
     def state(self) -> dict[str, Any]:
         """Return the state between two steps, to save it: see `LayerState.state`."""

@@ -50,7 +50,7 @@ class PromptEvictor(ScoreEvictor):
         return Decision(queries, self.repetition.pop(len(storage)))
 
     def evict(
-        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+        self, storage: Storage, decision: Decision, trace: Trace | None, recording: bool
     ) -> Storage:
         """Store the tokens that stay, packed where they are due, and evict no more."""
         assert isinstance(storage, Segment)

@@ -107,11 +107,11 @@ class ScoreEvictor(Evictor):
         raise NotImplementedError
 
     def evict(
-        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+        self, storage: Storage, decision: Decision, trace: Trace | None, recording: bool
     ) -> Storage:
         """Evict down to the budget, and pack what is due.
 
-        drafting: a crop may follow. Returns where tokens are stored from now on.
+        recording: a crop may follow. Returns where tokens are stored from now on.
         """
         raise NotImplementedError
 
@@ -189,6 +189,10 @@ class ScoreEvictor(Evictor):
         """Begin to wait for a repetition, or with `scores` for other layers."""
         self.phase, self.pending_queries, self.pending_scores = phase, queries, scores
 
+    def vote(self, decision: Decision) -> None:
+        """Wait with these scores for the other layers that decide together."""
+        self.wait(Phase.DECIDING, decision.queries, decision.scores)
+
     def end_wait(self) -> Queries:
         """Wait no longer; return the queries that waited."""
         queries = self.pending_queries
@@ -215,7 +219,7 @@ class ScoreEvictor(Evictor):
         if fit is None:
             waits = self.waits_for_layers or self.repetition is not None
             return queries.without_queries() if waits else queries
-        return queries.rows(fit)
+        return queries.for_fit(fit)
 
     def as_repeated(self, queries: Queries, k: Tensor) -> Queries:
         """Return a prompt's queries with `repeated` ones; k: its keys [B, Hk, N, D]."""

@@ -76,10 +76,10 @@ class Queries(NamedTuple):
         """Whether a query sees tokens after its own."""
         return self.later_seen is not None and bool(self.later_seen.any())
 
-    def rows(self, fit: Fit) -> Queries:
-        """Return the queries to which values are fitted: see `Fit.rows`."""
+    def for_fit(self, fit: Fit) -> Queries:
+        """Return the queries to which values are fitted: see `Fit.sampled`."""
         q = self.q if self.repeated is None else self.repeated
-        q = fit.rows(q, self.visible_queries)
+        q = fit.sampled(q, self.visible_queries)
         return self._replace(q=q, products=None, lse=None, repeated=None)
 
     def slice(self, begin: int, end: int) -> Queries:

@@ -55,7 +55,7 @@ class StepEvictor(ScoreEvictor):
         return Decision(self.needed(queries), self.score_all(storage, queries, k, v), new=new)
 
     def evict(
-        self, storage: Storage, decision: Decision, trace: Trace | None, drafting: bool
+        self, storage: Storage, decision: Decision, trace: Trace | None, recording: bool
     ) -> Storage:
         """Add a step's scores, and evict from a segment, or free the slot of one token."""
         if isinstance(storage, SlotStorage):
@@ -84,14 +84,14 @@ class StepEvictor(ScoreEvictor):
             storage.extend(k, v, 0, visible, prompt=True)
         elif slots is not None:
             storage.replace(k, v)
-        return self._next_storage(storage, visible, drafting)
+        return self._next_storage(storage, visible, recording)
 
-    def _next_storage(self, segment: Segment, visible: Tensor | None, drafting: bool) -> Storage:
+    def _next_storage(self, segment: Segment, visible: Tensor | None, recording: bool) -> Storage:
         """Return where tokens are stored: in slots once the budget is full, all sinks included.
 
-        visible: bool [B, 1, seen tokens], False for padding. drafting: a crop may follow.
+        visible: bool [B, 1, seen tokens], False for padding. recording: a crop may follow.
         """
-        if self.keep.limit is not None or drafting or len(segment) != self.budget_tokens:
+        if self.keep.limit is not None or recording or len(segment) != self.budget_tokens:
             return segment
         if self.sinks and visible is not None and bool((visible.sum(dim=-1) < self.sinks).any()):
             return segment

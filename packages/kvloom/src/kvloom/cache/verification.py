@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheMisuse
-from ..state import Mutable, Undo
+from ..state import StepParts, Undo
 from .cycle import run_step
 from .layer_state import LayerState
 from .step import StepInputs
@@ -68,10 +68,12 @@ class Verification:
             return False
         return not (state.recipe.store.exact and evictor is None and state.retriever is None)
 
-    def attend(self, state: LayerState, step: StepInputs, mutable: Callable[[], Mutable]) -> Tensor:
+    def attend(
+        self, state: LayerState, step: StepInputs, step_parts: Callable[[], StepParts]
+    ) -> Tensor:
         """Attend at once to the tokens that are accepted, then token by token; [B, Hq, T, D].
 
-        mutable: returns the objects that a step changes.
+        step_parts: returns the objects that a step changes.
         """
         accepted = min(step.tokens, max(0, self.accepted_tokens - state.seen))
         outs = []
@@ -87,7 +89,7 @@ class Verification:
                     "read token by token; give the image in a call without a draft"
                 )
             if self.before is None:
-                self.before = Undo(mutable())
+                self.before = Undo(step_parts())
             self.steps = (*self.steps, draft)
             outs += _attend_each(state, draft.one_by_one())
         state.recording = True

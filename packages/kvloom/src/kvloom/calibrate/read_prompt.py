@@ -74,7 +74,7 @@ class ReadPrompt:
         self.repeated: dict[Any, dict[int, Tensor | None]] = {}
         """The scores of repetitions of this prompt, by the rule of the scores and by layer."""
         cache = Cache(model, Recipe())
-        self.layer_indices, self.fingerprint = cache.geometry.layer_indices, cache.fingerprint
+        self.layer_indices, self.config_key = cache.geometry.layer_indices, cache.config_key
         self.layers = cache.layers  # after the prompt
         routed = zip(self.layer_indices, cache.full_layers, strict=True)
         self.readers = {layer_index: _Reader(layer.cache, queries) for layer_index, layer in routed}
@@ -189,7 +189,7 @@ class ReadPrompt:
                 shared = _Shared(reader.cache, base.tokens[layer_index])
                 stored = with_compressed(stored, shared)
             layers.append(stored)
-        return _Batch(layers, self.fingerprint)
+        return _Batch(layers, self.config_key)
 
 
 def can_repeat(model: PreTrainedModel, tokens: int, recipe: Recipe) -> bool:

@@ -61,20 +61,19 @@ class Cache(RoutedCache):
         facts = load_layer_facts(model, adapted)
         ropes, learned = rotary.renumbering(model, adapted)
         self_check.admit(model, type(self), check)
-        stock = compat.new_stock_layers(model)
-        layer_indices = [i for i, (kind, _) in enumerate(stock) if kind == compat.FULL]
+        layer_indices = self.geometry.layer_indices
         built = build_layers(adapted, layer_indices, facts, ropes)
         divided = shard.running()
         heads = self.geometry.kv_heads if divided else None
         shared = compat.shared_layers(model)
-        layers = [layer for _, layer in stock]
+        layers = [layer for _, layer in compat.new_stock_layers(model)]
         for i, compressed in zip(layer_indices, built, strict=True):
             layers[i] = with_compressed(layers[i], RoutedLayer(compressed, heads, i in shared))
         for layer in self.geometry.sliding if self.recipe.packs_windows else ():
             i, heads = layer.layer_index, layer.geometry.kv_heads if divided else None
             window = LayerCache(self.recipe.in_windows, f"layer {i}", window=layer.window)
             layers[i] = with_compressed(layers[i], RoutedLayer(window, heads))
-        super().__init__(layers, compat.fingerprint(model))
+        super().__init__(layers, compat.config_key(model))
         self.learned_positions = learned
         route(model)
         companion.expect(WeakMethod(self.rehearsals))

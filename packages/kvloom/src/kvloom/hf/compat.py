@@ -243,7 +243,7 @@ def has_tensors(x: Any) -> bool:
     return isinstance(x, torch.Tensor) or (isinstance(x, list | tuple) and any(map(has_tensors, x)))
 
 
-def fingerprint(model: PreTrainedModel) -> tuple:
+def config_key(model: PreTrainedModel) -> tuple:
     """Return what identifies a model's config: a cache is refused by a model with another."""
     config = decoder_config(model)
     names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")

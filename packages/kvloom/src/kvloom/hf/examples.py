@@ -153,7 +153,7 @@ def learn_from(
     limit = _READ * tokens if limit is None else limit
     for scorer, layer_indices in _learning(cache, tokens).items():
         most = min(scorer.examples, scorer.chunk, limit // _READ)
-        third = visible.new_tensor([[scorer.least_turn(n)] for n in row_tokens], dtype=torch.long)
+        third = visible.new_tensor([[scorer.least_shift(n)] for n in row_tokens], dtype=torch.long)
         third = third.clamp(max=limit - most)
         examples = ExamplePass.of(visible, positions, most, third, scorer.least_prompt)
         _run(model, cache, layer_indices, examples, inputs, padded)
@@ -194,7 +194,7 @@ def _run(
             layer.predictor = layer.cache.fit_predictor(examples.examples(inputs))
 
     stock_layers = [layer for _, layer in compat.new_stock_layers(model)]
-    recorder = RoutedCache(stock_layers, cache.fingerprint)
+    recorder = RoutedCache(stock_layers, cache.config_key)
     record_layers(recorder, cache, note)
     with recorder.guard.step():
         decoder(past_key_values=recorder, use_cache=True, **arguments)

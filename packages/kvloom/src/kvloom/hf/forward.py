@@ -80,6 +80,13 @@ class RoutedForward:
         steps = None if graphs is None else graphs.begin(self, cache, kwargs)
         if steps is not None:
             return steps.run(kwargs)
+        return self._step(cache, kwargs, positions)
+
+    def _step(self, cache: RoutedCache, kwargs: dict[str, Any], positions: Any) -> Any:
+        """Run the call as a step of the cache, with the passes that its recipe adds.
+
+        positions: the position ids as the caller gave them.
+        """
         repeated = repetition.of_prompt(self.model, cache, kwargs)
         # with no layer of kvloom, the model's own attention runs as it is
         kernels = use_kvloom(self.model._kvloom.configs if cache.compressed else ())

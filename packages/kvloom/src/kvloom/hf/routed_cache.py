@@ -77,10 +77,10 @@ class RoutedCache(transformers.Cache):
     may_record = False
     """Whether `kvloom.cuda_graphs` may record steps; not of a class that joins caches."""
 
-    def __init__(self, layers: list[Any], fingerprint: tuple) -> None:
+    def __init__(self, layers: list[Any], config_key: tuple) -> None:
         self.guard = Guard()
         super().__init__(layers=layers)
-        self.fingerprint = fingerprint  # of the model's config
+        self.config_key = config_key  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
         self.token_hash = TokenHash.empty()
 
@@ -316,10 +316,10 @@ class RoutedCache(transformers.Cache):
         """Raise `CacheMisuse` for a model with another config than that of this cache."""
         if self.owner.get() is model:
             return  # reading a config takes longer than the attention of a short context
-        other = compat.fingerprint(model)
-        if other != self.fingerprint:
+        other = compat.config_key(model)
+        if other != self.config_key:
             raise CacheMisuse(
-                f"this cache was made for another model ({self.fingerprint[0]}); make a new one "
+                f"this cache was made for another model ({self.config_key[0]}); make a new one "
                 f"for {other[0]}"
             )
 

@@ -238,11 +238,14 @@ class RoutedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens."""
         self.cache.reset()
-        self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
+        self._clear_step()
 
     def roll_back(self) -> None:
         """Undo the running step."""
         self.cache.roll_back()
+        self._clear_step()
+
+    def _clear_step(self) -> None:
         self.awaits_attention, self.latents, self.norms, self.predictor = False, None, None, None
 
     @outside_inference_mode

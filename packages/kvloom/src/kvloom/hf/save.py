@@ -52,7 +52,7 @@ _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOf
 def save(
     cache: RoutedCache,
     path: Path,
-    refusal: type[Exception] = SavedCacheError,
+    error_type: type[Exception] = SavedCacheError,
     prompt: tuple[str, Tensor] | None = None,
     publish: Callable[[str], None] | None = None,
 ) -> None:
@@ -63,7 +63,7 @@ def save(
     _check_committed(cache)
     tensors: dict[str, Tensor] = {}
     layers = [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)]
-    write({**origin(cache), "layers": layers}, tensors, path, refusal, prompt, publish)
+    write({**origin(cache), "layers": layers}, tensors, path, error_type, prompt, publish)
 
 
 def origin(cache: RoutedCache) -> dict[str, Any]:
@@ -87,14 +87,14 @@ def write(
     about: dict[str, Any],
     tensors: dict[str, Tensor],
     path: Path,
-    refusal: type[Exception],
+    error_type: type[Exception],
     prompt: tuple[str, Tensor] | None = None,
     publish: Callable[[str], None] | None = None,
 ) -> None:
     """Write a file with these metadata and tensors; the rest as for `save`."""
     if prompt is not None:
         about, tensors = {**about, "prompt": prompt[0]}, {**tensors, _IDS: prompt[1]}
-    files.write(path, tensors, {_KEY: json.dumps(about)}, refusal, publish=publish)
+    files.write(path, tensors, {_KEY: json.dumps(about)}, error_type, publish=publish)
 
 
 def load(
@@ -265,10 +265,10 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 def calibration(cache: RoutedCache) -> str | None:
     """Return the SHA-256 of the layers' calibrated numbers; None without calibration."""
     facts = [layer.cache.facts for layer in cache.full_layers]
-    return encodings_sum([(layer.keys, layer.values) for layer in facts])
+    return encodings_checksum([(layer.keys, layer.values) for layer in facts])
 
 
-def encodings_sum(layers: Sequence[tuple[LayerEncoding | None, ...]]) -> str | None:
+def encodings_checksum(layers: Sequence[tuple[LayerEncoding | None, ...]]) -> str | None:
     """Return the SHA-256 of the calibrated numbers of keys and values of layers, or None."""
     tables = {
         f"{i}.{side}.{name}": x

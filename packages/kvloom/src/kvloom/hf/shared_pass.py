@@ -168,7 +168,7 @@ def _read_prompt(
     inputs: dict[str, Any],
 ) -> tuple[Tensor, float]:
     """Run one forward pass that fills all caches, then the repetitions; as `prefill_many`."""
-    fan_out = RoutedCache(list(leader.layers), leader.fingerprint)
+    fan_out = RoutedCache(list(leader.layers), leader.config_key)
     for i, layer_index in enumerate(leader.geometry.layer_indices):
         parts = [(follower, follower.cache.full_layers[i]) for follower in followers]
         fan_out.replace(layer_index, _FanOutLayer(leader.full_layers[i], parts, clock))
@@ -317,7 +317,7 @@ class BatchedCaches(RoutedCache):
             BatchedLayer([cache.layers[i] for cache in caches], self.slices)
             for i in range(len(caches[0].layers))
         ]
-        super().__init__(layers, caches[0].fingerprint)
+        super().__init__(layers, caches[0].config_key)
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 
 from ..errors import RecipeError
 
-POLICIES = {
-    "uniform": "every layer the same",
-    "pyramid": "MiniKV: from 2x - x/7 at the bottom layer to x/7 at the top one, linearly",
-    "pyramidkv": "PyramidKV: from 2x - x/20 at the bottom layer to x/20 at the top one, linearly; "
-    "uniform where the prompt is shorter than 2x",
-    "joint": "the heads of all layers compete for one budget, with head_share=",
-    "variance": "in proportion to the variance of a layer's attention mass",
-    "inverse-variance": "in inverse proportion to that variance",
-}
+POLICIES = (
+    "uniform",
+    "pyramid",  # MiniKV: from 2x - x/7 at the bottom layer to x/7 at the top one, linearly
+    "pyramidkv",  # PyramidKV: from 2x - x/20 to x/20; uniform for a prompt shorter than 2x
+    "joint",  # the heads of all layers compete for one budget, with head_share=
+    "variance",  # in proportion to the variance of a layer's attention mass
+    "inverse-variance",
+)
 BY_VARIANCE = ("variance", "inverse-variance")
 DEPTH = {"pyramid": 7, "pyramidkv": 20}
 

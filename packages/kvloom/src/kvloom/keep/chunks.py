@@ -22,7 +22,7 @@ def longest(tokens: int, most: int) -> int:
     return -(-tokens // max(1, -(-tokens // most)))
 
 
-def turn(first: int, end: int, tokens: int, rope: Rope) -> int:
+def query_shift(first: int, end: int, tokens: int, rope: Rope) -> int:
     """Return by how many positions the queries of a chunk are rotated.
 
     They get positions after the prompt of `tokens` tokens, as in a repetition; nearer ones, but

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..kernels.attend import reference
 from ..kernels.select.reference import gather
 from ..registry.fields import check_whole
-from .chunks import chunks, longest, turn
+from .chunks import chunks, longest, query_shift
 from .ridge import solve
 from .scorer import Step
 
@@ -55,7 +55,7 @@ class Fit:
         check_whole("queries", self.queries, 1)
         check_whole("values", self.values, 1)
 
-    def rows(self, q: Tensor, visible: Tensor | None) -> Tensor:
+    def sampled(self, q: Tensor, visible: Tensor | None) -> Tensor:
         """Return the queries of the regression [B, Hq, M, D], of a prompt's queries q.
 
         They are at equal distances among the tokens that are not padding. visible: bool [B, 1, N].
@@ -85,7 +85,7 @@ class Fit:
     ) -> Tensor:
         """Return values [B, Hk, N, D]: fitted ones of the tokens that stay, the others unchanged.
 
-        step: its queries are those of `rows`. kept: bool [B, Hk, N], the tokens that stay. keys:
+        step: its queries are those of `sampled`. kept: bool [B, Hk, N], the tokens that stay. keys:
         [B, Hk, N, D], theirs as they are stored. free: bool [B, Hk, N], the tokens whose values may
         change (None: all that stay). without_query: the first tokens, which had no query.
         """
@@ -102,7 +102,7 @@ class Fit:
                 if not q.shape[2]:  # a chunk may be shorter than the distance of two rows
                     continue
                 if step.rope is not None:
-                    q = step.rope.rotate(q, turn(lo, hi, len(real), step.rope))
+                    q = step.rope.rotate(q, query_shift(lo, hi, len(real), step.rope))
                 k, v, stored, values, stay, may_change = (
                     x[rows][:, :, slots] for x in (step.k, step.v, keys, fitted, kept, free)
                 )

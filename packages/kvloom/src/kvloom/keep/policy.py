@@ -19,18 +19,10 @@ from .rotated import Rotated
 from .scorer import Scorer
 from .scorers import SCORERS, Mass, Recent, Rule
 
-WHEN = {
-    "step": "after the prompt and at every step",
-    "prompt": "once, after the first prompt",
-    "limit": "down to the budget whenever a layer has more than `limit` tokens",
-    "block": "after the first prompt, and from each block of `block` tokens but the next, once",
-}
+WHEN = ("step", "prompt", "limit", "block")
 REDUCTIONS = ("sum", "mean", "max")
 FLOOR_TOKENS = 128  # the fewest tokens that a fraction of a prompt keeps
-POSITIONS = {
-    "original": "a token keeps its position in the sequence",
-    "renumbered": "the tokens that stay are numbered as if the others had never been there",
-}
+POSITIONS = ("original", "renumbered")
 
 
 @dataclass(frozen=True)
@@ -417,7 +409,7 @@ class Keep:
     def without_rotation(self) -> Keep:
         """This without rotated queries: see `Scorer.without_rotation`. No values are fitted."""
         scorer = self.scorer.without_rotation
-        keep = self.after_prompt if scorer.repeats else self
+        keep = self.prompt_only if scorer.repeats else self
         return replace(keep, scorer=scorer, fit=None) if self.rotates_queries else self
 
     def within(self, positions: int) -> Keep:
@@ -433,8 +425,8 @@ class Keep:
         return replace(self, scorer=scorer, fit=fit)
 
     @property
-    def after_prompt(self) -> Keep:
-        """This, with later blocks complete."""
+    def prompt_only(self) -> Keep:
+        """This, evicting from the first prompt alone: later tokens stay."""
         return self if self.block is None else replace(self, when="prompt", block=None)
 
     @property

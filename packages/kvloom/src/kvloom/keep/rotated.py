@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import RecipeError
 from ..kernels.attend.reference import softcapped
 from ..registry.fields import check_fields, check_whole
-from .chunks import chunks, longest, turn
+from .chunks import chunks, longest, query_shift
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
@@ -70,7 +70,7 @@ class Rotated(Scorer):
         if not 0 <= self.neighbors <= 1:
             raise RecipeError(f"neighbors={self.neighbors} must be a number from 0 to 1; use 0.1")
 
-    def least_turn(self, tokens: int) -> int:
+    def least_shift(self, tokens: int) -> int:
         """Return by how many positions queries of a prompt of `tokens` tokens rotate, at least."""
         return longest(tokens, self.chunk)
 
@@ -154,7 +154,9 @@ class Rotated(Scorer):
             repeated = torch.cat([sink_keys, keys], dim=2)
             seen = torch.cat([sinks.gather(-1, slots) & (slots < lo), seen], dim=-1)
         if step.rope is not None:  # turning keys back turns queries further
-            by = turn(lo, hi, n, step.rope) if step.visible is None else seen.sum(-1, keepdim=True)
+            by: Tensor | int = query_shift(lo, hi, n, step.rope)
+            if step.visible is not None:
+                by = seen.sum(-1, keepdim=True)
             repeated = step.rope.rotate(repeated, -by)
         q, real_queries = step.q if step.repeated is None else step.repeated, step.visible_queries
         again = replace(

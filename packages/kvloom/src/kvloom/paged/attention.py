@@ -16,7 +16,7 @@ from ..store import PackedView
 from .page import PackedPages
 from .step import PagedRow, PagedStep, SingleTokenRows
 
-UNPACKED = 1024
+UNPACK_TOKENS = 1024
 """Tokens of the past that a prompt's chunk unpacks at a time."""
 
 
@@ -170,7 +170,7 @@ class PagedAttention:
         states = [state]
         if self.sinks:
             states.append(self._sinks(queries, pages[:1]))
-        at_once = max(1, UNPACKED // self.page)
+        at_once = max(1, UNPACK_TOKENS // self.page)
         for i in range(0, len(pages), at_once):
             these = pages[i : i + at_once]
             k, v = (self._unpacked(side, these, i) for side in (0, 1))

@@ -19,12 +19,7 @@ from ..registry.fields import check_choice, check_fields, check_whole
 from ..state import Stateful
 from .tiers import Tier
 
-HEAD_CHOICES = {
-    "mean": "the query heads of a group choose by the mean of their scores",
-    "max": "by the largest of their scores",
-    "turns": "they take turns, and each takes the best of its own scores",
-    "each": "every query head chooses alone, as the papers' code does",
-}
+HEAD_CHOICES = ("mean", "max", "turns", "each")
 
 
 @dataclass(frozen=True)
@@ -139,8 +134,9 @@ class Recall:
         index: `Clusters`, `Pages`, `PartialKeys`, `TopK` or a registered one.
         tokens: Read by a step, protected ones included; generated tokens that are not in the index
             yet are read in addition.
-        query_heads: How those of a key/value head choose: by the "mean" or "max" of their scores,
-            in "turns", or "each" alone.
+        query_heads: How those of a key/value head choose: by the "mean" or "max" of their scores;
+            in "turns", so that each takes the best of its own scores; or "each" alone, as the
+            papers' code does.
         full_layers: How many first layers read everything.
         tier: Where the indexed tokens are stored; None: on the device.
 

@@ -22,10 +22,7 @@ from ..errors import RecipeError, TierError
 from ..registry.fields import check_fields, check_whole
 from ..state import Stateful
 
-TIERS = {
-    "host": "in host memory",
-    "file": "in a memory-mapped file",
-}
+TIERS = ("host", "file")
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Tier:
     """A tier for offloaded tokens.
 
     Attributes:
-        kind: "host" for host memory, or "file".
+        kind: "host" for host memory, or "file" for a memory-mapped file.
         folder: For the file; None: the system's for temporary files.
         steps: The tokens that this many last steps read stay on the device.
     """

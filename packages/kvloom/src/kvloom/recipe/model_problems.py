@@ -10,7 +10,7 @@ from .geometry import Geometry
 from .layers import listed
 from .parts import AnyRecipe
 
-EXPIRED = 32
+WINDOW_DROP = 32
 """Tokens, at least, that a packed window drops at a time."""
 
 
@@ -53,7 +53,7 @@ def _sliding_problems(recipe: AnyRecipe, geometry: Geometry) -> list[str]:
     )
     for layer in geometry.sliding:
         problems = _plain_problems(recipe.in_windows, layer.geometry, 1)
-        if layer.window < exact + EXPIRED:
+        if layer.window < exact + WINDOW_DROP:
             problems.append(
                 f"its window of {layer.window} tokens is too short for the {exact} that may be "
                 "exact"

@@ -17,15 +17,12 @@ from typing import Any, get_type_hints
 
 from ..errors import RecipeError
 from ..registry.fields import alternatives, check_finite
-from .named import PARTS, RECIPES, Build
+from .named import GENERAL_OPTIONS, PARTS, RECIPES, Build
 from .parts import LayerOverride
 from .spec import Recipe
 from .text import is_file
 
 __all__ = ["RECIPES", "options", "part_options", "resolve", "summary"]
-
-_GENERAL = {"compress_after": int, "sliding": str}
-"""Options that every recipe has: fields of `Recipe`, and their types."""
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _OVERRIDE = re.compile(r"@(?=[^@=,:/\\]*=)")  # not the "@" of a path
@@ -115,7 +112,7 @@ def _parse_recipe(text: str) -> Recipe:
         raise RecipeError(
             f"recipe {name!r}: {' and '.join(sizes)} is no budget; give a number above 0"
         )
-    general = {key: values.pop(key) for key in _GENERAL if key in values}
+    general = {key: values.pop(key) for key in GENERAL_OPTIONS if key in values}
     return replace(RECIPES[name](**values), **general)
 
 
@@ -176,7 +173,7 @@ def _defaults(part: type) -> dict[str, Any]:
 
 def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
     """Return the value of an option, read as its annotation says."""
-    hints = hints | _GENERAL
+    hints = hints | GENERAL_OPTIONS
     if key not in hints:
         raise RecipeError(
             f"recipe {name!r} has no option {key!r}{_nearest(key, hints)}; it has "

@@ -23,7 +23,7 @@ from . import text
 from .combinations import check_parts
 from .geometry import Geometry, SlidingLayer
 from .layers import select
-from .model_problems import EXPIRED, model_problems
+from .model_problems import WINDOW_DROP, model_problems
 from .parts import BudgetGroup, LayerOverride, Protect, Tuned
 from .predict import predicted_layer_nbytes, predicted_token_nbytes
 
@@ -228,7 +228,7 @@ class Recipe:
         These are whole blocks that no later query sees. prompt: blocks before which a prompt need
         not be packed: where packing begins changes no block.
         """
-        unit = self.store.block_tokens * -(-EXPIRED // self.store.block_tokens)
+        unit = self.store.block_tokens * -(-WINDOW_DROP // self.store.block_tokens)
         if prompt:
             unit = math.lcm(unit, *(fmt.packed_at_once for fmt in self.store.formats.values()))
         return max(0, tokens - (window - 1)) // unit * unit
@@ -373,7 +373,7 @@ def _of_latents(parts: dict[str, Any]) -> dict[str, Any]:
     if keep is not None and keep.budget.head_share is not None:
         layers = "uniform" if keep.budget.layers == "joint" else keep.budget.layers
         budget = replace(keep.budget, head_share=None, layers=layers)
-        changed["keep"] = replace(keep.after_prompt, budget=budget)
+        changed["keep"] = replace(keep.prompt_only, budget=budget)
     return changed
 
 

@@ -44,7 +44,7 @@ def test_tokens_that_recall_chooses(heads):
 @pytest.mark.parametrize("step_tokens", [5, 16, 40])
 def test_long_chunks_are_unpacked_in_parts(step_tokens, monkeypatch):
     """The step's own tokens stay in one part, in which each sees the ones before it."""
-    monkeypatch.setattr(latents, "UNPACK", 16)
+    monkeypatch.setattr(latents, "UNPACK_TOKENS", 16)
     q, k, v = draw(B, HQ, step_tokens, P + R), draw(B, 1, 45, P), draw(B, 1, 45, R)
     agree(attended(q, [Region.exact(k, v, step_tokens=step_tokens)]), q, k, v, causal=True)
 

@@ -61,7 +61,7 @@ def test_long_packed_stretches_are_cut_without_a_seam(keys, values, stretch, mon
     body, _, _ = segment(keys, values, 101)
     q, visible = torch.randn(2, 4, 3, 32), torch.rand(2, 1, 101) > 0.3
     whole = (tokens(body.keys), tokens(body.values))
-    monkeypatch.setattr(ref, "UNPACK", stretch)
+    monkeypatch.setattr(ref, "UNPACK_TOKENS", stretch)
     cut, unpacked = PackedView.cut, []
     monkeypatch.setattr(PackedView, "cut", lambda *x: unpacked.append(x[2] - x[1]) or cut(*x))
     got = ref.attend_regions(q, [body.region(visible, step_tokens=0)], 0.2)

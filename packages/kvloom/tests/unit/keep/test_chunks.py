@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.keep.chunks import chunks, longest, turn
+from kvloom.keep.chunks import chunks, longest, query_shift
 from kvloom.positions.rope import Rope
 
 
@@ -28,7 +28,7 @@ def test_a_prompt_little_longer_than_a_chunk_is_halved():
 def test_queries_follow_the_prompt_if_the_model_has_the_positions(tokens, most, positions):
     rope = Rope(torch.ones(1), positions=positions)
     for first, end in chunks(tokens, min(most, (positions or 1 << 20) // 2)):
-        by = turn(first, end, tokens, rope)
+        by = query_shift(first, end, tokens, rope)
         assert end - first <= by <= tokens - first
         furthest = end - first + by  # from the last query to the first key, and one
         if positions is None or tokens + end - first <= positions:

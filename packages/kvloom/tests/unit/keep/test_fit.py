@@ -18,7 +18,7 @@ R = HQ // HK
 
 
 def fitted(fit: Fit, one, kept, keys):
-    one.q = fit.rows(one.q, one.visible)
+    one.q = fit.sampled(one.q, one.visible)
     return fit(one, kept, keys)
 
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...cache.checks import check_range
-from ...cache.evictor import Phase
 from ...cache.joint import decide
 from ...cache.prompt_evictor import PromptEvictor
 from ...cache.score_evictor import Decision
@@ -115,7 +114,7 @@ class PromptChoice:
         self.waiting: dict[int, KV] = {}
         self.ids: list[Tensor] = []
         self.predictors: dict[int, QueryPredictor] = {}
-        self.rows: dict[int, Queries] = {}  # those that fit values
+        self.fit_queries: dict[int, Queries] = {}  # those that fit values
 
     def joined(
         self, place: int, queries: Queries, k: Tensor, v: Tensor
@@ -154,14 +153,14 @@ class PromptChoice:
             queries = evictor.as_repeated(queries, k)
         fit = self.eviction.fit(place)
         if fit is not None:
-            self.rows[place] = queries.rows(fit)
+            self.fit_queries[place] = queries.for_fit(fit)
         evictor.set_budget(k.shape[2])
         decision = evictor.score(Segment(), queries, (k, v))
         assert decision is not None
         if not evictor.waits_for_layers:
             yield place, self._evict(place, decision)
             return
-        evictor.wait(Phase.DECIDING, decision.queries, decision.scores)
+        evictor.vote(decision)
         self.waiting[place] = k, v
         layers = self.eviction.joint[place]
         if place == layers[-1]:
@@ -183,7 +182,7 @@ class PromptChoice:
             slots = [torch.cat(pair) for pair in zip(slots, contested, strict=True)]
         if (fit := self.eviction.fit(place)) is not None:
             index = torch.arange(k.shape[2])
-            step = self.rows.pop(place), k, v, None, index.expand(1, 1, -1), len(index), None
+            step = self.fit_queries.pop(place), k, v, None, index.expand(1, 1, -1), len(index), None
             v = fit(evictor.scorer.step(*step), *self._stored(place, k, slots))
         return [(k[0, head, kept], v[0, head, kept]) for head, kept in enumerate(slots)]
 

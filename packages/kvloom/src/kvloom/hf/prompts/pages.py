@@ -73,7 +73,7 @@ class StoredPages:
         JSON has them, or their text.
         """
         model = {"model": (config["architectures"] or [config["model_type"]])[0], "engine": engine}
-        about = save.described(recipe, model, save.encodings_sum(encodings))
+        about = save.described(recipe, model, save.encodings_checksum(encodings))
         fields = {
             "format": identity.version(),
             "tenant": store.tenant.encode(),

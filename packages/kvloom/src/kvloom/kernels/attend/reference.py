@@ -25,7 +25,7 @@ from .regions import KVView, Paged, Region, Slots, Spans
 # Logits of one block of query rows hold at most this many numbers (64 MiB in fp32).
 _BLOCK_NUMEL = 1 << 24
 _MASK_NUMEL = 1 << 26  # bytes of a mask of queries and keys
-UNPACK = 8192
+UNPACK_TOKENS = 8192
 """Tokens that are unpacked at once."""
 
 
@@ -57,9 +57,9 @@ def attend_regions(
 ) -> AttentionState:
     """Attend q [B, Hq, T, D] to the tokens of all regions.
 
-    softcap: as for `attend`. sink_logits: as for `with_sinks`. products: a kernel that reads one
-    region without an addressing may also return scale * q @ k, fp32 [B, Hq, T, N padded to whole
-    vectors of 16], for `score.reference.step_mass`; the reference returns None for it.
+    softcap: as for `attend_exact`. sink_logits: as for `with_sinks`. products: a kernel that reads
+    one region without an addressing may also return scale * q @ k, fp32 [B, Hq, T, N padded to
+    whole vectors of 16], for `score.reference.step_mass`; the reference returns None for it.
     """
     state = merge([_region(q, region, scale, softcap) for region in regions])
     return state if sink_logits is None else with_sinks(state, sink_logits)
@@ -71,7 +71,7 @@ def _region(q: Tensor, region: Region, scale: float, softcap: float | None) -> A
         return _slots(q, region, where, scale, attend)
     if isinstance(where, Paged):
         return _pages(q, region.keys, region.values, where, scale, attend)
-    return attend_region(q, region, scale, attend, UNPACK)
+    return attend_region(q, region, scale, attend, UNPACK_TOKENS)
 
 
 def attend_region(
@@ -147,7 +147,7 @@ def _slots(
         k, v = (_gathered(view, where) for view in (region.keys, region.values))
         states.append(attend(q, k, v, scale, visible=seen, bias=bias))
     rest = region._replace(visible=seen_rest, bias=bias_rest, step_tokens=0)
-    states.append(_dense(q, rest, where.begin, rest.keys.tokens, scale, attend, UNPACK))
+    states.append(_dense(q, rest, where.begin, rest.keys.tokens, scale, attend, UNPACK_TOKENS))
     return merge(states)
 
 
@@ -274,7 +274,7 @@ def attend_prompt(
     causal: bool = True,
     visible: Tensor | None = None,
 ) -> AttentionState:
-    """Attend to exact tokens: `attend` of many queries, such as a prompt's.
+    """Attend to exact tokens: `attend_exact` of many queries, such as a prompt's.
 
     visible: bool [B, 1 or Hk, N]. A kernel returns out in q's dtype.
     """
@@ -367,7 +367,7 @@ def sdpa(
     bias: Tensor | None = None,
     sink_logits: Tensor | None = None,
 ) -> Tensor:
-    """Attend as `attend` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
+    """Attend as `attend_exact` does, by torch's fused kernel and without the lse: [B, Hq, T, D].
 
     A query that would see no key sees itself (rows of padding must not be NaN).
     A bias needs T = 1: for more queries the kernel would want it as a matrix [Hq, T, N].

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..arguments import DTYPE_CODES, address, padded, strides
-from ..limits import DTYPES, Coverage
+from ..limits import Coverage
 from .arguments import (
     GAUSSIAN,
     GUMBEL,
@@ -30,7 +30,7 @@ from .arguments import (
     TILES,
 )
 from .noise import Noise
-from .reference import MassOptions, later_problem
+from .reference import MassOptions, dtypes_problem, later_problem, noise_problem
 
 _NOISE = {"constant": NO_NOISE, "gumbel": GUMBEL, "gaussian": GAUSSIAN}
 _PRODUCTS_PER_THREAD = 1 << 21
@@ -44,21 +44,13 @@ def _unfit_shapes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     return None
 
 
-def _unequal_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype in DTYPES and q.dtype == k.dtype:
-        return None
-    return f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16"
-
-
 def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
-    if noise is None or noise.kind in _NOISE:
-        return None
-    return f"noise {noise.kind!r} is none of {', '.join(_NOISE)}"
+    return noise_problem(_NOISE, noise)
 
 
 COVERAGE = Coverage(
     ("any `head_dim`", _unfit_shapes),
-    ("queries and keys both in fp32, fp16 or bf16", _unequal_dtypes),
+    ("queries and keys both in fp32, fp16 or bf16", dtypes_problem),
     (f"noise: {', '.join(_NOISE)}", _other_noise),
     ("no gradient", dispatch.gradient_problem),
     ("causal queries", later_problem),

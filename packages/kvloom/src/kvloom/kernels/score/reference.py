@@ -8,12 +8,14 @@ Works through blocks of query rows, so memory grows with N, not with T times N.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..attend.reference import softcapped
+from ..limits import DTYPES
 from .noise import Noise
 
 # Logits of one block of query rows hold about this many numbers (16 MiB in fp32) or one row.
@@ -24,9 +26,9 @@ class MassOptions(NamedTuple):
     """What changes logits and rows before they are summed.
 
     visible: bool [B, 1 or Hk, N], False hides a key. visible_queries: bool [B, 1, T], False leaves
-    a query row out (padding). softcap and bias as in `attend`. noise is added to the logits, and
-    tau divides them. reduce_max: take the largest weight of any row, not the sum. later_seen: int64
-    [B, T], how many keys after its own a query sees, too. other_lse: fp32 [B, Hq, T], the
+    a query row out (padding). softcap and bias as in `attend_exact`. noise is added to the logits,
+    and tau divides them. reduce_max: take the largest weight of any row, not the sum. later_seen:
+    int64 [B, T], how many keys after its own a query sees, too. other_lse: fp32 [B, Hq, T], the
     log-sum-exp of the logits of keys that are not in k; if set, attention is not causal.
     """
 
@@ -44,6 +46,20 @@ class MassOptions(NamedTuple):
 def later_problem(*_: Any, later_seen: Tensor | None = None, **__: Any) -> str | None:
     """Return why no kernel sums the attention of queries to later tokens."""
     return None if later_seen is None else "queries see later tokens, as in an image"
+
+
+def dtypes_problem(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
+    """Return why kernels do not read queries and keys of these dtypes; None if they do."""
+    if q.dtype in DTYPES and q.dtype == k.dtype:
+        return None
+    return f"queries are {q.dtype} and keys {k.dtype}, not both fp32, fp16 or bf16"
+
+
+def noise_problem(kinds: Iterable[str], noise: Noise | None) -> str | None:
+    """Return why kernels with these kinds of noise do not add this one; None if they do."""
+    if noise is None or noise.kind in kinds:
+        return None
+    return f"noise {noise.kind!r} is none of {', '.join(kinds)}"
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

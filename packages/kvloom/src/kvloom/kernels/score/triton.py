@@ -14,9 +14,9 @@ from torch import Tensor
 from .. import dispatch
 from .. import triton_runtime as cuda
 from ..arguments import contiguous_rows
-from ..limits import MAX_STEP, Coverage, dtype_problem
+from ..limits import MAX_STEP, Coverage
 from .noise import Noise
-from .reference import MassOptions, later_problem
+from .reference import MassOptions, dtypes_problem, later_problem, noise_problem
 
 _KINDS = ("gumbel", "constant")
 WIDEST = 256  # head dimension
@@ -27,16 +27,8 @@ def _wide_head(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
     return None if 1 <= d <= WIDEST else f"head_dim={d} is not between 1 and {WIDEST}"
 
 
-def _unread_dtypes(q: Tensor, k: Tensor, *_: Any, **__: Any) -> str | None:
-    if q.dtype != k.dtype:
-        return f"queries are {q.dtype}, keys {k.dtype}"
-    return dtype_problem(k.dtype, "queries and keys are")
-
-
 def _other_noise(*_: Any, noise: Noise | None = None, **__: Any) -> str | None:
-    if noise is None or noise.kind in _KINDS:
-        return None
-    return f"{noise.kind} noise is none of {', '.join(_KINDS)}"
+    return noise_problem(_KINDS, noise)
 
 
 class Changes(NamedTuple):
@@ -52,7 +44,7 @@ class Changes(NamedTuple):
 
 COVERAGE = Coverage(
     (f"`head_dim` up to {WIDEST}", _wide_head),
-    ("queries and keys both in fp32, fp16 or bf16", _unread_dtypes),
+    ("queries and keys both in fp32, fp16 or bf16", dtypes_problem),
     (f"noise: {', '.join(_KINDS)}", _other_noise),
     ("causal queries", later_problem),
     ("no gradient", dispatch.gradient_problem),

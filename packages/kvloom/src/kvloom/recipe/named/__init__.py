@@ -13,7 +13,7 @@ from ...registry import Registry
 from ...registry.fields import alternatives
 from ..spec import Recipe
 from . import eviction, general, prompt_eviction, quantization, recall, recommended
-from .general import PARTS
+from .general import GENERAL_OPTIONS, PARTS
 
 __all__ = ["PARTS", "RECIPES", "Build", "register_recipe"]
 
@@ -99,7 +99,7 @@ def _check(name: str, build: Any) -> None:
     for option, parameter in inspect.signature(build).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
-        if option in ("compress_after", "sliding"):
+        if option in GENERAL_OPTIONS:
             raise RecipeError(
                 f"recipe {name!r} cannot have an option {option!r}, which every recipe has "
                 "already; rename it"

@@ -21,6 +21,9 @@ from ..spec import Recipe
 PARTS: dict[str, Registry] = {registry.what: registry for registry in (SCORERS, INDEXES, FORMATS)}
 """The options that choose a part whose own options a recipe passes on."""
 
+GENERAL_OPTIONS = {"compress_after": int, "sliding": str}
+"""The options that every recipe has: fields of `Recipe`, and their types."""
+
 
 def full() -> Recipe:
     """Every token stays, exact; in fp32, the tokens of plain transformers."""

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 import zoo
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import kvloom
 import probe
@@ -182,6 +183,102 @@ def test_a_plain_turn_after_an_assisted_one_packs_again():
     model.generate(longer, **options, past_key_values=cache, attention_mask=torch.ones_like(longer))
     assert not any(layer.cache.recording for layer in cache.full_layers)
     assert cache.nbytes < 0.7 * cache.full_nbytes
+
+
+@pytest.mark.parametrize("recipe", [KIVI, "streaming:tokens=60", "h2o:tokens=60"])
+@pytest.mark.parametrize("steps", [[1] * 60, [50]], ids=["tokens", "chunk"])
+def test_calls_after_an_assisted_turn_are_those_after_a_plain_one(recipe, steps):
+    """`generate()` has ended: nothing of what the caller reads now is a draft."""
+    model = zoo.build("llama-gqa")
+    model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    prompt = zoo.batch(rows=1, padding=(0,))
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    assisted, plain = (kvloom.Cache(model, recipe) for _ in range(2))
+    model.generate(**prompt, **options, prompt_lookup_num_tokens=3, past_key_values=assisted)
+    model.generate(**prompt, **options, past_key_values=plain)
+    if extra := assisted.get_seq_length() - plain.get_seq_length():
+        assisted.crop(-extra)  # transformers 5.10 generates one token too many
+    ids = torch.randint(3, 199, (1, sum(steps)), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for part in ids.split(steps, dim=1):
+            out, expected = (model(part, past_key_values=x).logits for x in (assisted, plain))
+    assert torch.allclose(out, expected, atol=1e-5)
+    assert assisted.nbytes == plain.nbytes
+    assert not any(layer.cache.recording for layer in assisted.full_layers)
+
+
+@pytest.mark.parametrize("mask", [[[1, 1]], [[1, 0]], [[1] * 64]], ids=["short", "hides", "long"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_a_mask_of_another_length_is_cut_or_filled_as_by_transformers(name, mask):
+    model = zoo.build(name)
+    ids, caches = zoo.batch(rows=1, tokens=63, padding=(0,))["input_ids"], []
+    with torch.no_grad():
+        for cache in (kvloom.Cache(model, "full"), DynamicCache(config=model.config)):
+            model(ids[:, :61], past_key_values=cache)
+            options = {"attention_mask": torch.tensor(mask), "past_key_values": cache}
+            caches.append(model(ids[:, 61:], **options).logits)
+    assert_near(*caches, share=1e-5)
+
+
+def test_a_caller_may_record_after_an_assisted_turn():
+    model = zoo.build("llama-gqa")
+    model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    cache = kvloom.Cache(model, KIVI)
+    options = {"max_new_tokens": 9, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    model.generate(**zoo.batch(rows=1, padding=(0,)), **options, past_key_values=cache)
+    seen = cache.get_seq_length()
+    for copied in (copy.deepcopy(cache), cache):
+        copied.activate_past_recording()
+        with torch.no_grad():
+            for token in range(40):
+                model(torch.tensor([[3 + token]]), past_key_values=copied)
+        copied.crop(-40)
+        assert copied.get_seq_length() == seen
+
+
+def needs_recorded_windows(name):
+    """Skip a model with windows where transformers cannot take tokens back out of them."""
+    records = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+    if name != "llama-gqa" and not records:
+        pytest.skip("this transformers takes no tokens back out of a sliding window")
+
+
+@pytest.mark.sample
+@pytest.mark.parametrize("recipe", ["full", KIVI, "streaming:tokens=40", "h2o:tokens=40"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("main", [None, KIVI])
+def test_an_assistant_may_have_a_recipe_of_its_own(name, recipe, main):
+    """transformers takes tokens back out of an assistant's cache, also out of its windows."""
+    needs_recorded_windows(name)
+    model, assistant = zoo.build(name), zoo.build(name)
+    for each in (model, assistant):
+        each.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.mul_(1.02)
+    prompt = zoo.batch(rows=1, padding=(0,))
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    if main is not None:
+        kvloom.attach(model, main)
+    expected = model.generate(**prompt, **options)
+    kvloom.attach(assistant, recipe)
+    out = model.generate(**prompt, **options, assistant_model=assistant)
+    assert torch.equal(out[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize("recipe", ["full", KIVI])
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_the_first_layers_may_draft(name, recipe):
+    needs_recorded_windows(name)
+    model = zoo.build(name)
+    model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
+    kvloom.attach(model, recipe)
+    prompt, options = zoo.batch(rows=1, padding=(0,)), {"max_new_tokens": 14, "do_sample": False}
+    expected = model.generate(**prompt, **options)
+    out = model.generate(**prompt, **options, assistant_early_exit=1)
+    assert torch.equal(out[:, : expected.shape[1]], expected)
+    assert model.config.num_hidden_layers == 3
+    assert torch.equal(model.generate(**prompt, **options), expected)
 
 
 @pytest.mark.sample

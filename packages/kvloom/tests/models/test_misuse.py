@@ -440,6 +440,7 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
+@pytest.mark.skipif("deepseek-v3" not in zoo.CONFIGS, reason="this transformers is older")
 @pytest.mark.parametrize(("recipe", "small"), [("balanced:group=16", False), (KIVI, True)])
 def test_report_warns_of_the_bits_that_latents_have(recipe, small):
     notes = report(zoo.build("deepseek-v3"), resolve(recipe)).notes

@@ -256,10 +256,19 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
         with pytest.warns(UserWarning, match="forward hook"):
             run({"input_ids": ids})
         hook.remove()
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        with pytest.warns(UserWarning, match="global forward hook"):
+            run({"input_ids": ids})
+        hook.remove()
+        norm = model.model.norm
+        norm.forward = lambda x: type(norm).forward(norm, x)
+        with pytest.warns(UserWarning, match="norm has a forward that other code has replaced"):
+            run({"input_ids": ids})
+        del norm.forward
         with torch.no_grad():
             model(ids)  # no generate(): no store
     report = store.report()
-    assert report.prompts == report.bypassed == len(cases) + 1
+    assert report.prompts == report.bypassed == len(cases) + 3
     assert report.entries == 0
 
 

@@ -56,6 +56,17 @@ def test_attention_weights(turn):
     turn("kvloom computes no attention weights", output_attentions=True)
 
 
+def test_weights_that_the_config_asks_for_are_refused():
+    model = zoo.build("llama-gqa")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    cache = kvloom.Cache(model, "full")
+    for asked in ({}, {"output_attentions": None}):
+        with pytest.raises(CacheMisuse, match="computes no attention weights"):
+            model(**zoo.batch(), past_key_values=cache, **asked)
+    model(**zoo.batch(), past_key_values=cache, output_attentions=False)
+
+
 def test_dropout(monkeypatch):
     init = modeling_llama.LlamaAttention.__init__
 

@@ -178,7 +178,8 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
             "a kvloom cache holds no keys of an encoder, and this call has encoder_hidden_states; "
             "pass use_cache=False, or an EncoderDecoderCache of transformers as past_key_values"
         )
-    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+    weights = kwargs.get("output_attentions")
+    if getattr(model.config, "output_attentions", False) if weights is None else weights:
         raise attention.no_weights(cache.compressed[0])
     if model.training and model.is_gradient_checkpointing:
         raise CacheMisuse(

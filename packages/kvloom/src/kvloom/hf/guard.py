@@ -98,6 +98,26 @@ class Guard:
             self.unusable = ""
 
 
+class CallRef:
+    """A call of `generate()`, while it runs; a copy or a pickle belongs to no call.
+
+    Args:
+        local: An object that the call alone holds.
+    """
+
+    def __init__(self, local: object = None) -> None:
+        self._local = None if local is None else weakref.ref(local)
+
+    def __reduce__(self) -> tuple:
+        """Leave the call out."""
+        return CallRef, ()
+
+    @property
+    def running(self) -> bool:
+        """Whether the call has not ended."""
+        return self._local is not None and self._local() is not None
+
+
 class ModelRef:
     """A weak reference to a model; a pickle loses it."""
 

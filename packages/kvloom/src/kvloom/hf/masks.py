@@ -119,8 +119,11 @@ def mask(
         made: Tensor | None = make_stock()
         return made
     padding, visible = torch.empty(0, 0, dtype=torch.bool), None
-    if attention_mask is not None and not attention_mask.all():
-        padding = padding_mask(attention_mask, kv_offset + kv_length)
+    tokens = kv_offset + kv_length
+    if attention_mask is not None and (
+        attention_mask.shape[-1] < tokens or not attention_mask.all()
+    ):
+        padding = padding_mask(attention_mask, tokens)
         visible = padding[:, None]
     plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
     if not plainly_causal or local_size is not None:

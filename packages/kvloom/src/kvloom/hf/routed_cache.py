@@ -22,7 +22,7 @@ from ..recall import Traffic
 from ..recipe.layers import listed
 from ..recipe.spec import Recipe
 from . import compat, stock
-from .guard import Guard, ModelRef, outside_inference_mode, used_by_threads
+from .guard import CallRef, Guard, ModelRef, outside_inference_mode, used_by_threads
 from .hybrid import compressed_part, stock_part, with_compressed
 from .routed_layer import RoutedLayer, removed_tokens
 from .token_hash import TokenHash
@@ -74,6 +74,8 @@ class RoutedCache(transformers.Cache):
     """Runs the first step instead, with a prompt store."""
     steps: WaitingSteps | None = None
     """The steps whose tokens wait: see `store_waiting`."""
+    recorded_by: CallRef | None = None
+    """The call of `generate()` that records each step; None: the user does, or nobody."""
     may_record = False
     """Whether `kvloom.cuda_graphs` may record steps; not of a class that joins caches."""
 
@@ -220,8 +222,32 @@ class RoutedCache(transformers.Cache):
         """
         with self.guard.step():
             self._store_waiting()
+            self._end_recording()
             with self._undone_on_failure():
                 yield
+
+    def record(self, call: CallRef | None, accepted_tokens: int) -> None:
+        """Record each step of a call, so that `crop` can remove its tokens; None: record no more.
+
+        accepted_tokens: the first tokens, those of the next step included, that stay.
+        """
+        self.recorded_by = call
+        for layer in self.compressed:
+            layer.cache.recording = call is not None
+            layer.cache.accepted_tokens = accepted_tokens
+
+    def _end_recording(self) -> None:
+        """Record no more once the call that recorded has ended: its last crop is done."""
+        if self.recorded_by is not None and not self.recorded_by.running:
+            self.record(None, 0)
+
+    def activate_past_recording(self) -> None:
+        """Record each later step, so that `crop` can remove its tokens."""
+        if self.recorded_by is not None and not self.recorded_by.running:
+            self.recorded_by = None
+        for layer in self.layers:
+            if hasattr(layer, "activate_past_recording"):  # layers of older versions lack it
+                layer.activate_past_recording()
 
     @contextmanager
     def _undone_on_failure(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from ..errors import CacheMisuse
 from ..recipe.spec import Recipe
 from . import adapters, attention, compat
 from .forward import RoutedForward, nothing_new
+from .guard import CallRef
 from .implementation import restore_stock
 from .routed_cache import RoutedCache
 
@@ -48,7 +49,8 @@ class Attached(NamedTuple):
 class Routing:
     """What `unroute` restores, and what is attached.
 
-    configs: those of the modules that attend, or make masks, in a step with a kvloom cache. whole:
+    configs: those of the modules that attend, or make masks, in a step with a kvloom cache.
+    config_key: of the model, with all its layers. whole:
     the model is routed; False: an interrupt has stopped `route` or `unroute`. graphs: replay its
     steps within `kvloom.cuda_graphs`.
     """
@@ -56,6 +58,7 @@ class Routing:
     configs: list[Any]
     cached: list[Any]  # configs whose `use_cache` was False
     forwards: list[RoutedForward]
+    config_key: tuple
     attached: Attached = field(default_factory=Attached)
     whole: bool = False
     graphs: Graphs | None = None
@@ -94,7 +97,7 @@ def route(model: PreTrainedModel) -> None:
     modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
     attention.register()
-    model._kvloom = Routing(attention_configs(model), [], forwards)
+    model._kvloom = Routing(attention_configs(model), [], forwards, compat.config_key(model))
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
@@ -175,19 +178,24 @@ def _prepare_cache(
 ) -> Any:
     """Build a kvloom cache where transformers would build its default one."""
     attached, cache = model._kvloom.attached, model_kwargs.get("past_key_values")
+    assists = bool(generation_config.is_assistant)
     uses_cache = generation_config.use_cache is not False
     uses_cache = uses_cache and generation_config.cache_implementation is None
+    if assists and compat.config_key(model) != model._kvloom.config_key:
+        uses_cache = False  # the first layers alone draft (early exit), from transformers' cache
     if cache is None and uses_cache and attached.new_cache is not None:
         cache = model_kwargs["past_key_values"] = attached.new_cache(model, attached.recipe)
         cache.read_prompt = attached.read_prompt
+        if assists:  # transformers has its own new caches record, too
+            cache.activate_past_recording()
     if isinstance(cache, RoutedCache):
         tokens = _sequence_length(generation_config, model_kwargs)
         if tokens and tokens <= cache.get_seq_length():
             raise nothing_new(cache, tokens)
-        records = generation_config.is_assistant or compat.is_recording_mode(generation_mode)
-        for layer in cache.compressed:
-            layer.cache.recording = bool(records)
-            layer.cache.accepted_tokens = tokens if records else 0
+        records = assists or compat.is_recording_mode(generation_mode)
+        # transformers takes back an assistant's newest token, though it was given
+        accepted_tokens = max(0, tokens - assists) if records else 0
+        cache.record(CallRef(generation_config) if records else None, accepted_tokens)
         if records and tokens and all(model_kwargs.get(name) is None for name in _WHOLE):
             # by the mask, the first step shows whether it has the whole sequence
             model_kwargs["attention_mask"] = torch.ones(

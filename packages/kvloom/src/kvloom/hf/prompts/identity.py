@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -125,15 +126,24 @@ def _problem(model: PreTrainedModel) -> str | None:
     """Return why a model may change in a way that a seed does not show; None: it may not."""
     if model.training:
         return "it is in training mode; call model.eval()"
+    if any(getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS):
+        return "all modules have a global forward hook; remove the hook"
     for name, module in model.named_modules():
-        for hook in (hook for kind in _HOOKS for hook in getattr(module, kind).values()):
-            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
-                return f"{name or 'it'} has a forward hook; remove the hook"
+        if not all(_is_known(hook) for kind in _HOOKS for hook in getattr(module, kind).values()):
+            return f"{name or 'it'} has a forward hook; remove the hook"
+        if "forward" in vars(module) and not _is_known(module.forward):
+            return f"{name or 'it'} has a forward that other code has replaced; restore it"
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(kind in rotary.CHANGING for kind in kinds):
             return f"{name} changes with the length of a text; use the model without a store"
     return None
+
+
+def _is_known(call: Any) -> bool:
+    """Return whether transformers or kvloom has made a hook or a forward."""
+    call = call.func if isinstance(call, partial) else call
+    return str(getattr(call, "__module__", "")).startswith(("transformers.", "kvloom."))
 
 
 def _modules(model: PreTrainedModel) -> Iterator[Any]:

@@ -196,6 +196,10 @@ def _value(name: str, key: str, text: str, hints: dict[str, Any]) -> Any:
         return _TRUTH[text.lower()]
     if not {int, float, bool} & set(kinds):
         raise RecipeError(f"option {key!r} of recipe {name!r} has parts; write the recipe as TOML")
+    if "@" in text:
+        raise RecipeError(
+            f'{key}={text!r}: spell layers as in "kivi@first 2=full" or "kivi@0-2=full@5=full"'
+        )
     expected = "true or false" if bool in kinds else "a whole number"
     expected = "a number" if float in kinds else expected
     raise RecipeError(f"option {key!r} of recipe {name!r} must be {expected}, not {text!r}")

@@ -49,6 +49,7 @@ def test_files_and_overrides_combine(tmp_path, monkeypatch):
     [
         ("kivi@frist 2=full", "where='frist 2' does not name layers"),
         ("kivi@first 2", """'kivi@first 2': spell layers as in "kivi@first 2=full\""""),
+        ("kivi:bits=4@0,1=full", "bits='4@0': spell layers as in"),
         ("kivi@first 2=ful", "no recipe named 'ful' (did you mean 'full'?)"),
         (
             "kivi@0=full:compress_after=3",

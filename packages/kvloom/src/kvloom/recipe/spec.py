@@ -40,7 +40,8 @@ class Recipe:
         name: The name that reports print.
         layers: Overrides for some layers; of two for one layer, the later one wins.
         compress_after: Everything stays exact until the context exceeds this many tokens; then all
-            tokens so far are treated as one prompt.
+            tokens so far are treated as one prompt. Until then a score holds their queries, too:
+            Hq / (2 Hk) times the bytes of the exact cache.
         sliding: "exact": layers with a sliding window stay as transformers has them. "packed": they
             store their windows in the formats of `store`; this does not combine with
             `compress_after`.

@@ -108,7 +108,7 @@ def test_blocks_learn_from_the_first_prompt_alone():
 
 def test_values_are_fitted_to_the_predicted_queries(monkeypatch):
     rows, model, ids = [], zoo.build("llama-gqa"), IDS["input_ids"][:1]
-    monkeypatch.setattr(Fit, "rows", lambda self, q, visible: rows.append(q) or q.clone())
+    monkeypatch.setattr(Fit, "sampled", lambda self, q, visible: rows.append(q) or q.clone())
     prefilled(model, f"{LEARNED},fit=true", input_ids=ids)
     model = zoo.build("llama-gqa")
     inv_freq = model.model.rotary_emb.inv_freq.double().numpy()

@@ -187,9 +187,11 @@ def test_a_plain_turn_after_an_assisted_one_packs_again():
 
 @pytest.mark.parametrize("recipe", [KIVI, "streaming:tokens=60", "h2o:tokens=60"])
 @pytest.mark.parametrize("steps", [[1] * 60, [50]], ids=["tokens", "chunk"])
-def test_calls_after_an_assisted_turn_are_those_after_a_plain_one(recipe, steps):
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_calls_after_an_assisted_turn_are_those_after_a_plain_one(name, recipe, steps):
     """`generate()` has ended: nothing of what the caller reads now is a draft."""
-    model = zoo.build("llama-gqa")
+    needs_recorded_windows(name)
+    model = zoo.build(name)
     model.generation_config.eos_token_id = 2  # transformers 5.10 needs one here
     prompt = zoo.batch(rows=1, padding=(0,))
     options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
@@ -243,6 +245,18 @@ def needs_recorded_windows(name):
         pytest.skip("this transformers takes no tokens back out of a sliding window")
 
 
+def note_caches(model):
+    """Return a list to which each cache is added that `generate()` gets from now on."""
+    made, attached = [], model._kvloom.attached
+
+    def new_cache(*arguments):
+        made.append(attached.new_cache(*arguments))
+        return made[-1]
+
+    model._kvloom.attached = attached._replace(new_cache=new_cache)
+    return made
+
+
 @pytest.mark.sample
 @pytest.mark.parametrize("recipe", ["full", KIVI, "streaming:tokens=40", "h2o:tokens=40"])
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "gpt-oss"])
@@ -262,8 +276,10 @@ def test_an_assistant_may_have_a_recipe_of_its_own(name, recipe, main):
         kvloom.attach(model, main)
     expected = model.generate(**prompt, **options)
     kvloom.attach(assistant, recipe)
+    made = note_caches(assistant)
     out = model.generate(**prompt, **options, assistant_model=assistant)
     assert torch.equal(out[:, : expected.shape[1]], expected)
+    assert [cache.recipe.name for cache in made] == [recipe]
 
 
 @pytest.mark.parametrize("recipe", ["full", KIVI])
@@ -275,7 +291,9 @@ def test_the_first_layers_may_draft(name, recipe):
     kvloom.attach(model, recipe)
     prompt, options = zoo.batch(rows=1, padding=(0,)), {"max_new_tokens": 14, "do_sample": False}
     expected = model.generate(**prompt, **options)
+    made = note_caches(model)
     out = model.generate(**prompt, **options, assistant_early_exit=1)
+    assert len(made) == 1  # of the whole model; the draft has transformers' own
     assert torch.equal(out[:, : expected.shape[1]], expected)
     assert model.config.num_hidden_layers == 3
     assert torch.equal(model.generate(**prompt, **options), expected)

@@ -75,7 +75,7 @@ def test_full_gives_the_tokens_of_plain_transformers(name, options):
     expected = model.generate(**prompt, **GREEDY, **plain)
     report = kvloom.attach(model, "full")
     assert torch.equal(model.generate(**prompt, **GREEDY, **options), expected)
-    assert report.compressed
+    assert "the recipe leaves it exact" in report.skipped.values()
 
 
 @hybrids

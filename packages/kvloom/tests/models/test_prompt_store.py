@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -265,10 +266,17 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
         with pytest.warns(UserWarning, match="norm has a forward that other code has replaced"):
             run({"input_ids": ids})
         del norm.forward
-        with torch.no_grad():
-            model(ids)  # no generate(): no store
+    decoder = model.model
+    own = type(decoder).forward
+    decoder.forward = wraps(own)(lambda *args, **kwargs: own(decoder, *args, **kwargs))
+    replaced = pytest.warns(UserWarning, match="model has a forward that other code has replaced")
+    with kvloom.attach(model, PACKED, store=store), replaced:  # kvloom's forward is around it
+        run({"input_ids": ids})
+    del decoder.forward
+    with kvloom.attach(model, PACKED, store=store), torch.no_grad():
+        model(ids)  # no generate(): no store
     report = store.report()
-    assert report.prompts == report.bypassed == len(cases) + 3
+    assert report.prompts == report.bypassed == len(cases) + 4
     assert report.entries == 0
 
 

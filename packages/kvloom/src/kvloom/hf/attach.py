@@ -59,7 +59,7 @@ class Report:
         compressed: Indices of the compressed layers.
         skipped: Why each other layer is not compressed.
         full_nbytes: Bytes of an exact cache that holds 32,768 tokens.
-        nbytes: Bytes of a cache of the recipe that holds them. Both count compressed layers,
+        nbytes: Bytes of a cache of the recipe that holds them. Both count layers of full attention,
             sliding windows and states.
         state_nbytes: Bytes of the states among these, such as those of linear attention, which no
             recipe changes.

@@ -243,6 +243,12 @@ def has_tensors(x: Any) -> bool:
     return isinstance(x, torch.Tensor) or (isinstance(x, list | tuple) and any(map(has_tensors, x)))
 
 
+def layer_count(model: PreTrainedModel) -> int:
+    """Return the number of layers that a model runs."""
+    count: int = decoder_config(model).num_hidden_layers
+    return count
+
+
 def config_key(model: PreTrainedModel) -> tuple:
     """Return what identifies a model's config: a cache is refused by a model with another."""
     config = decoder_config(model)

@@ -101,6 +101,8 @@ class Guard:
 class CallRef:
     """A call of `generate()`, while it runs; a copy or a pickle belongs to no call.
 
+    After a call that fails, it seems to run as long as something holds the traceback.
+
     Args:
         local: An object that the call alone holds.
     """

@@ -235,6 +235,8 @@ class RoutedCache(transformers.Cache):
         for layer in self.compressed:
             layer.cache.recording = call is not None
             layer.cache.accepted_tokens = accepted_tokens
+        for layer in self.stock_layers if call is None else ():
+            stock.end_recording(layer)
 
     def _end_recording(self) -> None:
         """Record no more once the call that recorded has ended: its last crop is done."""

@@ -50,7 +50,7 @@ class Routing:
     """What `unroute` restores, and what is attached.
 
     configs: those of the modules that attend, or make masks, in a step with a kvloom cache.
-    config_key: of the model, with all its layers. whole:
+    layer_count: the layers of the model. whole:
     the model is routed; False: an interrupt has stopped `route` or `unroute`. graphs: replay its
     steps within `kvloom.cuda_graphs`.
     """
@@ -58,7 +58,7 @@ class Routing:
     configs: list[Any]
     cached: list[Any]  # configs whose `use_cache` was False
     forwards: list[RoutedForward]
-    config_key: tuple
+    layer_count: int
     attached: Attached = field(default_factory=Attached)
     whole: bool = False
     graphs: Graphs | None = None
@@ -97,7 +97,7 @@ def route(model: PreTrainedModel) -> None:
     modules = {id(module): module for module in (model, compat.decoder(model))}
     forwards = [RoutedForward(model, module) for module in modules.values()]
     attention.register()
-    model._kvloom = Routing(attention_configs(model), [], forwards, compat.config_key(model))
+    model._kvloom = Routing(attention_configs(model), [], forwards, compat.layer_count(model))
     model._prepare_cache_for_generation = partial(_prepare_cache, model)
     for config in (compat.decoder_config(model), model.generation_config):
         if getattr(config, "use_cache", True) is False:
@@ -181,7 +181,7 @@ def _prepare_cache(
     assists = bool(generation_config.is_assistant)
     uses_cache = generation_config.use_cache is not False
     uses_cache = uses_cache and generation_config.cache_implementation is None
-    if assists and compat.config_key(model) != model._kvloom.config_key:
+    if assists and compat.layer_count(model) != model._kvloom.layer_count:
         uses_cache = False  # the first layers alone draft (early exit), from transformers' cache
     if cache is None and uses_cache and attached.new_cache is not None:
         cache = model_kwargs["past_key_values"] = attached.new_cache(model, attached.recipe)

@@ -72,6 +72,16 @@ def _recorded(layer: Any, seen: int) -> int:
     return min((held - needed for held, needed in stored if held < seen), default=seen)
 
 
+def end_recording(layer: Any) -> None:
+    """Have a layer record its past no more, and hold only what the next step needs."""
+    if not getattr(layer, "record_past", False):
+        return
+    convolved = _each(layer.conv_states) if has_states(layer) else ()
+    if getattr(layer, "is_initialized", True) and all(x is not None for x in convolved):
+        layer.crop(0)
+    layer.record_past = False
+
+
 def change(layer: Any, method: str, argument: Any) -> None:
     """Call a method of a layer that changes its batch, or removes tokens."""
     changes_here = has_states(layer) and method.startswith("batch_")

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ...cache.layer_state import VERSION
 from ...errors import RecipeError, StoreError
 from .. import compat, rotary, save
+from ..forward import RoutedForward
 from ..routed_cache import RoutedCache
 
 BLOCK = 64
@@ -39,6 +40,8 @@ _BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map",
 _OF_FILES = ("_name_or_path", "transformers_version", "use_cache")
 """Fields of a config that do not change what a model computes."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_KNOWN = ("accelerate", "kvloom", "torch", "transformers")
+"""Packages whose hooks and forwards change nothing that a seed does not show."""
 
 _DIGESTS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[tuple, bytes]]] = WeakKeyDictionary()
 
@@ -131,7 +134,7 @@ def _problem(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if not all(_is_known(hook) for kind in _HOOKS for hook in getattr(module, kind).values()):
             return f"{name or 'it'} has a forward hook; remove the hook"
-        if "forward" in vars(module) and not _is_known(module.forward):
+        if _is_replaced(module):
             return f"{name or 'it'} has a forward that other code has replaced; restore it"
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
@@ -140,10 +143,28 @@ def _problem(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _is_replaced(module: torch.nn.Module) -> bool:
+    """Return whether code that is not of `_KNOWN` has replaced a module's forward.
+
+    kvloom and accelerate run the forward that was there before theirs.
+    """
+    forward = vars(module).get("forward")
+    if isinstance(forward, RoutedForward):
+        forward = forward.replaced
+    own = type(module).forward
+    calls = forward, vars(module).get("_old_forward")
+    return any(
+        call is not None and getattr(call, "__func__", None) is not own and not _is_known(call)
+        for call in calls
+    )
+
+
 def _is_known(call: Any) -> bool:
-    """Return whether transformers or kvloom has made a hook or a forward."""
+    """Return whether code of `_KNOWN` has made a hook or a forward, whatever it wraps."""
     call = call.func if isinstance(call, partial) else call
-    return str(getattr(call, "__module__", "")).startswith(("transformers.", "kvloom."))
+    call = getattr(call, "__func__", call)
+    defined_in = getattr(call, "__globals__", {}).get("__name__", type(call).__module__)
+    return str(defined_in).partition(".")[0] in _KNOWN
 
 
 def _modules(model: PreTrainedModel) -> Iterator[Any]:

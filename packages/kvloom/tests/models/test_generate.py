@@ -19,6 +19,7 @@ from sampling import slow_except
 
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
 KIVI = "kivi:group=16,residual=32"
+RECORDS_WINDOWS = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
 
 
 KINDS = ("llama-gqa", "gemma2", "gpt-oss", "gemma4-shared", "falcon-gqa", "bloom")
@@ -240,8 +241,7 @@ def test_a_caller_may_record_after_an_assisted_turn():
 
 def needs_recorded_windows(name):
     """Skip a model with windows where transformers cannot take tokens back out of them."""
-    records = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
-    if name != "llama-gqa" and not records:
+    if name != "llama-gqa" and not RECORDS_WINDOWS:
         pytest.skip("this transformers takes no tokens back out of a sliding window")
 
 
@@ -279,7 +279,8 @@ def test_an_assistant_may_have_a_recipe_of_its_own(name, recipe, main):
     made = note_caches(assistant)
     out = model.generate(**prompt, **options, assistant_model=assistant)
     assert torch.equal(out[:, : expected.shape[1]], expected)
-    assert [cache.recipe.name for cache in made] == [recipe]
+    expected_caches = [recipe] if RECORDS_WINDOWS else []  # 5.10 asks for a cache of its own
+    assert [cache.recipe.name for cache in made] == expected_caches
 
 
 @pytest.mark.parametrize("recipe", ["full", KIVI])

@@ -301,7 +301,7 @@ def test_what_is_not_covered_is_left_to_the_reference_visibly(monkeypatch):
     }
     pink = Noise("pink", 1, torch.zeros(1, 1, 5), 0)
     assert cpu.COVERAGE.problems(q, k, 0.3, noise=pink) == [
-        "noise 'pink' is none of constant, gumbel, gaussian"
+        "noise 'pink' is not one of constant, gumbel, gaussian"
     ]
     with pytest.raises(RuntimeError, match="expand"):
         cpu.column_mass(q, k, 0.3, visible=torch.ones(1, 1, 4, dtype=torch.bool))

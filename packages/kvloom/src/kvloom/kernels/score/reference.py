@@ -59,7 +59,7 @@ def noise_problem(kinds: Iterable[str], noise: Noise | None) -> str | None:
     """Return why kernels with these kinds of noise do not add this one; None if they do."""
     if noise is None or noise.kind in kinds:
         return None
-    return f"noise {noise.kind!r} is none of {', '.join(kinds)}"
+    return f"noise {noise.kind!r} is not one of {', '.join(kinds)}"
 
 
 def column_mass(q: Tensor, k: Tensor, scale: float, **options: Any) -> Tensor:

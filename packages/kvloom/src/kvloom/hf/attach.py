@@ -163,9 +163,11 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
     if recipe.packs_windows:
         plain |= {layer.layer_index: recipe.in_windows for layer in geometry.sliding}
     compressed = tuple(sorted(i for i in plain if not plain[i].exact))
+    kinds = compat.stock_kinds(model)
+    reasons = {kind: _reason(kind, recipe, geometry) for kind in {*kinds}}
     skipped = {
-        i: _EXACT if i in plain else _reason(kind, recipe, geometry)
-        for i, kind in enumerate(compat.stock_kinds(model))
+        i: _EXACT if i in plain else reasons[kind]
+        for i, kind in enumerate(kinds)
         if i not in compressed
     }
     states = state_nbytes(model)
@@ -188,7 +190,7 @@ def report(model: PreTrainedModel, recipe: Recipe) -> Report:
 
 
 def _reason(kind: str, recipe: Recipe, geometry: Geometry) -> str:
-    """Return why a layer that kvloom does not cache is not compressed, and the remedy if any."""
+    """Return why layers of a kind that kvloom does not cache are not compressed, and a remedy."""
     reason = _REASONS.get(kind, f"kvloom does not compress a {kind}")
     if kind != compat.SLIDING:
         return reason

@@ -1,8 +1,8 @@
 """The extra pass of recipes that learn from examples how queries change in a repetition.
 
 Decides what the model reads, before the prompt itself: the first tokens of the prompt, the same
-again, and the same a third time, at the positions to which `Rotated` rotates the prompt's queries.
-Nothing of the pass is stored.
+again, and the same a third time, at least a chunk of `Rotated` later. Nothing of the pass is
+stored.
 """
 
 from __future__ import annotations

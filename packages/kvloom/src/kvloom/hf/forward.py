@@ -179,7 +179,9 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
             "pass use_cache=False, or an EncoderDecoderCache of transformers as past_key_values"
         )
     weights = kwargs.get("output_attentions")
-    if getattr(model.config, "output_attentions", False) if weights is None else weights:
+    if weights is None:
+        weights = getattr(model.config, "output_attentions", False)
+    if weights:
         raise attention.no_weights(cache.compressed[0])
     if model.training and model.is_gradient_checkpointing:
         raise CacheMisuse(

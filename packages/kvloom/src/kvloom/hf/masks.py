@@ -119,12 +119,10 @@ def mask(
         made: Tensor | None = make_stock()
         return made
     padding, visible = torch.empty(0, 0, dtype=torch.bool), None
-    tokens = kv_offset + kv_length
-    if attention_mask is not None and (
-        attention_mask.shape[-1] < tokens or not attention_mask.all()
-    ):
-        padding = padding_mask(attention_mask, tokens)
-        visible = padding[:, None]
+    if attention_mask is not None:
+        filled = padding_mask(attention_mask, kv_offset + kv_length)
+        if not filled.all():
+            padding, visible = filled, filled[:, None]
     plainly_causal = is_plainly_causal(config, mask_function, allow_is_causal_skip)
     if not plainly_causal or local_size is not None:
         made = make_stock()

@@ -75,7 +75,7 @@ class RoutedCache(transformers.Cache):
     steps: WaitingSteps | None = None
     """The steps whose tokens wait: see `store_waiting`."""
     recorded_by: CallRef | None = None
-    """The call of `generate()` that records each step; None: the user does, or nobody."""
+    """The call of `generate()` that records each step. None: no such call does."""
     may_record = False
     """Whether `kvloom.cuda_graphs` may record steps; not of a class that joins caches."""
 
@@ -245,8 +245,7 @@ class RoutedCache(transformers.Cache):
 
     def activate_past_recording(self) -> None:
         """Record each later step, so that `crop` can remove its tokens."""
-        if self.recorded_by is not None and not self.recorded_by.running:
-            self.recorded_by = None
+        self._end_recording()
         for layer in self.layers:
             if hasattr(layer, "activate_past_recording"):  # layers of older versions lack it
                 layer.activate_past_recording()

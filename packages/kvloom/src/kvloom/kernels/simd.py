@@ -30,6 +30,7 @@ SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+_ROUNDING = 1.5 * 2.0**23 + 127.0  # added to n, leaves n + 127, an exponent, in the lowest bits
 # exp(r) on |r| <= ln(2) / 2, to fp32: 1 + r + r^2 * polynomial (Cephes)
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
@@ -366,15 +367,15 @@ def exp(ctx: Any, x: Any) -> Any:
     def emit(b: Any, x: Any) -> Any:
         x = b.select(b.fcmp_ordered("<", x, constant(88.0)), x, constant(88.0))
         low = b.fcmp_unordered("<", x, constant(-87.0))
-        x = b.select(low, constant(0.0), x)
-        n = call(b, "llvm.nearbyint.v16f32", VF, b.fmul(x, constant(1.4426950408889634)))
+        rounded = muladd(b, x, constant(1.4426950408889634), constant(_ROUNDING))
+        n = b.fsub(rounded, constant(_ROUNDING))
         r = muladd(b, n, constant(-LN2_HIGH), x)
         r = muladd(b, n, constant(-LN2_LOW), r)
         y = constant(_EXP[0])
         for c in _EXP[1:]:
             y = muladd(b, y, r, constant(c))
         y = muladd(b, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
-        power = b.shl(b.add(b.fptosi(n, VI), constant(127, VI)), constant(23, VI))
+        power = b.shl(b.bitcast(rounded, VI), constant(23, VI))
         return b.select(low, constant(0.0), b.fmul(y, b.bitcast(power, VF)))
 
     return lowered(Lanes(Lanes), emit)

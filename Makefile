@@ -8,8 +8,8 @@ DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
 
-# Each process gets neighbouring tests, which need the same compiled kernels.
-PYTEST := python -m pytest -n auto --dist worksteal
+# Each process gets the tests of a file, which share kernels and other processes.
+PYTEST := python -m pytest -n auto --dist loadfile
 
 # Every test, on a part of its cases; CONTRIBUTING.md says which.
 test: .venv/ready

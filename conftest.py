@@ -56,6 +56,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _skipped_by_the_collector() -> None:
+    """Let garbage collections pass over what the modules before have left, as compiled kernels."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.default_generator.manual_seed(0)  # torch.manual_seed looks for other devices, too

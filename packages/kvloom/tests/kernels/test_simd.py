@@ -1,0 +1,54 @@
+"""Functions of sixteen lanes against torch in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvloom.kernels.arguments import Arguments
+
+LAYOUT = Arguments(x=int, out=int, numbers=int)
+
+
+@pytest.fixture(scope="module")
+def exponential():
+    """A kernel that replaces numbers by their exponentials."""
+    from kvloom.kernels.cpu_runtime import Kernel, read_arguments
+    from kvloom.kernels.simd import exp, load, store
+
+    layout = LAYOUT.dtype
+
+    def kernel(args):
+        a = read_arguments(args, layout)
+        for i in range(0, a.numbers, 16):
+            store(a.out + 4 * i, exp(load(a.x + 4 * i)))
+
+    compiled = Kernel(kernel, "exponentials of a test")
+
+    def run(x):
+        out = torch.empty_like(x)
+        compiled.run(LAYOUT.pack(x=x.data_ptr(), out=out.data_ptr(), numbers=x.numel()), 0, 1)
+        return out
+
+    return run
+
+
+def test_exponentials_are_those_of_float64(exponential):
+    x = torch.linspace(-87, 88, 1 << 16)
+    torch.testing.assert_close(exponential(x).double(), x.double().exp(), rtol=2e-7, atol=0)
+
+
+def test_halves_of_log_2_round_to_either_side(exponential):
+    """There, a number and its successor have different exponents of 2."""
+    x = torch.arange(-124, 126).double().add(0.5).mul(torch.tensor(2.0).double().log()).float()
+    x = torch.cat([x.nextafter(torch.tensor(-torch.inf)), x, x.nextafter(torch.tensor(torch.inf))])
+    x = x[: x.numel() // 16 * 16]
+    torch.testing.assert_close(exponential(x).double(), x.double().exp(), rtol=2e-7, atol=0)
+
+
+def test_it_ends_where_fp32_does(exponential):
+    x = torch.tensor([-torch.inf, -1e30, -88.0, -87.01, 0.0, -0.0, 88.0, 88.5, 1e30, torch.inf])
+    x = torch.cat([x, torch.zeros(6)])
+    top = float(torch.tensor(88.0).double().exp())
+    want = torch.tensor([0.0] * 4 + [1.0, 1.0] + [top] * 4 + [1.0] * 6)
+    torch.testing.assert_close(exponential(x), want, rtol=2e-7, atol=0)

@@ -4,7 +4,7 @@ SmolLM2 in bfloat16 after 2,048 tokens: contexts of CPython's library that the r
 trained on. KL: of 256 tokens that follow, from an exact cache. Needles: asked for after the context
 is compressed.
 
-    python benchmarks/heads.py --contexts 4 --questions 24
+    python benchmarks/heads.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NAMES = [
 
 @torch.inference_mode()
 def main() -> None:
-    args = record.options(__doc__, contexts=4, questions=24)
+    args = record.options(__doc__, contexts=12, questions=48)
+    torch.set_num_threads(1)
     model, tokenizer = models.load("smollm2", "bfloat16")
     text = calibration_text()[:1_500_000]
     ids = np.asarray(tokenizer.encode(text, add_special_tokens=False))
@@ -55,12 +56,19 @@ def main() -> None:
     shape = geometry(model)
     whole = recipes[0].nbytes(CONTEXT, shape)
     print(f"full: {answered['full']} of {args.questions} needles")
+    rows = [{"recipe": "full", "needles": answered["full"]}]
     for recipe in recipes[1:]:
         kls = divergence[recipe.name]
         share = recipe.nbytes(CONTEXT, shape) / whole
         each = " ".join(f"{kl:.4f}" for kl in kls)
         print(f"{recipe.name}: {share:.1%} of the bytes, KL {np.mean(kls):.4f} ({each}), "
               f"{answered[recipe.name]} needles")  # fmt: skip
+        rows.append(
+            {"recipe": recipe.name, "bytes_share": share, "kl": float(np.mean(kls)),
+             "kl_by_context": kls, "needles": answered[recipe.name]}
+        )  # fmt: skip
+    settings = record.environment(context=CONTEXT, later=LATER, **vars(args))
+    record.write("heads", {"environment": settings, "rows": rows})
 
 
 def filled(model, recipes, ids):

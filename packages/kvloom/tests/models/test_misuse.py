@@ -440,6 +440,14 @@ def test_report_says_what_to_beware_of(model, recipe, prompts, small):
     assert any("warning: " in note and "head_dim 16" in note for note in notes) == small
 
 
+@pytest.mark.parametrize(
+    ("options", "warned"), [("", False), (",window=0", True), (",window=0,clip=0.96", False)]
+)
+def test_report_warns_of_calibrated_clipping_without_a_window(model, options, warned):
+    notes = report(model, resolve(f"skvq:group=16,calibration=x{options}")).notes
+    assert any("add clip=0.96" in note for note in notes) == warned
+
+
 @pytest.mark.skipif("deepseek-v3" not in zoo.CONFIGS, reason="this transformers is older")
 @pytest.mark.parametrize(("recipe", "small"), [("balanced:group=16", False), (KIVI, True)])
 def test_report_warns_of_the_bits_that_latents_have(recipe, small):

@@ -224,9 +224,13 @@ def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[
             f"warning: keeping {fraction:g} of a prompt can cost much quality; use "
             f"fraction={_FEW:g} or more"
         )
-    bits = min(
-        (fmt.bits for store in adapted.stores for fmt in store.quantized.values()), default=16
-    )
+    formats = [fmt for store in adapted.stores for fmt in store.quantized.values()]
+    if any(isinstance(fmt.clip, str) for fmt in formats) and not all(recipe.protect.exact_recents):
+        notes.append(
+            "warning: calibrated clip factors are those of a store whose newest tokens are exact; "
+            "without a window they can cost much quality; add clip=0.96"
+        )
+    bits = min((fmt.bits for fmt in formats), default=16)
     parameters = sum(p.numel() for p in model.parameters())
     if bits <= 2 and (parameters < _SMALL or geometry.head_dim <= _SMALL_HEAD):
         notes.append(

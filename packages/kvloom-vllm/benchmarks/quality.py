@@ -1,6 +1,6 @@
 """Perplexity and needles of recipes through vLLM, beside vLLM's own formats, as JSON.
 
-    python benchmarks/quality.py --recipes none,fp8,near-lossless,balanced,kivi --out result.json
+    python benchmarks/quality.py --texts 24 --needles 64 --out quality_smollm2.json
 
 Prompts are computed in chunks of one page, so that all tokens but those of the newest page are read
 as the format stores them. Perplexity is that of text after --context tokens; a needle is a number

@@ -471,8 +471,8 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/save.py",
-        '"rank": rank, "dtype": dtype, **extra_config}',
-        '"rank": rank, **extra_config}',
+        '"rank": rank, "dtype": dtype,',
+        '"rank": rank,',
         "a cache is loaded into a model of another dtype",
         "packages/kvloom/tests/models/test_saved_refused.py",
     ),

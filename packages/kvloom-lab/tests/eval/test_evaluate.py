@@ -208,6 +208,27 @@ def test_a_recipe_whose_step_cannot_be_timed_says_why_too(
     assert "not enough memory" in found[NAMES[1]]
 
 
+def test_a_sample_with_nan_among_its_scores_has_failed(model, plan, source, tmp_path, monkeypatch):
+    task = plan[0][0]
+    whole = type(task).measure
+
+    def broken(self, run):
+        outcomes, baseline = yield from whole(self, run)
+        if run.cache.recipe.name != "full":
+            outcomes[0].scores["nll"] = float("nan")
+        return outcomes, baseline
+
+    monkeypatch.setattr(type(task), "measure", broken)
+    folder = ResultFolder.open(tmp_path, RUN)
+    evaluate(model, source, [resolve(name) for name in NAMES[:2]], [plan[0]], folder)
+    full, other = (x for x in folder.lines(task.name))
+    assert "problem" not in full
+    assert (other["problem"], other["failed"]) == (
+        "the model predicts NaN or infinity: no nll",
+        True,
+    )
+
+
 def test_a_failure_is_measured_again_and_a_refusal_is_final(
     model, plan, source, tmp_path, monkeypatch
 ):

@@ -92,7 +92,11 @@ def test_longbench_prompts_are_the_official_ones():
 
 def test_longbench_asks_in_a_chat_and_few_shot_without_one(tmp_path, chat):
     write(tmp_path, record(), name="hotpotqa.jsonl")
-    write(tmp_path, record(dataset="trec_e", all_classes=["x"]), name="trec_e.jsonl")
+    write(
+        tmp_path,
+        record(dataset="trec_e", all_classes=["x", *record()["answers"]]),
+        name="trec_e.jsonl",
+    )
     made_from = source(tokenizer=chat, data_path=str(tmp_path))
     hotpot, trec = (b.samples[0] for b in task_named("longbench").batches(made_from))
     assert hotpot.context == (
@@ -152,6 +156,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     (json.dumps(record(answers=[])).encode(), "needs the field 'answers' with a list of texts"),
     (json.dumps(record(dataset="nq")).encode(), "has the unknown data set 'nq'"),
     (json.dumps(record(all_classes="x")).encode(), "needs the field 'all_classes' with a list"),
+    (json.dumps(record(dataset="trec")).encode(), "needs the field 'all_classes' with its answers"),
     (json.dumps(record(dataset="passage_retrieval_en")).encode(), "needs answers such as 'Para"),
 ])  # fmt: skip
 def test_an_error_in_a_task_file_names_file_and_line(tmp_path, line, reason, chat):

@@ -16,7 +16,7 @@ from kvloom_lab.eval.sample import Source, task_batches
 from kvloom_lab.eval.tasks import task_named
 
 RUN = {
-    "environment": {"kvloom": __version__},
+    "environment": {"kvloom": __version__, "threads": 1},
     "model": {"name": "tiny", "weights": "ab"},
     "settings": {"tasks": ["perplexity"], "seed": 0},
 }
@@ -109,6 +109,7 @@ def test_another_text_is_refused(model, tmp_path):
 
 @pytest.mark.parametrize(("part", "name"), [
     ("model", "weights"), ("model", "name"), ("settings", "seed"), ("environment", "kvloom"),
+    ("environment", "threads"),
 ])  # fmt: skip
 def test_another_run_is_refused_by_name(tmp_path, part, name):
     ResultFolder.open(tmp_path, RUN)
@@ -119,6 +120,14 @@ def test_another_run_is_refused_by_name(tmp_path, part, name):
         InputError, match=f"with {part} {name} {before!r}, and this run has 'other'"
     ):
         ResultFolder.open(tmp_path, other)
+
+
+def test_results_of_an_unknown_run_are_refused(tmp_path):
+    folder = ResultFolder.open(tmp_path, RUN)
+    folder.append("perplexity", [{"sample": "40/0", "recipe": "full", "scores": {"nll": 1.0}}])
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(InputError, match=r"has results and no run\.json"):
+        ResultFolder.open(tmp_path, RUN)
 
 
 def test_another_format_and_other_folders_are_refused(tmp_path):

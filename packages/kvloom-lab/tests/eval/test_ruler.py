@@ -128,6 +128,16 @@ def test_rulers_frequent_words_are_the_official_prompt():
     assert [counts[word] for word in first] == [243, 60, 27, 15]  # 400 / k^2 / zeta(2)
 
 
+def test_no_other_sentence_has_the_asked_key(monkeypatch):
+    monkeypatch.setattr(ruler, "WORDS", ruler.WORDS[:6])  # 30 keys
+    settings = NeedleSettings("needle", num_keys=1, num_queries=1)
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        found = ruler.niah(settings, rng, 40, None)
+        key = found.question.partition(" for ")[2].partition(" mentioned")[0]
+        assert found.text.count(f"for {key} is") == 1
+
+
 def test_rulers_tasks_are_the_official_ones():
     assert {name: part.tokens for name, part in PARTS.items()} == {
         **dict.fromkeys([f"niah_single_{i}" for i in (1, 2, 3)], 128),

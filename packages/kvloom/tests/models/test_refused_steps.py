@@ -67,6 +67,18 @@ def test_weights_that_the_config_asks_for_are_refused():
     model(**zoo.batch(), past_key_values=cache, output_attentions=False)
 
 
+@pytest.mark.parametrize("name", ["gemma3", "llava"])
+def test_weights_that_the_config_of_the_text_model_asks_for_are_refused(name):
+    model = zoo.build_with_images(name)
+    model.set_attn_implementation("eager")
+    model.config.text_config.output_attentions = True
+    cache, batch = kvloom.Cache(model, "full"), zoo.image_prompt(model, 5, 9)
+    with pytest.raises(CacheMisuse, match="computes no attention weights"):
+        model(**batch, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    model(**batch, past_key_values=cache, output_attentions=False)
+
+
 def test_dropout(monkeypatch):
     init = modeling_llama.LlamaAttention.__init__
 

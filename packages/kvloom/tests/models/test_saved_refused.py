@@ -140,6 +140,35 @@ def test_another_model_dtype_or_rope_is_refused_before_anything_is_changed(kivi,
     assert all(getattr(m, "_kvloom", None) is None for m in (other, tuned, half, longer))
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "field"),
+    [
+        ("gptj", {"rotary_dim": 16}, "rotary_dim"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1]}, "no_rope_layers"),
+        ("falcon-mqa", {"alibi": True}, "alibi"),
+        ("llama-gqa", {"rms_norm_eps": 0.1}, "rms_norm_eps"),
+        ("llama-gqa", {"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_another_config_is_refused(name, options, field, tmp_path):
+    model, path = zoo.build(name), tmp_path / "prefix.kv"
+    cache = kvloom.Cache(model, "full")
+    model(**zoo.batch(), past_key_values=cache)
+    cache.save(path)
+    assert f"{field}={options[field]}" in refused(zoo.build(name, **options), path)
+    same = zoo.build(name)
+    same.config.pad_token_id, same.config.use_cache = 1, False
+    assert kvloom.Cache.load(same, path).get_seq_length() == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("part", ["embed_tokens.weight", "layers.0.mlp.down_proj.weight"])
+def test_weights_whose_first_numbers_are_the_same_are_refused(kivi, part, tmp_path):
+    path, tuned = tmp_path / "prefix.kv", zoo.build("llama-gqa", head_dim=32)
+    kivi[1].save(path)
+    tuned.model.get_parameter(part).data[1:] += 1
+    assert "LlamaForCausalLM with weights=" in refused(tuned, path)
+
+
 def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, monkeypatch):
     _, cache = kivi
     path = tmp_path / "prefix.kv"

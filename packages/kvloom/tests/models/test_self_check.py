@@ -8,10 +8,11 @@ import transformers as tf
 import zoo
 from test_misuse import untouched
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvloom
 from backends import by_reference
-from kvloom.errors import UnsupportedModel
+from kvloom.errors import CacheMisuse, UnsupportedModel
 from kvloom.hf import self_check
 from kvloom.hf.rotary import layer_ropes
 
@@ -76,6 +77,33 @@ def test_a_model_that_differs_is_refused_with_the_difference(use, build):
     with pytest.raises(UnsupportedModel, match=r"differ by 0\.\d+ of their spread"):
         use(model, "kivi:group=16")
     assert untouched(model)
+
+
+def test_an_attention_set_after_the_first_cache_is_compared_too():
+    model, batch = zoo.build("llama-gqa"), zoo.batch()
+    cache = kvloom.Cache(model, "full")
+    model(**batch, past_key_values=cache)
+    seen, token = cache.get_seq_length(), batch["input_ids"][:, :1]
+    model.set_attn_implementation("eager")
+    model(token, past_key_values=cache)
+    model.set_attn_implementation("flatter")
+    with pytest.raises(CacheMisuse, match="attends by 'flatter' since this cache was made"):
+        model(token, past_key_values=cache)
+    assert cache.get_seq_length() == seen + 1
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        kvloom.Cache(model, "full")
+    model.set_attn_implementation("sdpa")
+    kvloom.attach(model, "full")
+    model(**batch)
+    model.set_attn_implementation("flatter")
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        model(**batch)
+
+
+def test_another_function_by_the_name_of_one_of_transformers_is_compared(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", flatter)
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        kvloom.attach(zoo.build("llama-gqa"), "full")
 
 
 def test_check_false_admits_a_model_to_later_calls(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvloom import Cache
-from kvloom.errors import IncompatibleRecipe, InputError
+from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
 from kvloom.hf import attachment_restored, read_tokens, supported_model
 from kvloom.progress import Progress
 from kvloom.recipe import Recipe
@@ -300,6 +300,8 @@ class ComparisonTask(Task[Tensor]):
             run.count("decoding", 1)
         tokens = torch.stack(greedy, dim=1).cpu()
         nats = torch.stack(losses).mean().item()
+        if math.isnan(nats):
+            raise NotFinite("the model predicts NaN; use another dtype")
         scores = {
             "perplexity": math.exp(nats) if nats < 700 else math.inf,
             "agreement": (tokens == (tokens if run.baseline is None else run.baseline))

@@ -8,6 +8,7 @@ bits per value, and the tokens that a step of recall reads; `Measured` has its t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -227,8 +228,9 @@ def _lines(
             "tokens_read": measured.tokens_read,
         }
         fields = [
-            {
-                "scores": finite(outcome.scores),
+            _no_numbers(outcome)
+            or {
+                "scores": outcome.scores,
                 **{name: number for name, number in storage.items() if number is not None},
                 "answer": outcome.answer,
                 "tokens": outcome.tokens,
@@ -243,6 +245,14 @@ def _lines(
         {"task": task.name, "sample": sample.name, "recipe": recipe.name, **values}
         for sample, values in zip(batch.samples, fields, strict=True)
     ]
+
+
+def _no_numbers(outcome: Outcome) -> dict[str, Any] | None:
+    """Return the problem of a sample whose scores are not all finite; None if they are."""
+    names = [name for name, x in outcome.scores.items() if not math.isfinite(x)]
+    if not names:
+        return None
+    return {"problem": f"the model predicts NaN or infinity: no {', '.join(names)}", "failed": True}
 
 
 def _written(tasks: TaskBatches, folder: ResultFolder) -> set[tuple[str, str]]:

@@ -28,6 +28,8 @@ from .summary import Figures, summarize
 from .tasks import TASKS
 
 FORMAT = 1
+_OF_FIGURES = {"kvloom", "torch", "transformers", "cpu", "gpu", "threads"}
+"""What of its environment decides a run's figures."""
 
 
 class ResultFolder:
@@ -48,11 +50,16 @@ class ResultFolder:
             reason = "no permission" if existing.is_dir() else f"{str(existing)!r} is a file"
             raise InputError(f"cannot write to {str(path)!r}: {reason}; give another folder")
         if not (path / "run.json").exists():
+            if any(path.glob("*.jsonl")):
+                raise InputError(
+                    f"{str(path)!r} has results and no run.json, which says of which run they are; "
+                    "give another folder"
+                )
             return
         before = read_head(path)
         for part in run:
             ours, theirs = json.loads(json.dumps(run[part])), before.get(part, {})
-            for name in ["kvloom"] if part == "environment" else ours:
+            for name in _OF_FIGURES & ours.keys() if part == "environment" else ours:
                 if theirs.get(name) != ours.get(name):
                     raise InputError(
                         f"{str(path)!r} holds results with {part} {name} "

@@ -115,6 +115,13 @@ def test_nan_in_the_model_is_reported(tokenizer, model, task):
         work.compare(broken, ["kivi"], task)
 
 
+def test_nan_in_predictions_is_no_figure(tokenizer, model, task):
+    broken = LlamaForCausalLM(model.config).eval()
+    torch.nn.init.constant_(broken.lm_head.weight, math.nan)
+    with pytest.raises(kvloom.errors.NotFinite, match="predicts NaN"):
+        work.compare(broken, ["kivi"], task)
+
+
 # one forward pass for many recipes
 
 

@@ -17,6 +17,7 @@ from ..recipe.spec import Recipe
 from . import compat, rotary, save, self_check, shard
 from .guard import ModelRef
 from .hybrid import with_compressed
+from .implementation import other_attention
 from .layer_facts import load_layer_facts, recipe_for
 from .routed_cache import RoutedCache
 from .routed_layer import RoutedLayer
@@ -75,6 +76,7 @@ class Cache(RoutedCache):
             layers[i] = with_compressed(layers[i], RoutedLayer(window, heads))
         super().__init__(layers, compat.config_key(model))
         self.learned_positions = learned
+        self.other_attention = other_attention(compat.decoder_config(model))
         route(model)
         companion.expect(WeakMethod(self.rehearsals))
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from . import attention, compat, examples, repetition, stock
 from .freed import return_freed
-from .implementation import use_kvloom
+from .implementation import other_attention, use_kvloom
 from .routed_cache import RoutedCache
 from .routed_layer import RoutedLayer
 
@@ -178,9 +178,17 @@ def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[st
             "a kvloom cache holds no keys of an encoder, and this call has encoder_hidden_states; "
             "pass use_cache=False, or an EncoderDecoderCache of transformers as past_key_values"
         )
+    for config in model._kvloom.configs:
+        other = other_attention(config)
+        if other not in (None, cache.other_attention):
+            raise CacheMisuse(
+                f"the model attends by {other[0]!r} since this cache was made, and kvloom has not "
+                "compared that; make a new cache"
+            )
     weights = kwargs.get("output_attentions")
     if weights is None:
-        weights = getattr(model.config, "output_attentions", False)
+        configs = model.config, compat.decoder_config(model)
+        weights = any(getattr(config, "output_attentions", False) for config in configs)
     if weights:
         raise attention.no_weights(cache.compressed[0])
     if model.training and model.is_gradient_checkpointing:

@@ -10,11 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from ..errors import CacheMisuse
 
 NAME = "kvloom"
 FIELD = "_attn_implementation_internal"
 """The attribute of a config that names its attention implementation."""
+_OF_TRANSFORMERS = (
+    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
+    "flash_attention_4",
+)  # fmt: skip
 _LOCK = threading.Lock()
 _STOCK: dict[int, tuple[str, int, Any]] = {}
 """By the id of each config within `use_kvloom`: the model's own implementation, how many steps run,
@@ -78,3 +84,15 @@ def stock_implementation(config: Any) -> str:
             'the model with another one, such as "sdpa", and call kvloom.attach(model)'
         )
     return name
+
+
+def other_attention(config: Any) -> tuple[str, Any] | None:
+    """Return the name and function of attention that may compute something else than kvloom does.
+
+    None: the model's own is one of transformers. Other code may register a function by any name.
+    """
+    name = stock_implementation(config)
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    defined_in = str(getattr(function, "__module__", "transformers"))
+    is_own = name in _OF_TRANSFORMERS and defined_in.partition(".")[0] == "transformers"
+    return None if is_own else (name, function)

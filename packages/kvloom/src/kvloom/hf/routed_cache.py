@@ -84,6 +84,7 @@ class RoutedCache(transformers.Cache):
         super().__init__(layers=layers)
         self.config_key = config_key  # of the model's config
         self.learned_positions = False  # the model adds learned position embeddings
+        self.other_attention: tuple[str, Any] | None = None  # of the model, when it was made
         self.token_hash = TokenHash.empty()
 
     def __bool__(self) -> bool:

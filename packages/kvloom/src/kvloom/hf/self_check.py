@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ from ..kernels import dispatch
 from ..recipe.resolve import resolve
 from ..recipe.spec import Recipe
 from . import compat
-from .implementation import FIELD, stock_implementation
+from .implementation import FIELD, other_attention
 from .routed_cache import RoutedCache
 from .routing import Attached, attachment_restored
 
@@ -33,22 +33,17 @@ _PROMPT, _PADDING, _STEPS = 24, 7, 4
 _LONGEST_WINDOW = 512  # a longer sliding window is not exceeded: the check would take too long
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 2e-3}
 _HALF_TOLERANCE = 0.05
-_IMPLEMENTATIONS = (
-    "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3",
-    "flash_attention_4",
-)  # fmt: skip
 
-_ADMITTED: WeakSet[PreTrainedModel] = WeakSet()
+_ADMITTED: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+"""By model, the `other_attention` with which it was admitted."""
 
 
 def is_tested(model: PreTrainedModel) -> bool:
-    """Return whether the sweep found this class equal, with this transformers and these layers.
-
-    An attention function that other code registered may compute something else.
-    """
+    """Return whether the sweep found this class equal, with this transformers and these layers."""
     kinds = _tested_classes().get(type(model).__name__)
-    is_stock_attention = stock_implementation(compat.decoder_config(model)) in _IMPLEMENTATIONS
-    return is_stock_attention and kinds is not None and compat.layer_kinds(model) <= set(kinds)
+    if kinds is None or other_attention(compat.decoder_config(model)) is not None:
+        return False
+    return compat.layer_kinds(model) <= set(kinds)
 
 
 def admit(
@@ -58,18 +53,19 @@ def admit(
 ) -> None:
     """Refuse a model whose logits under `full` are not those of the plain model, unless admitted.
 
-    Models of tested classes, on the meta device, or admitted before are not run; with check=False,
-    none is. new_cache: makes a cache of a recipe. Raises `UnsupportedModel`.
+    Models of tested classes, on the meta device, or admitted before with the same attention are not
+    run; with check=False, none is. new_cache: makes a cache of a recipe. Raises `UnsupportedModel`.
     """
-    if model in _ADMITTED:
+    attention = other_attention(compat.decoder_config(model))
+    if _ADMITTED.get(model, False) == attention:
         return
-    _ADMITTED.add(model)  # for the caches that the check makes, too
+    _ADMITTED[model] = attention  # for the caches that the check makes, too
     if not check or is_tested(model) or _is_meta(model):
         return
     try:
         _compare(model, new_cache)
     except BaseException:
-        _ADMITTED.discard(model)
+        _ADMITTED.pop(model, None)
         raise
 
 

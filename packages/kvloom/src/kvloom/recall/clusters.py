@@ -47,9 +47,7 @@ class Clusters(Index):
     def __post_init__(self) -> None:
         for name in ("size", "block", "block_clusters", "iterations"):
             check_whole(name, getattr(self, name), 1)
-        check_whole("seed", self.seed, 0)
-        if self.seed >= 1 << 64:
-            raise RecipeError(f"seed={self.seed} has more than 64 bits; use one below 2**64")
+        check_whole("seed", self.seed, 0, most=2**64 - 1)
         check_choice("distance", self.distance, ref.DISTANCES)
         if self.block_clusters > self.block:
             raise RecipeError(

@@ -12,6 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..errors import RecipeError
 
+_MOST = 2**31 - 1  # positions are int32 in kernels
 _TYPE_NAMES = {
     bool: "True or False",
     int: "a whole number",
@@ -41,13 +42,15 @@ def check_finite(name: str, value: Any) -> None:
         raise RecipeError(f"{name}={value!r} must be a finite number")
 
 
-def check_whole(name: str, value: Any, least: int, unit: str = "") -> None:
-    """Raise `RecipeError` if a value is not a whole number of at least `least`.
+def check_whole(name: str, value: Any, least: int, unit: str = "", most: int = _MOST) -> None:
+    """Raise `RecipeError` if a value is not a whole number from `least` to `most`.
 
     unit: what it counts, such as " of tokens".
     """
     if type(value) is not int or value < least:
         raise RecipeError(f"{name}={value!r} must be a whole number{unit}, {least} or more")
+    if value > most:
+        raise RecipeError(f"{name} is larger than {most:,}; use a smaller one")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:

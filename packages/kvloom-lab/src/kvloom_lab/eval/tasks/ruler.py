@@ -156,11 +156,21 @@ class NeedleSettings:
     num_queries: int = 1
 
 
+def _another(rng: np.random.Generator, kind: str, drawn: list[str]) -> str:
+    """Return a random key that is none of those drawn: the asked key has one sentence."""
+    key = draw(rng, kind)
+    while key in drawn:
+        key = draw(rng, kind)
+    return key
+
+
 def niah(
     settings: NeedleSettings, rng: np.random.Generator, units: int, inputs: PromptInputs
 ) -> RulerPrompt:
     """Return a prompt with needles; a unit is a word of an essay, or a sentence."""
-    names = [draw(rng, settings.keys) for _ in range(settings.num_keys)]
+    names: list[str] = []
+    for _ in range(settings.num_keys):
+        names.append(_another(rng, settings.keys, names))
     values = [[draw(rng, settings.values) for _ in range(settings.num_values)] for _ in names]
     needles = [
         NEEDLE.format(kind=settings.values, key=name, value=value)
@@ -177,7 +187,9 @@ def niah(
             NOISE
             if settings.haystack == "noise"
             else NEEDLE.format(
-                kind=settings.values, key=draw(rng, settings.keys), value=draw(rng, settings.values)
+                kind=settings.values,
+                key=_another(rng, settings.keys, names),
+                value=draw(rng, settings.values),
             )
             for _ in range(units)
         ]

@@ -237,6 +237,8 @@ def _checked(record: Record) -> str:
         raise record.problem("needs the field 'answers' with a list of texts")
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise record.problem("needs the field 'all_classes' with a list of texts, or null")
+    if DATA_SETS[dataset].metric is classification and not {*answers} <= {*classes}:
+        raise record.problem("needs the field 'all_classes' with its answers among the classes")
     if DATA_SETS[dataset].metric is retrieval and not all(map(PARAGRAPH.search, answers)):
         raise record.problem("needs answers such as 'Paragraph 1'")
     return dataset

@@ -67,7 +67,8 @@ def attend(
     # the query heads of a pair side by side: [B, pairs * 2 * G, T, 2D]
     q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2).flatten(1, 3)
     k, v = _pair(*k.unbind(1)), torch.cat(v.unbind(1), dim=-1)
-    out = adapters.attend(layer, q, k, v, attention_mask, d**-0.5)
+    scale = getattr(module, "scaling", d**-0.5)  # transformers 5.10 has no such attribute
+    out = adapters.attend(layer, q, k, v, attention_mask, scale)
     out = out.unflatten(-1, (k.shape[1], 2, -1, 2 * d))  # [B, T, pairs, 2, G, 2D]
     positive, negative = (x.flatten(2, 3) for x in out.unbind(3))
     out = module.groupnorm(positive - _weight(module, out.dtype) * negative)

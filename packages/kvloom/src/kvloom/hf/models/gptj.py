@@ -39,7 +39,7 @@ def attend(
         torch.cat([apply_rotary_pos_emb(x[..., :d], sin, cos), x[..., d:]], dim=-1) for x in (q, k)
     )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = adapters.attend(layer, q, k, v, attention_mask, module.head_dim**-0.5)
+    out = adapters.attend(layer, q, k, v, attention_mask, 1 / module.scale_attn)
     return module.resid_dropout(module.out_proj(out)), None
 
 

@@ -477,6 +477,27 @@ DEFECTS = [
         "packages/kvloom/tests/models/test_saved_refused.py",
     ),
     _defect(
+        "hf", "hf/save.py",
+        'if "model" not in differ:',
+        'if differ and "model" not in differ:',
+        "a cache is loaded into a model with another config",
+        "packages/kvloom/tests/models/test_saved_refused.py",
+    ),
+    _defect(
+        "hf", "hf/self_check.py",
+        "if _ADMITTED.get(model, False) == attention:",
+        "if model in _ADMITTED:",
+        "attention that was set after the first cache is not compared",
+        "packages/kvloom/tests/models/test_self_check.py",
+    ),
+    _defect(
+        "hf", "hf/forward.py",
+        "configs = model.config, compat.decoder_config(model)",
+        "configs = (model.config,)",
+        "attention weights that a text model's config asks for are left out",
+        "packages/kvloom/tests/models/test_refused_steps.py",
+    ),
+    _defect(
         "hf", "hf/attention.py",
         "check_arguments(layer, kwargs)",
         "check_arguments(layer, dict.fromkeys(kwargs))",

@@ -117,7 +117,7 @@ OWN = [
     ("generate", "the prompt is empty; give some text to continue"),
     ("generate ab\udcff", "the prompt is not UTF-8 text; convert it first"),
     ("inspect ab\udcff", "the text is not UTF-8 text; convert it first"),
-    ("generate hi --recipe clusterkv:seed=99999999999999999999", "has more than 64 bits"),
+    ("generate hi --recipe clusterkv:seed=99999999999999999999", "seed is larger than 18,446,744,"),
     ("generate hi --model model --recipe kivi:group=64", "does not divide head_dim=32"),
     ("generate hi --model model --max-new-tokens 2000", "the model has 1024"),
     ("inspect '' --model model", "the text is empty"),

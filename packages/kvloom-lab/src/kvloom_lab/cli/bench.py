@@ -222,6 +222,7 @@ def throughput(
     from ..bench.serving import Job
     from ..bench.tables import throughput_line, throughput_table
     from ..bench.throughput import BASELINES, jobs, make_rows, measure, requests_of
+    from ..models import device
     from ..show.plots import throughput_plot
     from ..workload.machine import machine
 
@@ -242,7 +243,7 @@ def throughput(
         measured, early_end = collect_rows(runs, lambda run: progress.line(throughput_line(run)))
     rows = make_rows(jobs_and_rows, measured)
     environment = {
-        **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype)),
+        **machine(torch.empty(0, dtype=requests[0].facts.geometry.dtype, device=device())),
         "threads": settings[-1],
         "verb": "throughput",
         "model": of_model.name,

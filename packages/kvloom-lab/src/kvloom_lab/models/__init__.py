@@ -64,6 +64,11 @@ def load_config_and_tokenizer(name: str = REFERENCE, dtype: str = "auto") -> tup
         return config, AutoTokenizer.from_pretrained(folder)
 
 
+def device() -> str:
+    """Return where models are loaded: the GPU, if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     """Return a model ready for inference, on the GPU if there is one; arguments as for `load`."""
     torch_dtype = _torch_dtype(dtype)
@@ -71,7 +76,7 @@ def load_model(name: str = REFERENCE, dtype: str = "auto") -> PreTrainedModel:
     with _loading(name):
         loader = model_class(AutoConfig.from_pretrained(folder))
         model = loader.from_pretrained(folder, dtype=torch_dtype or "auto")
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(device()).eval()
 
 
 def model_without_weights(config: PreTrainedConfig, dtype: str = "auto") -> PreTrainedModel:

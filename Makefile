@@ -8,7 +8,7 @@ DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 demo: .venv/ready
 	$(BIN)/kvloom compare --recipes "$(DEMO)" --max-new-tokens 80 --questions 32
 
-# Each process gets the tests of a file, which share kernels and other processes.
+# One process runs all tests of a file: they share compiled kernels, and results of other processes.
 PYTEST := python -m pytest -n auto --dist loadfile
 
 # Every test, on a part of its cases; CONTRIBUTING.md says which.

@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _skipped_by_the_collector() -> None:
-    """Let garbage collections pass over what the modules before have left, as compiled kernels."""
+    """Let garbage collections pass over what earlier modules have left, such as kernels."""
     gc.collect()
     gc.freeze()
 

@@ -87,9 +87,9 @@ def stock_implementation(config: Any) -> str:
 
 
 def other_attention(config: Any) -> tuple[str, Any] | None:
-    """Return the name and function of attention that may compute something else than kvloom does.
+    """Return the name and function of a config's attention; None if transformers defines it.
 
-    None: the model's own is one of transformers. Other code may register a function by any name.
+    Other code may register a function under any name, and kvloom does not know what it computes.
     """
     name = stock_implementation(config)
     function = ALL_ATTENTION_FUNCTIONS.get(name)

@@ -7,7 +7,7 @@ once per model, not once per cache.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ Not `.safetensors`, although that is the format: loaders such as vLLM's read eve
 file in that folder as weights.
 """
 
+_SAMPLE = 64  # numbers of a tensor that identify it
 _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
 
@@ -66,33 +67,64 @@ def check_tuned(model: PreTrainedModel, recipe: Recipe) -> None:
 
 
 def identity(
-    model: PreTrainedModel, part: bool = False, read: Callable[[str], torch.Tensor] | None = None
+    model: PreTrainedModel, read: Callable[[str], torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return what identifies a model: its shape, and a digest of some of each weight, in bf16.
+    """Return what identifies a model: its shape, and a digest of the first numbers of each weight.
 
-    part: identify what this process holds of the model. Otherwise every rank of a divided model
-    has to call this, as it gathers one weight after the other. read: returns the weight with a
-    name, or its first numbers, 16 or more; for a model on the meta device. Raises
-    `UnsupportedModel` where a weight is not in memory, or its division is not known.
+    Every rank of a divided model has to call this, as it gathers one weight after the other. read:
+    returns the weight with a name, or its first numbers, 16 or more; for a model on the meta
+    device. Raises `UnsupportedModel` where a weight is not in memory, or its division is not known.
     """
+    shard.check_gathers(model)
+
+    def first_numbers() -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
+        for name, parameter in model.named_parameters():
+            weight = shard.whole(parameter)
+            numbers = weight if read is None else read(name)
+            yield name, weight.shape, numbers.detach().reshape(-1)[:16]
+
+    ranks = compat.geometry(model).ranks
+    return _identified(model, ranks, first_numbers())
+
+
+def local_identity(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what identifies the part of a model that this process holds.
+
+    The digest is of some numbers of each parameter and buffer, at equal distances. The frequencies
+    of a rotary embedding may change with the length of a text, and are left out. Raises
+    `UnsupportedModel` as `identity` does.
+    """
+    buffers = (
+        (name, x)
+        for name, x in model.named_buffers()
+        if not x.is_meta and not name.endswith("inv_freq")
+    )
+
+    def some_numbers() -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
+        for name, x in (*model.named_parameters(), *buffers):
+            flat = shard.local(x).detach().reshape(-1)
+            yield name, x.shape, flat[:: max(1, len(flat) // _SAMPLE)]
+
+    return _identified(model, 1, some_numbers())
+
+
+def _identified(
+    model: PreTrainedModel, ranks: int, numbers: Iterable[tuple[str, torch.Size, torch.Tensor]]
+) -> dict[str, Any]:
+    """Return an identity; numbers: names, shapes and some numbers, which count in bf16."""
     g, digest = compat.geometry(model), hashlib.sha256()
-    if not part:
-        shard.check_gathers(model)
-    for name, parameter in model.named_parameters():
-        weight = shard.local(parameter) if part else shard.whole(parameter)
-        shape = tuple(weight.shape)
-        weight = weight if read is None else read(name)
-        if weight.is_meta:
+    for name, shape, some in numbers:
+        if some.is_meta:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be identified, as {name} is on the "
                 "meta device (offloaded, or never loaded); load it with all weights in memory"
             )
-        digest.update(f"{name} {shape}".encode())
-        first_numbers = weight.detach().reshape(-1)[:16].to("cpu", torch.bfloat16)
-        digest.update(first_numbers.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{name} {tuple(shape)}".encode())
+        digest.update(
+            some.to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return {
-        "model": type(model).__name__, "layers": g.layers,
-        "kv_heads": g.kv_heads if part else g.kv_heads * g.ranks,
+        "model": type(model).__name__, "layers": g.layers, "kv_heads": g.kv_heads * ranks,
         "head_dim": g.head_dim, "weights": digest.hexdigest()[:16],
     }  # fmt: skip
 

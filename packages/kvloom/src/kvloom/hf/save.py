@@ -10,7 +10,6 @@ prompt store is such a file, with its key and its token ids.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from ..store import LayerEncoding, files
 from ..store.calibration import checksum
 from . import compat, shard, stock
 from .hybrid import compressed_part, stock_part
-from .layer_facts import identity
+from .layer_facts import local_identity
 from .routed_cache import RoutedCache
 from .routing import attachment, set_attachment
 from .supported import supported_model
@@ -47,7 +46,6 @@ from .supported import supported_model
 _KEY = "kvloom_cache"
 _IDS = "prompt.ids"
 _TENSOR = "tensor"  # stands for the tensor of the same path
-_SAMPLE = 64  # numbers of a weight that identify it
 _OF_NO_STATE = (
     "token_id", "_name_or_path", "transformers_version", "use_cache", "architectures", "dtype",
     "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
@@ -242,7 +240,7 @@ def _check_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
             f"{str(path)!r} holds the cache of {file_rank}, and this process is {rank}; load the "
             "file that this rank saved, with the same number of ranks"
         )
-    theirs, ours = saved.get("config", {}), present["config"]
+    theirs, ours = saved["config"], present["config"]
     differ = [name for name in present if name != "config" and saved.get(name) != present[name]]
     if "model" not in differ:
         differ += [name for name in ours if name in theirs and theirs[name] != ours[name]]
@@ -269,27 +267,11 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
     part = shard.weights_shard(model)
     rank = None if part == shard.WHOLE else str(part)
     traits = {
-        **identity(model, part=True), "weights": _digest(model), "rank": rank, "dtype": dtype,
-        "config": config,
+        **local_identity(model), "rank": rank, "dtype": dtype, "config": config,
     }  # fmt: skip
     if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
         traits["transformers"] = transformers.__version__  # which decides the form of states
     return json.loads(json.dumps(traits, default=str))
-
-
-def _digest(model: PreTrainedModel) -> str:
-    """Return a digest of some numbers of each parameter and buffer, at equal distances, in bf16.
-
-    The frequencies of a rotary embedding may change with the length of a text; the config has them.
-    """
-    digest = hashlib.sha256()
-    for name, x in (*model.named_parameters(), *model.named_buffers()):
-        if not x.is_meta and not name.endswith("inv_freq"):
-            flat = shard.local(x).detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _SAMPLE)].to("cpu", torch.bfloat16)
-            digest.update(f"{name} {tuple(x.shape)}".encode())
-            digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def calibration(cache: RoutedCache) -> str | None:

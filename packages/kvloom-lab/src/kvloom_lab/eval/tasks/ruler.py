@@ -157,7 +157,7 @@ class NeedleSettings:
 
 
 def _another(rng: np.random.Generator, kind: str, drawn: list[str]) -> str:
-    """Return a random key that is none of those drawn: the asked key has one sentence."""
+    """Return a random key that is not in `drawn`, so that one sentence has the asked key."""
     key = draw(rng, kind)
     while key in drawn:
         key = draw(rng, kind)

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -24,15 +24,6 @@ MARKED = re.compile(r"(<!-- (\w+) (\S+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTAL
 
 def table(figures: list[dict]) -> str:
     """Return perplexity and needles as a Markdown table, by bytes; KL with its interval."""
-    return _by_bytes(figures, lambda kl: f"{kl['mean']:.4f} [{kl['low']:.4f}, {kl['high']:.4f}]")
-
-
-def means(figures: list[dict]) -> str:
-    """Return the same table without the intervals."""
-    return _by_bytes(figures, lambda kl: f"{kl['mean']:.4f}")
-
-
-def _by_bytes(figures: list[dict], divergence: Callable[[dict], str]) -> str:
     rows = [f for f in figures if f["task"] == "perplexity" and f["scores"]]
     needles = {f["recipe"]: f["scores"].get("correct") for f in figures if f["task"] == "niah"}
     lines = [
@@ -43,7 +34,7 @@ def _by_bytes(figures: list[dict], divergence: Callable[[dict], str]) -> str:
         s, found = row["scores"], needles.get(row["recipe"])
         lines.append(
             f"|`{row['recipe']}`|{row['share']:.1%}|{over_full(row):.3f}×|"
-            f"{divergence(s['kl_mean'])}|{s['agreement']['mean']:.1%}|"
+            f"{_interval(s['kl_mean'])}|{s['agreement']['mean']:.1%}|"
             f"{'' if found is None else format(found['mean'], '.0%')}|"
         )
     return "\n".join(lines)
@@ -218,7 +209,6 @@ def table_by_kind(rows: list[dict]) -> str:
 
 KINDS = {  # of tables, each from a part of the results
     "table": (table, "figures"),
-    "means": (means, "figures"),
     "free": (free, "figures"),
     "needles": (needles, "figures"),
     "peers": (peers, "figures"),

@@ -94,7 +94,6 @@ def test_the_tables_of_evidence_are_those_of_the_results(tables):
         "smollm2-2k",
         "smollm2-4k",
         "smollm2-8k",
-        "smollm2-2k-prose",
         "smollm2-2k-mixed",
         "smollm2-2k-mixed+smollm2-2k-ruler",
         "peers",

@@ -141,9 +141,9 @@ class RunPlan:
     seed: int = 0
 
 
-ALL_TASKS = (  # 8 texts; 60 needles
+ALL_TASKS = (  # 8 texts; 80 needles
     TaskPlan("perplexity", 8, 128, ALL),
-    TaskPlan("niah:single+multikey+passkey", 2, 1, FEW),
+    TaskPlan("niah:multikey", 8, 1, FEW),
 )
 PROSE = ("prose",)
 ORACLE = dict.fromkeys(("small", "small-question.toml"), OWN)
@@ -225,7 +225,7 @@ RUNS = {
 }
 SHOWN = {"perplexity": table, "niah": needles, "free": free}
 QUICK_RUN = "smollm2-2k-mixed"
-QUICK = {"perplexity": 2, "niah:multikey": 2, "multiturn": 2}  # batches of each task
+QUICK = {"perplexity": 8, "niah:multikey": 2, "multiturn": 2}  # batches of each task
 RAW = "task", "sample", "recipe", "kv_bytes", "exact_bytes", "scores", "answer", "problem"
 KEY = itemgetter("task", "sample", "recipe")
 

@@ -6,7 +6,7 @@ of the task `instructions` are those of a folder of `kvloom eval`. `text_kl` is 
 recipes on the same samples, with its 95% interval.
 
     cd benchmarks/recipes
-    kvloom eval instructions --model smollm2 --context 2048 --samples 14 --max-new-tokens 64 \\
+    kvloom eval instructions --model smollm2 --context 2048 --samples 24 --max-new-tokens 64 \\
         --share 0.125 --out /tmp/instructions --recipes rotated,rotated-system-smollm2.toml,\\
         kvzip,kvzip-system-smollm2.toml,snapkv,snapkv-system-smollm2.toml
     python ../instructions.py --folder /tmp/instructions
@@ -71,7 +71,7 @@ def text_divergences(samples: int) -> Values:
 
 
 def main() -> None:
-    options = record.options(__doc__, folder="/tmp/instructions", text_samples=8)
+    options = record.options(__doc__, folder="/tmp/instructions", text_samples=24)
     run = read_run(Path(options.folder))
     values: Values = {}
     for (sample, recipe), line in run.lines["instructions"].items():

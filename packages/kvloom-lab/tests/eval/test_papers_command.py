@@ -144,6 +144,7 @@ def test_smaller_needs_more_than_chance():
     base = RNG.normal(0, 1, 16)
     assert difference(base - 1, base).high < 0
     assert difference(base, base).high == 0
+    assert difference(base[:5] - 1, base[:5]).high > 0  # five contexts tell nothing
     mixed = base + np.where(np.arange(16) % 2, 1.0, -1.05)
     assert mixed.mean() < base.mean()
     assert difference(mixed, base).high >= 0

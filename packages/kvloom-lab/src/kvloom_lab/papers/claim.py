@@ -5,12 +5,13 @@ rule holds. What cannot be tested here states why instead.
 
 Papers judge by task scores, which a small model does not reach. Here a recipe is better than
 another if its predictions diverge less from those of the exact cache (KL divergence), by more than
-chance: the 95% bootstrap interval of the paired difference over samples excludes 0. "Keeps the
+chance: the 95% bootstrap interval of the paired difference over contexts excludes 0. "Keeps the
 quality" means a perplexity of at most 5% above that of the exact cache, "as good" at most 1%.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -168,14 +169,14 @@ class Difference(NamedTuple):
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> Difference:
-    """Return the mean of a - b [samples] and its 95% interval; samples are paired.
+    """Return the mean of a - b [contexts] and its 95% interval; contexts are paired.
 
-    One sample has the interval of its own value.
+    The interval of too few contexts includes everything.
     """
     paired = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
     interval = bootstrap(paired.tolist())
     if interval.low is None or interval.high is None:
-        return Difference(interval.mean, interval.mean, interval.mean)
+        return Difference(interval.mean, -math.inf, math.inf)
     return Difference(interval.mean, interval.low, interval.high)
 
 
@@ -230,7 +231,7 @@ def monotone(qualities: Mapping[str, Quality], names: Sequence[str]) -> Finding:
 def shares(answers: Mapping[str, np.ndarray]) -> ClaimTable:
     """Return the share of correct answers of each recipe."""
     rows = {name: (float(x.mean()), float(len(x))) for name, x in answers.items()}
-    return ClaimTable(("found", "questions"), rows)
+    return ClaimTable(("found", "contexts"), rows)
 
 
 def require_retrieval(answers: Mapping[str, np.ndarray]) -> None:

@@ -112,7 +112,7 @@ def _language(lab: Lab) -> Finding:
     lengths = sorted(n for n in contexts if n > BUDGET)
     _require_recall(lab)
     for context in lengths:
-        qualities = lab.quality(_recipes(BUDGET), context, samples=4)
+        qualities = lab.quality(_recipes(BUDGET), context, samples=6)
         for name in names:
             rows[name].append(qualities[name].perplexity - qualities["full"].perplexity)
     order = ordered(qualities, ("ClusterKV", "Quest"), ("ClusterKV", "InfiniGen"))

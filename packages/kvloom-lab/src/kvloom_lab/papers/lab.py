@@ -58,8 +58,8 @@ class Size:
     steps: int
 
 
-QUICK = Size(1024, 8, 64, 2, 4096, 8)
-DEFAULT = Size(2048, 16, 128, 4, 8192, 16)
+QUICK = Size(1024, 8, 64, 6, 4096, 8)
+DEFAULT = Size(2048, 16, 128, 8, 8192, 16)
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,14 @@ class Lab:
     def needles(
         self, recipes: Sequence[Recipe | str], variant: str, context: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return which questions were answered correctly, 0 or 1 [questions], by recipe name."""
+        """Return the share of questions answered correctly [contexts], by recipe name."""
         measured_by_recipe = self._measure(
             Niah([variant]), recipes, context or self.context, self.size.needles, 10, 1
         )
-        return {name: _scores(x, "correct") for name, x in measured_by_recipe.items()}
+        return {
+            name: np.array([_scores([one], "correct").mean() for one in measured])
+            for name, measured in measured_by_recipe.items()
+        }
 
     def errors(
         self, recipes: Sequence[Recipe], elementwise: bool = False

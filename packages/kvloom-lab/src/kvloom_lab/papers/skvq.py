@@ -97,7 +97,7 @@ def _table2(lab: Lab) -> Finding:
     if not simulated.projections(lab.model):
         raise NotTestable("keys and values of this model are not made by k_proj and v_proj")
     facts = load_layer_facts(lab.model, resolve(f"skvq:group={GROUP},clip={CLIP}"))
-    texts, another = lab.texts(5, lab.context).split([4, 1])
+    texts, another = lab.texts(7, lab.context).split([6, 1])
     outputs = simulated.outputs(lab.model, another)
 
     def nats(method: str, bits: int) -> np.ndarray:

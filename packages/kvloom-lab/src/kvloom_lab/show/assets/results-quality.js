@@ -7,8 +7,12 @@ function kept(task, row, score = task.main) {
   const [a, b] = lower(task, score) ? [whole[0], mine[0]] : [mine[0], whole[0]];
   return b > 0 ? a / b : null;
 }
-/* That share as text. A single sample has no interval, so the text says so. */
-const keeps = (task, row) => `keeps ${percent(kept(task, row))}${row.scores[task.main][3] === 1 ? " on one sample" : ""}`;
+/* That share as text; without an interval, the text has the number of samples. */
+function keeps(task, row) {
+  const [, low, , samples] = row.scores[task.main];
+  const few = has(low) ? "" : samples === 1 ? " on one sample" : ` on ${samples} samples`;
+  return `keeps ${percent(kept(task, row))}${few}`;
+}
 function answers() {
   const table = make("table"), body = make("tbody"), runs = chosenRuns();
   const head = make("tr");

@@ -93,7 +93,7 @@ const TERMS = [
   ["Tokens read", "the tokens of each context that the last step read in a layer, on average; of recipes that recall."],
   ["Share of tokens", "what kvpress reports as 1 − compression ratio. It counts tokens, not bytes, and says nothing about formats. Such points are hollow."],
   ["Pareto front", "the recipes for which no other one has at most their bytes and at least their score. The front is of all recipes of the run, hidden ones too."],
-  ["95% interval", "percentile bootstrap over contexts, each with all its questions: 2,000 resamples with a fixed seed. If all contexts agree, the interval has no width; that is no certainty about other texts. Questions about fewer than six contexts have no interval."],
+  ["95% interval", "bootstrap over contexts, each with all its questions: expanded percentiles of 2,000 resamples with a fixed seed. If all contexts agree, the interval has no width; that is no certainty about other texts. Fewer than six contexts have none."],
   ["Δ full", "the mean difference from the exact cache on the same samples, with its own interval. \"equal\": chance explains the difference (sign-flip test over contexts); \"too few\": below six contexts."],
   ["KL divergence", "the Kullback-Leibler divergence of the recipe's next-token probabilities from those of the exact cache, in nats (natural logarithm)."],
   ["Keys", "Tab moves between controls and charts; in a chart the arrow keys, Home and End move between recipes, and Enter opens the samples. Escape closes a sample."],

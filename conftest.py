@@ -45,6 +45,15 @@ for name, examples in EXAMPLES.items():
     )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--sample`."""
+    parser.addoption(
+        "--sample",
+        action="store_true",
+        help="take few cases of every test, as of those with the mark of this name",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Draw more examples where slow cases run."""
     settings.load_profile("default" if config.option.markexpr == "not slow" else "slow")
@@ -69,7 +78,7 @@ def _seeded() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as slow the cases that compile much, and those that samples leave out."""
     for item in filter(takes_rare_kernels, items):
         item.add_marker(pytest.mark.slow)
@@ -78,5 +87,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
-        for case in left_out(cases):
+        for case in left_out(cases, config.option.sample):
             case.add_marker(pytest.mark.slow)

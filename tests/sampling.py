@@ -24,15 +24,16 @@ def slow_except(values: Mapping[str, object] | Iterable[str], *default: str) -> 
     ]
 
 
-def left_out(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+def left_out(cases: Sequence[pytest.Item], sample: bool = False) -> list[pytest.Item]:
     """Return the cases of one test that the default run leaves out; `conftest.py` marks them.
 
-    Of a test with the mark `sample`, every value of every parameter stays in some case. Of one that
-    runs by two backends, each case stays by one of them, and both backends stay in some case.
+    Of a test with the mark `sample`, or of any with `sample`, every value of every parameter stays
+    in some case. Of one that runs by two backends, each case stays by one of them, and both
+    backends stay in some case.
     """
     params = [case.callspec.params for case in cases]
     texts = [{(name, repr(x)) for name, x in one.items()} for one in params]  # some have no hash
-    if cases[0].get_closest_marker("sample"):
+    if sample or cases[0].get_closest_marker("sample"):
         sets = texts
     elif "kernels" in params[0]:
         backends = [{one for one in text if one[0] == "kernels"} for text in texts]

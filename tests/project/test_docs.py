@@ -11,6 +11,7 @@ import pytest
 
 from kvloom.cache.layer_state import VERSION
 from kvloom.keep import SCORERS
+from kvloom.kernels import use_backend
 from kvloom.recipe import RECIPES
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +147,8 @@ def test_the_examples_of_the_readme_print_what_it_says(monkeypatch, capsys):
     assert len(blocks) == 2
     names = {"__name__": "readme"}
     for code, printed in blocks:
-        exec(code, names)
+        with use_backend("auto"):
+            exec(code, names)
         assert capsys.readouterr().out == printed
 
 

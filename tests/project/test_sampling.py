@@ -39,8 +39,10 @@ def test_a_sample_has_every_value_and_is_as_long_as_the_longest_axis(sizes):
         assert sorted({case[name][0] for case in sample}) == [x for (x,) in values]
 
 
-def test_all_cases_of_other_tests_stay():
-    assert left_out(grid(a=range(3), b=range(3))) == []
+def test_all_cases_of_other_tests_stay_unless_every_test_is_sampled():
+    cases = grid(a=range(3), b=range(3))
+    assert left_out(cases) == []
+    assert len(left_out(cases, sample=True)) == 6
 
 
 def test_each_case_runs_by_one_backend_and_the_test_by_both():

@@ -133,6 +133,7 @@ def test_processes_that_compile_at_once_do_not_take_each_others_kernels(tmp_path
     assert [one.run(numbers, 0, 1)[1] for one in found] == [10, 15]
 
 
+@pytest.mark.slow
 def test_kernels_that_two_processes_compiled_do_not_share_a_step(tmp_path):
     """Numba gives the steps of both the same numbers; a third process loads both."""
     code = "import sys; from test_arguments import attends; print(*map(attends, sys.argv[1:]))"

@@ -105,6 +105,7 @@ def test_longbench_asks_in_a_chat_and_few_shot_without_one(tmp_path, chat):
     )
     assert hotpot.question.endswith("other words.\n\nQuestion: Who?\nAnswer:</user><bot>")
     assert (trec.name, trec.fields["variant"]) == ("trec_e/300/a1", "trec")
+    assert trec.fields["classes"] == ["x", "Ann"]
     assert trec.question == "\nWho?"
     assert "<user>" not in trec.context
     plain = source(data_path=str(tmp_path))
@@ -136,7 +137,9 @@ def test_longbench_cuts_the_middle(tmp_path, ask, chat):
 
 def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     file = write(
-        tmp_path, record(answers=["Bob", "Ann"]), record(dataset="triviaqa", answers=["Ann"])
+        tmp_path,
+        record(answers=["Bob", "Ann"]),
+        record(dataset="triviaqa", _id="b", answers=["Ann"]),
     )
     made_from = source(tokenizer=chat, data_path=str(file), samples=2)
     with pytest.raises(InputError, match="sample all/300/a1 of longbench occurs twice"):
@@ -157,6 +160,7 @@ def test_longbench_takes_the_best_answer_and_the_first_line(tmp_path, chat):
     (json.dumps(record(dataset="nq")).encode(), "has the unknown data set 'nq'"),
     (json.dumps(record(all_classes="x")).encode(), "needs the field 'all_classes' with a list"),
     (json.dumps(record(dataset="trec")).encode(), "needs the field 'all_classes' with its answers"),
+    (json.dumps(record(dataset="lcc")).encode(), "has the _id 'a1' of an earlier line"),
     (json.dumps(record(dataset="passage_retrieval_en")).encode(), "needs answers such as 'Para"),
 ])  # fmt: skip
 def test_an_error_in_a_task_file_names_file_and_line(tmp_path, line, reason, chat):

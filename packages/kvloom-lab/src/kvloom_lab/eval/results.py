@@ -7,6 +7,7 @@ the files.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from array import array
@@ -223,8 +224,9 @@ def _read_task(path: Path, run: RunResults) -> None:
             if not isinstance(line.get("scores"), dict):
                 raise record.problem("has neither scores nor a problem")
             for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):
-                if line.get(name) is None or not _is_number(line[name]):
-                    raise record.problem(f"needs a number in {name!r}")
+                number = line.get(name)
+                if number is None or not _is_number(number) or not 0 <= number < math.inf:
+                    raise record.problem(f"needs a number of at least 0 in {name!r}")
             for name, value in line["scores"].items():
                 if not _is_number(value):
                     raise record.problem(f"needs a number as the score {name!r}")

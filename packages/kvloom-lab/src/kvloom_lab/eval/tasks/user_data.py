@@ -198,9 +198,13 @@ class LongBench(QuestionTask):
         """Return one context for each sample, of at most the lengths of the source."""
         assert source.data_path is not None
         groups: dict[tuple[str, str], list[Record]] = {}
+        names: set[tuple[str, str]] = set()
         for record in data_records(source.data_path, FIELDS):
-            dataset = _checked(record)
+            dataset, name = _checked(record), (record.file.stem, record.value["_id"])
             if dataset in self.chosen:
+                if name in names:
+                    raise record.problem(f"has the _id {name[1]!r} of an earlier line")
+                names.add(name)
                 groups.setdefault((record.file.stem, dataset), []).append(record)
         if not groups:
             raise InputError(
@@ -245,7 +249,7 @@ def _checked(record: Record) -> str:
 
 
 def _batch(source: Source, length: int, name: str, dataset: str, record: Record) -> Batch:
-    template, tokens, _ = DATA_SETS[dataset]
+    template, tokens, metric = DATA_SETS[dataset]
     chat = chat_parts(source.tokenizer, source.first, chat=dataset not in PLAIN)
     head, tail = template.split("{context}")
     text = head + record.value["context"]
@@ -262,7 +266,8 @@ def _batch(source: Source, length: int, name: str, dataset: str, record: Record)
     answers, classes = record.value["answers"], record.value.get("all_classes") or []
     question = LongBenchQuestion(question_ids, answers, tokens, dataset, classes)
     reference = " / ".join(answers)
-    return question_batch(source, name, ids, question, length, reference, variant=dataset)
+    scored = {"classes": classes} if metric is classification else {}
+    return question_batch(source, name, ids, question, length, reference, variant=dataset, **scored)
 
 
 def middle_cut(ids: list[int], room: int) -> list[int]:

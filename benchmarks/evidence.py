@@ -141,9 +141,9 @@ class RunPlan:
     seed: int = 0
 
 
-ALL_TASKS = (  # 8 texts; 80 needles
-    TaskPlan("perplexity", 8, 128, ALL),
-    TaskPlan("niah:multikey", 8, 1, FEW),
+ALL_TASKS = (  # 10 texts; 60 needles
+    TaskPlan("perplexity", 10, 128, ALL),
+    TaskPlan("niah:multikey", 6, 1, FEW),
 )
 PROSE = ("prose",)
 ORACLE = dict.fromkeys(("small", "small-question.toml"), OWN)

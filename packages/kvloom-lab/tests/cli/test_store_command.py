@@ -54,7 +54,7 @@ def test_verify_prune_and_export(store, tmp_path):
     assert "128 tokens of LlamaForCausalLM under full" in exported.output
     assert kvloom.Cache.load(tiny.llama(), out).get_seq_length() == 128
     limit = store.report().nbytes - 1
-    pruned = data("prune", store.folder, "--max-bytes", limit)
+    pruned = data("prune", store.folder, "--max-bytes", f"{limit}B")
     assert [entry["key"] for entry in pruned["entries"]] == [first.key]
     path = store.folder / f"{last.key}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])

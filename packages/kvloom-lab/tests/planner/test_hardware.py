@@ -95,7 +95,7 @@ def test_a_wrong_hardware_file_is_refused(tmp_path, text, says):
     [
         (parse_bytes, "24GiB", 24 << 30),
         (parse_bytes, "1.5 gb", 1_500_000_000),
-        (parse_bytes, "1000", 1000),
+        (parse_bytes, 1000, 1000),
         (parse_tokens, "128k", 131072),
         (parse_tokens, "1M", 1 << 20),
         (parse_tokens, "8192", 8192),
@@ -110,7 +110,8 @@ def test_units(parse, option, value):
 @pytest.mark.parametrize(
     ("parse", "option"),
     [
-        (parse_bytes, "24 bananas"), (parse_bytes, "0GB"), (parse_bytes, "-1GB"),
+        (parse_bytes, "24 bananas"), (parse_bytes, "24"), (parse_bytes, "0GB"),
+        (parse_bytes, "-1GB"), (parse_bytes, 0),
         (parse_tokens, "many"), (parse_tokens, "0"), (parse_rate, "0"), (parse_rate, "fast"),
         (parse_tokens, "9" * 400), (parse_bytes, "9" * 400),
     ],

@@ -495,13 +495,28 @@ def test_an_error_in_the_thread_is_raised(watch):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_attention_by_weights_is_refused_while_a_manager_runs():
+    model, (prompt,) = zoo.build("llama-gqa"), prompts([30])
+    with kvloom.continuous(model, "full"):
+        manager = model.init_continuous_batching(generation(), settings())
+        manager.start()
+        model.set_attn_implementation("eager")
+        manager.add_request(prompt)
+        manager.get_result(timeout=60)
+        with pytest.raises(CacheMisuse, match="was changed while"):
+            manager.stop()
+    assert model.config._attn_implementation == "eager"
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.tensor([prompt])).logits).all()
+
+
 def test_a_model_that_changes_between_batches(llama, watch):
     model = copy.deepcopy(llama)
     with kvloom.continuous(model, KIVI):
         batch(model, prompts([20]))
         with torch.no_grad():
             model.lm_head.weight.add_(1)
-        with pytest.raises(CacheMisuse, match="weights have changed"):
+        with pytest.raises(CacheMisuse, match="the model has changed"):
             batch(model, prompts([20]))
     with kvloom.continuous(model, KIVI):
         batch(model, prompts([20]))

@@ -261,6 +261,11 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
         with pytest.warns(UserWarning, match="global forward hook"):
             run({"input_ids": ids})
         hook.remove()
+        mlp = model.model.layers[0].mlp
+        mlp.own = lambda x: x
+        with pytest.warns(UserWarning, match=r"layers.0.mlp has 'own', a function that code of"):
+            run({"input_ids": ids})
+        del mlp.own
         norm = model.model.norm
         norm.forward = lambda x: type(norm).forward(norm, x)
         with pytest.warns(UserWarning, match="norm has a forward that other code has replaced"):
@@ -276,7 +281,7 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
     with kvloom.attach(model, PACKED, store=store), torch.no_grad():
         model(ids)  # no generate(): no store
     report = store.report()
-    assert report.prompts == report.bypassed == len(cases) + 4
+    assert report.prompts == report.bypassed == len(cases) + 5
     assert report.entries == 0
 
 

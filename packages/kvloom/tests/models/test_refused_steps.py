@@ -1,19 +1,23 @@
 """A step that kvloom does not compute is refused by name, and its cache is as before."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import zoo
+from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.models.llama import modeling_llama
 
 import kvloom
 from backends import by_reference
 from kvloom.errors import CacheMisuse
+from kvloom.hf import BatchedCaches, Follower, prefill_many
 
 pytestmark = by_reference
 
+KIVI = "kivi:group=16,residual=16"
 IDS = zoo.batch(1, 61, (0,))["input_ids"]
 
 
@@ -21,7 +25,7 @@ IDS = zoo.batch(1, 61, (0,))["input_ids"]
 def turn():
     """Gives a cache a first turn, and a second one that is refused; returns model and cache."""
     model = zoo.build("llama-gqa")
-    cache = kvloom.Cache(model, "kivi:group=16,residual=16")
+    cache = kvloom.Cache(model, KIVI)
 
     def call(says, **arguments):
         with torch.no_grad():
@@ -121,6 +125,62 @@ def test_a_mask_that_hides_earlier_tokens_in_a_later_turn(turn, monkeypatch):
     with torch.no_grad():
         model(input_ids=IDS[:, :5], past_key_values=cache)
     assert cache.get_seq_length() == 66
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("recipe", ["full", KIVI, "h2o:tokens=40"])
+@pytest.mark.parametrize("hole", [slice(0, 9), slice(20, 25)], ids=["front", "middle"])
+def test_tokens_that_were_padding_stay_hidden(recipe, hole, tmp_path):
+    model, plain = zoo.build("llama-gqa"), DynamicCache()
+    cache, mask = kvloom.Cache(model, recipe), torch.ones(2, 66, dtype=torch.long)
+    mask[1, hole] = 0
+    ids, place = IDS.expand(2, -1), torch.arange(61, 66)[None]
+
+    def turn(cache, mask):
+        new = IDS[:, :5].expand(2 if mask is None else len(mask), -1)
+        return model(new, attention_mask=mask, position_ids=place, past_key_values=cache).logits
+
+    def refused(cache, mask):
+        with pytest.raises(CacheMisuse, match="were padding when the cache stored them"):
+            turn(cache, mask)
+        return cache
+
+    for each in (cache, plain):
+        model(ids, attention_mask=mask[:, :61], past_key_values=each)
+    cache.save(tmp_path / "cache.kv")
+    loaded = kvloom.Cache.load(model, tmp_path / "cache.kv")
+    shown = torch.ones_like(mask)
+    for each in (refused(cache, shown), loaded, copy.deepcopy(cache)):
+        refused(refused(each, shown), None if recipe == "h2o:tokens=40" else shown)
+        more = mask.clone()
+        more[0, 30] = 0  # visible tokens may be hidden, and seen again
+        turn(copy.deepcopy(each), more)
+    got, want = turn(copy.deepcopy(cache), mask), turn(copy.deepcopy(plain), mask)
+    assert recipe != "full" or torch.allclose(got, want, atol=1e-5)
+    loaded.batch_repeat_interleave(2)
+    refused(loaded, shown.repeat_interleave(2, dim=0))
+    loaded.reorder_cache(torch.tensor([3, 2, 1, 0]))
+    refused(loaded, mask.repeat_interleave(2, dim=0))
+    loaded.batch_select_indices(torch.tensor([2, 3]))
+    turn(loaded, shown)
+    cache.reset()
+    turn(cache, shown[:, :5])
+
+
+@torch.no_grad()
+def test_padding_in_caches_that_share_a_pass():
+    model = zoo.build("llama-gqa")
+    leader, follower = kvloom.Cache(model, "full"), Follower(kvloom.Cache(model, KIVI))
+    mask = torch.ones_like(IDS)
+    mask[:, :7] = 0
+    prefill_many(model, leader, [follower], input_ids=IDS, attention_mask=mask)
+    for cache in (leader, follower.cache):
+        with pytest.raises(CacheMisuse, match="were padding"):
+            model(IDS[:, :1], past_key_values=cache)
+    both = BatchedCaches(model, [leader, follower.cache])
+    ids, ones = IDS[:, :2].expand(2, -1), torch.ones(2, 63, dtype=torch.long)
+    with pytest.raises(CacheMisuse, match="were padding"):
+        model(ids, attention_mask=ones, past_key_values=both)
 
 
 def test_a_mask_that_the_model_changes(turn, monkeypatch):

@@ -17,7 +17,7 @@ from backends import by_reference
 from kvloom.cache.layer_state import VERSION
 from kvloom.errors import SavedCacheError, UnsupportedModel
 from kvloom.hf import save
-from kvloom.hf.layer_facts import identity
+from kvloom.hf.layer_facts import identity, sample
 from kvloom.store import files
 
 pytestmark = by_reference  # none of this depends on kernels
@@ -167,6 +167,15 @@ def test_weights_whose_first_numbers_are_the_same_are_refused(kivi, part, tmp_pa
     kivi[1].save(path)
     tuned.model.get_parameter(part).data[1:] += 1
     assert "LlamaForCausalLM with weights=" in refused(tuned, path)
+
+
+def test_a_sample_of_a_matrix_shows_columns_and_rows_that_change():
+    flat = torch.arange(256 * 256.0)
+    for changed in (slice(None), slice(64, 128)), (slice(64, 128), slice(None)):
+        other = flat.clone()
+        other.view(256, 256)[changed] = -1
+        assert 8 < (sample(flat) != sample(other)).sum() < 24  # of 64, a quarter
+    assert torch.equal(sample(flat[:64]), flat[:64])
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(kivi, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from test_continuous import (
 )  # fmt: skip
 
 import kvloom
-from kvloom.errors import InputError, StoreError
+from kvloom.errors import CacheMisuse, InputError, StoreError
 from kvloom.hf.prompts import identity
 from kvloom.hf.prompts.pages import StoredPages
 from kvloom.recipe import resolve
@@ -117,7 +117,8 @@ def test_what_is_refused_by_name(llama, store, tmp_path):
 
 
 def test_a_store_that_is_full_stops_no_request(llama, tmp_path):
-    store = kvloom.PromptStore(tmp_path, max_bytes=100)
+    database = kvloom.PromptStore(tmp_path).index.overhead
+    store = kvloom.PromptStore(tmp_path, max_bytes=database + 100)
     with pytest.warns(UserWarning, match="does not fit a prompt store"):
         assert tokens(llama, KIVI, store) == tokens(llama, KIVI, None)
 
@@ -126,11 +127,13 @@ def test_the_model_is_identified_once_for_the_pages_of_a_request(llama, store, w
     identified, fields = [], identity.fields
     monkeypatch.setattr(identity, "fields", lambda *x: identified.append(1) or fields(*x))
     tokens(llama, KIVI, store, new=50)
-    assert len(identified) == 2  # at the beginning, and at the end of the request
+    assert (
+        len(identified) == 3
+    )  # at the beginning, at the start of a manager, and at the end of the request
     assert len(store.entries()) == 4
     monkeypatch.setattr("kvloom.hf.prompts.pages._MOST_WAITING", 1)
     tokens(llama, "full", store, new=50)
-    assert len(identified) == 2 + 1 + 4
+    assert len(identified) == 3 + 2 + 4
     watch.assert_nothing_left()
 
 
@@ -166,6 +169,15 @@ def test_pages_of_a_model_that_changes_are_not_stored(store):
     with kvloom.continuous(model, KIVI, store=store), warned:
         change_while_it_runs()
     assert store.entries() == []
+
+
+def test_a_model_that_changes_in_a_block_is_refused(store):
+    model = zoo.build("llama-gqa")
+    with kvloom.continuous(model, "full", store=store):
+        batch(model, [PROMPT])
+        model.model.layers[0].self_attn.scaling *= 2
+        with pytest.raises(CacheMisuse, match="the model has changed since"):
+            batch(model, [PROMPT])
 
 
 def test_what_identifies_a_page_of_another_engine(tmp_path):

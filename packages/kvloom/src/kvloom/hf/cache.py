@@ -124,7 +124,7 @@ class Cache(RoutedCache):
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file of about `nbytes`, whole or not at all.
 
-        The file has a checksum, and no weights, token ids or padding masks.
+        The file has a checksum, which tokens were padding, and no weights or token ids.
 
         Args:
             path: The file. Under tensor parallelism each rank saves its own heads to another path.

@@ -75,6 +75,7 @@ class RoutedForward:
         if not isinstance(cache, RoutedCache):
             return self.forward(**kwargs)
         check_mask(kwargs.get("attention_mask"))
+        cache.check_mask(kwargs.get("attention_mask"))
         _check_arguments(self.model, cache, kwargs)
         graphs = self.model._kvloom.graphs
         steps = None if graphs is None else graphs.begin(self, cache, kwargs)
@@ -104,6 +105,7 @@ class RoutedForward:
             token_hash = cache.token_hash.after(kwargs, positions, seen, tokens)
             if tokens > 1:
                 stock.release(cache.stock_layers)
+            cache.note_mask(kwargs.get("attention_mask"), seen, tokens)
         cache.token_hash = token_hash
         return_freed(tokens)
         return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -90,7 +91,7 @@ def identity(
 def local_identity(model: PreTrainedModel) -> dict[str, Any]:
     """Return what identifies the part of a model that this process holds.
 
-    The digest is of some numbers of each parameter and buffer, at equal distances. The frequencies
+    The digest is of some numbers of each parameter and buffer, see `sample`. The frequencies
     of a rotary embedding may change with the length of a text, and are left out. Raises
     `UnsupportedModel` as `identity` does.
     """
@@ -102,10 +103,24 @@ def local_identity(model: PreTrainedModel) -> dict[str, Any]:
 
     def some_numbers() -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
         for name, x in (*model.named_parameters(), *buffers):
-            flat = shard.local(x).detach().reshape(-1)
-            yield name, x.shape, flat[:: max(1, len(flat) // _SAMPLE)]
+            yield name, x.shape, sample(shard.local(x).detach().reshape(-1))
 
     return _identified(model, 1, some_numbers())
+
+
+def sample(flat: torch.Tensor) -> torch.Tensor:
+    """Return 64 numbers of a flat tensor, or all of a shorter one.
+
+    They lie in different rows and columns of a matrix, as they would not at equal distances.
+    """
+    return flat[_places(len(flat), flat.device)] if len(flat) > _SAMPLE else flat
+
+
+@cache
+def _places(count: int, device: torch.device) -> torch.Tensor:
+    """Return places all over a tensor: multiples of the golden ratio."""
+    golden = (5**0.5 - 1) / 2
+    return torch.tensor([int(i * golden % 1 * count) for i in range(1, _SAMPLE + 1)], device=device)
 
 
 def _identified(

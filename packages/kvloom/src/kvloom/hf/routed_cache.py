@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -24,6 +25,7 @@ from ..recipe.spec import Recipe
 from . import compat, stock
 from .guard import CallRef, Guard, ModelRef, outside_inference_mode, used_by_threads
 from .hybrid import compressed_part, stock_part, with_compressed
+from .masks import padding_mask
 from .routed_layer import RoutedLayer, removed_tokens
 from .token_hash import TokenHash
 
@@ -86,6 +88,7 @@ class RoutedCache(transformers.Cache):
         self.learned_positions = False  # the model adds learned position embeddings
         self.other_attention: tuple[str, Any] | None = None  # of the model, when it was made
         self.token_hash = TokenHash.empty()
+        self.hidden: Tensor | None = None  # bool [B, N], tokens stored as padding
 
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""
@@ -179,7 +182,8 @@ class RoutedCache(transformers.Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, in every layer, spare room included."""
-        return self._stock_nbytes + sum(layer.cache.nbytes for layer in self.compressed)
+        hidden = 0 if self.hidden is None else self.hidden.nbytes
+        return self._stock_nbytes + sum(x.cache.nbytes for x in self.compressed) + hidden
 
     @property
     def full_nbytes(self) -> int:
@@ -360,6 +364,26 @@ class RoutedCache(transformers.Cache):
                 "cache, or repeat its rows with batch_repeat_interleave"
             )
 
+    def check_mask(self, mask: Tensor | None) -> None:
+        """Raise `CacheMisuse` for a padding mask [B, N] that shows a token stored as padding."""
+        if self.hidden is None or not self.compressed:
+            return
+        shown = None if mask is None else padding_mask(mask, self.hidden.shape[1])
+        if shown is None or bool((shown.to(self.hidden.device) & self.hidden).any()):
+            raise CacheMisuse(
+                "tokens that were padding when the cache stored them are not hidden now, and it "
+                "does not have their keys and values; give attention_mask for all tokens"
+            )
+
+    def note_mask(self, mask: Tensor | None, seen: int, tokens: int) -> None:
+        """Note which of the `tokens` tokens after `seen` a step has stored as padding."""
+        if mask is None:
+            return
+        new = ~padding_mask(mask, seen + tokens)[:, seen:]
+        if bool(new.any()):
+            old = new[:, :0] if self.hidden is None else self.hidden.to(new.device)
+            self.hidden = torch.cat([F.pad(old, (0, seen - old.shape[1])), new], dim=1)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove tokens from every layer, or from none.
 
@@ -373,7 +397,8 @@ class RoutedCache(transformers.Cache):
             layer.cache.check_crop(tokens)
         for layer in self.stock_layers:
             stock.check_crop(layer, tokens, seen)
-        self._change("crop", tokens_to_remove, self.stock_layers if tokens else ())
+        stock_layers = self.stock_layers if tokens else ()
+        self._change("crop", tokens_to_remove, lambda x: x[:, : seen - tokens], stock_layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the batch: row i becomes row beam_idx[i], int64 [B].
@@ -381,32 +406,39 @@ class RoutedCache(transformers.Cache):
         Beam search does so after each step, so later steps are not recorded.
         """
         self.may_record = False
-        self._change("reorder_cache", beam_idx)
+        self._change("reorder_cache", beam_idx, lambda x: x[beam_idx.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self._change("batch_repeat_interleave", repeats)
+        self._change(
+            "batch_repeat_interleave", repeats, lambda x: x.repeat_interleave(repeats, dim=0)
+        )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the rows `indices`."""
-        self._change("batch_select_indices", indices)
+        self._change("batch_select_indices", indices, lambda x: x[indices.to(x.device)])
 
     def reset(self) -> None:
         """Remove all tokens; a cache that a failure made unusable can be used again."""
         with self.guard.change("reset", mends=True):
             self.steps, self.may_record = None, type(self).may_record
-            self.token_hash = TokenHash.empty()
+            self.token_hash, self.hidden = TokenHash.empty(), None
             for layer in self.stock_layers:
                 stock.reset(layer)
             for compressed in self.compressed:
                 compressed.reset()
 
     def _change(
-        self, method: str, argument: Any, stock_layers: Sequence[Any] | None = None
+        self,
+        method: str,
+        argument: Any,
+        of_hidden: Callable[[Tensor], Tensor],
+        stock_layers: Sequence[Any] | None = None,
     ) -> None:
         """Call a method of every layer, of transformers' own first: these can be restored.
 
-        stock_layers: those of transformers' layers that change; None: all.
+        of_hidden: the same change of `hidden`. stock_layers: those of transformers' layers that
+        change; None: all.
         """
         stock_layers = self.stock_layers if stock_layers is None else stock_layers
         restore_stock = stock.remember(stock_layers)
@@ -426,6 +458,8 @@ class RoutedCache(transformers.Cache):
                 ) from error
             for layer in self.compressed:
                 getattr(layer, method)(argument)
+            if self.hidden is not None:
+                self.hidden = of_hidden(self.hidden)
 
 
 def _says_all(error: BaseException) -> bool:

@@ -45,6 +45,7 @@ from .supported import supported_model
 
 _KEY = "kvloom_cache"
 _IDS = "prompt.ids"
+_HIDDEN = "hidden"  # of `RoutedCache`
 _TENSOR = "tensor"  # stands for the tensor of the same path
 _OF_NO_STATE = (
     "token_id", "_name_or_path", "transformers_version", "use_cache", "architectures", "dtype",
@@ -68,6 +69,8 @@ def save(
     _check_committed(cache)
     tensors: dict[str, Tensor] = {}
     layers = [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)]
+    if cache.hidden is not None:
+        tensors[_HIDDEN] = cache.hidden.cpu().contiguous()
     write({**origin(cache), "layers": layers}, tensors, path, error_type, prompt, publish)
 
 
@@ -160,6 +163,8 @@ def fill(cache: RoutedCache, path: Path, about: dict[str, Any]) -> None:
         for i, (layer, stored) in enumerate(zip(cache.layers, about["layers"], strict=True)):
             device = devices.get(i, model.device)
             _load_state(layer, nested(stored, str(i), file.get_tensor, device))
+        if _HIDDEN in file.keys():  # noqa: SIM118
+            cache.hidden = file.get_tensor(_HIDDEN).to(model.device)
 
 
 def prompt_ids(path: Path) -> Tensor:

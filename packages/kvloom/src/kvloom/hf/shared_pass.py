@@ -181,7 +181,9 @@ def _read_prompt(
         _copy_other_layers(leader, follower)
     with use_kvloom(model._kvloom.configs):
         _repeat(followers, clock)
+    leader.hidden = fan_out.hidden
     for follower in followers:
+        follower.cache.hidden = fan_out.hidden
         for layer in follower.cache.full_layers:
             layer.cache.forget_undo()
     return logits, forward
@@ -332,6 +334,11 @@ class BatchedCaches(RoutedCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens seen, those that wait in the caches included."""
         return self.caches[0].get_seq_length(layer_idx)
+
+    def check_mask(self, mask: Tensor | None) -> None:
+        """Check the rows of each cache."""
+        for cache, rows in zip(self.caches, self.slices, strict=True):
+            cache.check_mask(None if mask is None else mask[rows])
 
     def check_batch(self, rows: int) -> None:
         """Raise `CacheMisuse` for another batch size than that of all caches."""

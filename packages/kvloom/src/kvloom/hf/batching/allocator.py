@@ -30,6 +30,14 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def attention_changed() -> CacheMisuse:
+    """Return the error of a step by another attention than that of packed pages."""
+    return CacheMisuse(
+        "the model's attention implementation was changed while packed pages are in use; call "
+        "manager.stop() first"
+    )
+
+
 class PackedAllocator(FullAttentionCacheAllocator):
     """Blocks of packed pages; `tail_blocks` more of them per request hold its exact tokens.
 
@@ -192,10 +200,7 @@ class PackedAllocator(FullAttentionCacheAllocator):
 
     def update(self, *_: Any) -> tuple[Tensor, Tensor]:
         """Raise: transformers' own attention called this."""
-        raise CacheMisuse(
-            "the model's attention implementation was changed while packed pages are in use; call "
-            "manager.stop() first"
-        )
+        raise attention_changed()
 
     def attend(self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Store and attend all tokens of a step: q [T, Hq, D], k, v [T, H, D]."""

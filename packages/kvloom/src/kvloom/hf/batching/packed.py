@@ -27,11 +27,12 @@ from ...recipe import Recipe
 from .. import compat
 from ..forward import input_norms
 from ..implementation import FIELD, use_kvloom
+from ..implementation import NAME as KVLOOM
 from ..layer_facts import load_layer_facts
 from ..prompts.pages import StoredPages
 from ..routed_cache import RoutedCache
 from ..routing import attention_configs
-from .allocator import PackedAllocator
+from .allocator import PackedAllocator, attention_changed
 from .examples import learning
 from .head_pages import EvictingAllocator
 from .prompt_eviction import PromptEviction
@@ -172,9 +173,11 @@ class PackedManager(ContinuousBatchingManager):
         """Run the thread with the settings of `kvloom.kernels.use_backend` where it was started."""
         (blocks,) = self.batch_processor.cache.cache_allocators.values()
         eviction: Any = blocks.eviction
+        batching = self.batching
         with ExitStack() as hooks:
+            check = self.model.register_forward_pre_hook(batching.check_attention)
+            hooks.callback(check.remove)
             if eviction is not None:
-                batching = self.batching
                 hooks.enter_context(input_norms(self.model, eviction))
                 hooks.enter_context(
                     learning(self.model, batching.cache, blocks, batching.outside_pages)
@@ -324,16 +327,17 @@ class PackedBatching:
             self._name(pages=True)
 
     def _name(self, pages: bool) -> None:
-        """Name the attention of pages in the configs, or the model's own."""
+        """Name the attention of pages in the configs, or the model's own where they name pages."""
         for config, former in self.former:
-            vars(config)[FIELD] = NAME if pages else former
+            if pages or vars(config)[FIELD] == NAME:
+                vars(config)[FIELD] = NAME if pages else former
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model is another than at the beginning of the block."""
-        if self._weights() != self.weights:
+        if self._weights() != self.weights or (self.stored is not None and self.stored.changed()):
             raise CacheMisuse(
-                "the model's weights have changed since kvloom.continuous began, and pages hold "
-                "keys and values of the former ones; leave the block and enter it again"
+                "the model has changed since kvloom.continuous began, and pages hold keys and "
+                "values of the former one; leave the block and enter it again"
             )
 
     def close(self) -> None:
@@ -349,6 +353,12 @@ class PackedBatching:
             (x.data_ptr(), 0 if x.is_inference() else x._version, x.dtype)
             for x in self.model.parameters()
         ]
+
+    def check_attention(self, *_: Any) -> None:
+        """Raise `CacheMisuse` if the model's attention was changed; a hook of its forward."""
+        for config, _former in self.former:
+            if vars(config)[FIELD] not in (NAME, KVLOOM):
+                raise attention_changed()
 
 
 def _check_settings(config: Any, compiled: Any) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from functools import partial
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from ...cache.layer_state import VERSION
 from ...errors import RecipeError, StoreError
 from .. import compat, rotary, save
 from ..forward import RoutedForward
+from ..layer_facts import sample
 from ..routed_cache import RoutedCache
 
 BLOCK = 64
@@ -32,7 +34,6 @@ BLOCK = 64
 FORMAT = 1
 """The version of this identity and of the entries; raise it when either changes."""
 
-_SAMPLE = 64  # numbers of a tensor that are compared at each look-up
 _CHUNK = 1 << 26  # numbers that are copied to the host at a time
 _BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map", "name_or_path",
                 "warnings_issued"} - {"training"}  # fmt: skip
@@ -40,8 +41,10 @@ _BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map",
 _OF_FILES = ("_name_or_path", "transformers_version", "use_cache")
 """Fields of a config that do not change what a model computes."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_KNOWN = ("accelerate", "kvloom", "torch", "transformers")
-"""Packages whose hooks and forwards change nothing that a seed does not show."""
+_FUNCTIONS = FunctionType, BuiltinFunctionType
+_NO_PARTS = {*vars(torch.nn.Module()), "forward", "_old_forward"}
+_KNOWN = ("accelerate", "kvloom", "peft", "torch", "transformers")
+"""Packages whose hooks, forwards and objects change nothing that a seed does not show."""
 
 _DIGESTS: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[tuple, bytes]]] = WeakKeyDictionary()
 
@@ -136,11 +139,26 @@ def _problem(model: PreTrainedModel) -> str | None:
             return f"{name or 'it'} has a forward hook; remove the hook"
         if _is_replaced(module):
             return f"{name or 'it'} has a forward that other code has replaced; restore it"
+        for key, x in vars(module).items():
+            if key not in _NO_PARTS and not _shows_what_it_does(x):
+                return (
+                    f"{name or 'it'} has {key!r}, a {type(x).__name__} that code of your own has "
+                    "made; give modules numbers, text, tensors and modules alone"
+                )
         kind = getattr(module, "rope_type", None)
         kinds = kind.values() if isinstance(kind, dict) else [kind]
         if any(kind in rotary.CHANGING for kind in kinds):
             return f"{name} changes with the length of a text; use the model without a store"
     return None
+
+
+def _shows_what_it_does(x: Any) -> bool:
+    """Return whether an attribute of a module is in the seed, or of code that does not change."""
+    if isinstance(x, dict):
+        return all(map(_shows_what_it_does, (*x, *x.values())))
+    if isinstance(x, list | tuple | set):
+        return all(map(_shows_what_it_does, x))
+    return _is_plain(x) or isinstance(x, Tensor | torch.nn.Module) or _is_known(x)
 
 
 def _is_replaced(module: torch.nn.Module) -> bool:
@@ -163,20 +181,23 @@ def _is_known(call: Any) -> bool:
     """Return whether code of `_KNOWN` has made a hook or a forward, whatever it wraps."""
     call = call.func if isinstance(call, partial) else call
     call = getattr(call, "__func__", call)
+    if isinstance(call, BuiltinFunctionType):
+        return True
     defined_in = getattr(call, "__globals__", {}).get("__name__", type(call).__module__)
     return str(defined_in).partition(".")[0] in _KNOWN
 
 
 def _modules(model: PreTrainedModel) -> Iterator[Any]:
-    """Yield the name, class and plain attributes of each module.
+    """Yield the name, class and plain attributes of each module, and the names of functions.
 
     They include what adapters are active, and how they are scaled.
     """
     for name, module in model.named_modules():
         kind = type(module)
-        attributes = vars(module).items()
-        plain = {key: x for key, x in attributes if key not in _BOOKKEEPING and _is_plain(x)}
-        yield name, f"{kind.__module__}.{kind.__qualname__}", plain
+        attributes = {key: x for key, x in vars(module).items() if key not in _BOOKKEEPING}
+        plain = {key: x for key, x in attributes.items() if _is_plain(x)}
+        functions = {k: x.__name__ for k, x in attributes.items() if isinstance(x, _FUNCTIONS)}
+        yield name, f"{kind.__module__}.{kind.__qualname__}", plain, functions
 
 
 def _is_plain(x: Any) -> bool:
@@ -218,8 +239,8 @@ def _weights(model: PreTrainedModel) -> Iterator[bytes]:
                 "all weights in memory, and outside torch.inference_mode"
             )
         flat = x.detach().reshape(-1)
-        sample = _bytes(flat[:: max(1, len(flat) // _SAMPLE)])
-        stamp = x.data_ptr(), x._version, x.shape, x.stride(), x.dtype, x.device, sample
+        some = _bytes(sample(flat))
+        stamp = x.data_ptr(), x._version, x.shape, x.stride(), x.dtype, x.device, some
         if name not in known or known[name][0] != stamp:
             known[name] = stamp, _digest(name, flat, x.shape)
         yield known[name][1]

@@ -113,6 +113,10 @@ class StoredPages:
             return None
         return page
 
+    def changed(self) -> bool:
+        """Return whether the model is another than at first; raises `StoreError` as `identify`."""
+        return self.identify() != self.fields
+
     def put(self, key: str, ids: Sequence[int], page: Tensor) -> None:
         """Store the bytes of a page with these tokens, at the latest at the next `flush`."""
         with self._lock:
@@ -131,7 +135,7 @@ class StoredPages:
         if not pages:
             return
         try:
-            if self.identify() != self.fields:
+            if self.changed():
                 raise StoreError(
                     "the model has changed since kvloom.continuous began; leave the block and "
                     "enter it again"

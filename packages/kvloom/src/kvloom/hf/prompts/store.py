@@ -93,8 +93,8 @@ class PromptStore:
         tenant: str = "",
     ) -> None:
         self.folder, self.tenant = Path(folder), tenant
-        self.max_bytes = parse_bytes(str(max_bytes), "max_bytes")
-        self.max_age = parse_seconds(str(max_age), "max_age")
+        self.max_bytes = parse_bytes(max_bytes, "max_bytes")
+        self.max_age = parse_seconds(max_age, "max_age")
         self.index = PromptFolder(self.folder)
         self._lock = threading.Lock()
         self._counts = dict.fromkeys(("prompts", "bypassed", "given", "reused", "read"), 0)
@@ -227,10 +227,11 @@ class PromptStore:
         path, now = self.index.path(key), time.time()
         if path.exists() and self.index.longest([bytes.fromhex(key)]):
             return
-        if nbytes > self.max_bytes:
+        index = self.index.overhead
+        if nbytes + index > self.max_bytes:
             raise StoreError(
-                f"a cache of {nbytes:,} bytes does not fit a prompt store of {self.max_bytes:,}; "
-                "set a larger max_bytes"
+                f"a cache of {nbytes:,} bytes does not fit a prompt store of {self.max_bytes:,}, "
+                f"of which other files of its folder take {index:,}; set a larger max_bytes"
             )
         entry = Entry(key, ids.shape[1], 0, now, now, *names)
         prompt = key, ids[0].to("cpu", torch.int64).contiguous()

@@ -590,10 +590,24 @@ DEFECTS = [
     ),
     _defect(
         "hf", "hf/prompts/pages.py",
-        "if self.identify() != self.fields:",
-        "if not self.identify():",
+        "return self.identify() != self.fields",
+        "return not self.identify()",
         "pages of a model that has changed are stored under the key of the former one",
         "packages/kvloom/tests/models/test_stored_pages.py",
+    ),
+    _defect(
+        "hf", "hf/routed_cache.py",
+        "                self.hidden = of_hidden(self.hidden)",
+        "                self.hidden = None",
+        "a cache whose rows have moved attends to padding, which it does not have",
+        "packages/kvloom/tests/models/test_refused_steps.py",
+    ),
+    _defect(
+        "hf", "hf/layer_facts.py",
+        "int(i * golden % 1 * count) for i in range(1, _SAMPLE + 1)",
+        "i * (count // _SAMPLE) for i in range(_SAMPLE)",
+        "a sample of a matrix lies in one column, and misses all others",
+        "packages/kvloom/tests/models/test_saved_refused.py",
     ),
     _defect(
         "hf", "hf/batching/allocator.py",

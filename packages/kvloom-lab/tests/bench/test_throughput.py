@@ -54,7 +54,7 @@ def _quick(monkeypatch):
 def run(folder, *args, memory=3 * REQUEST):
     return CliRunner().invoke(
         app,
-        ["bench", "throughput", "--model", str(folder), "--memory", str(memory),
+        ["bench", "throughput", "--model", str(folder), "--memory", f"{memory}B",
          "--prompt", str(PROMPT), "--max-new-tokens", str(NEW), "--threads", "1", *map(str, args)],
     )  # fmt: skip
 

@@ -84,8 +84,9 @@ def test_calibrated_recipes_generate_and_hold_what_is_predicted(llama, spec, pad
     with torch.inference_mode():
         model(**inputs, past_key_values=cache)
     predicted = recipe.nbytes(61, cache.geometry, batch=2)
-    # each row's first token, where keys are turned and rows are padded
-    assert cache.nbytes == predicted + (3 * 16 if any(pads) and recipe.store.pre_rope else 0)
+    if any(pads):  # the padding, and each row's first token where keys are turned
+        predicted += 2 * 17 + (3 * 16 if recipe.store.pre_rope else 0)
+    assert cache.nbytes == predicted
     out = model.generate(**inputs, past_key_values=kvloom.Cache(model, recipe), max_new_tokens=8,
                          do_sample=False)  # fmt: skip
     assert out.shape == (2, 69)

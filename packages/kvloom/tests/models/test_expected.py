@@ -183,7 +183,9 @@ def test_a_fit_does_not_depend_on_what_scored(layers, store):
     for kept in zip(*map(logical, caches), strict=True):
         assert all(torch.equal(x, kept[0]) for x in kept)
     with torch.no_grad():
-        logits = [model(IDS["input_ids"][:, :1], past_key_values=x).logits for x in caches]
+        mask = torch.nn.functional.pad(IDS["attention_mask"], (0, 1), value=1)
+        ids = IDS["input_ids"][:, :1]
+        logits = [model(ids, attention_mask=mask, past_key_values=x).logits for x in caches]
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-5)
     assert not torch.allclose(logits[2], logits[0], rtol=1e-4, atol=1e-5)
     assert caches[1].nbytes == caches[2].nbytes

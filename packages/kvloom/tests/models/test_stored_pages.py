@@ -117,7 +117,7 @@ def test_what_is_refused_by_name(llama, store, tmp_path):
 
 
 def test_a_store_that_is_full_stops_no_request(llama, tmp_path):
-    database = kvloom.PromptStore(tmp_path).index.overhead
+    database = kvloom.PromptStore(tmp_path).index.database_nbytes
     store = kvloom.PromptStore(tmp_path, max_bytes=database + 100)
     with pytest.warns(UserWarning, match="does not fit a prompt store"):
         assert tokens(llama, KIVI, store) == tokens(llama, KIVI, None)

@@ -381,8 +381,9 @@ class RoutedCache(transformers.Cache):
             return
         new = ~padding_mask(mask, seen + tokens)[:, seen:]
         if bool(new.any()):
+            end = int(new.any(dim=0).nonzero().max()) + 1
             old = new[:, :0] if self.hidden is None else self.hidden.to(new.device)
-            self.hidden = torch.cat([F.pad(old, (0, seen - old.shape[1])), new], dim=1)
+            self.hidden = torch.cat([F.pad(old, (0, seen - old.shape[1])), new[:, :end]], dim=1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove tokens from every layer, or from none.

@@ -123,12 +123,9 @@ class PromptFolder:
         return sum(_nbytes(path) for path in self._files(lambda _: True))
 
     @property
-    def overhead(self) -> int:
-        """Bytes of the files that are no entries: the database, and damaged ones."""
-        return sum(map(_nbytes, self._others()))
-
-    def _others(self) -> list[Path]:
-        return self._files(lambda name: not name.endswith(_SUFFIX))
+    def database_nbytes(self) -> int:
+        """Bytes of the database, in whole pages."""
+        return _nbytes(self.database)
 
     def touch(self, key: str) -> None:
         """Note that an entry was used."""
@@ -164,7 +161,7 @@ class PromptFolder:
         def work(db: sqlite3.Connection) -> list[Entry]:
             oldest = time.time() - max_age
             with _transaction(db):
-                others = self._others()
+                others = self._files(lambda name: not name.endswith(_SUFFIX))
                 for path in others:
                     if path.suffix == _DAMAGED and _modified(path) < oldest:
                         path.unlink(missing_ok=True)

@@ -227,11 +227,11 @@ class PromptStore:
         path, now = self.index.path(key), time.time()
         if path.exists() and self.index.longest([bytes.fromhex(key)]):
             return
-        index = self.index.overhead
-        if nbytes + index > self.max_bytes:
+        database = self.index.database_nbytes
+        if nbytes + database > self.max_bytes:
             raise StoreError(
                 f"a cache of {nbytes:,} bytes does not fit a prompt store of {self.max_bytes:,}, "
-                f"of which other files of its folder take {index:,}; set a larger max_bytes"
+                f"of which its database takes {database:,}; set a larger max_bytes"
             )
         entry = Entry(key, ids.shape[1], 0, now, now, *names)
         prompt = key, ids[0].to("cpu", torch.int64).contiguous()

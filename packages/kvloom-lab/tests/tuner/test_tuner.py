@@ -322,3 +322,14 @@ def test_mistakes_are_one_sentence(here, words, said):
     assert found.exit_code == 2
     assert said in found.stderr
     assert found.stderr.count("\n") == 1
+
+
+def test_ctrl_c_says_how_to_resume(here, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvloom_lab.tuner.tune", interrupted)
+    arguments = ["tune", here / "model", "--text", here / "text.txt", "--share", "0.2"]
+    found = CliRunner().invoke(app, [str(x) for x in arguments])
+    assert found.exit_code == 130
+    assert "Run the same command again to resume." in found.stderr

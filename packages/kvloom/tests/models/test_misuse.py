@@ -407,6 +407,7 @@ def test_report_says_what_is_compressed_and_what_is_not():
     assert full.full_nbytes == 32768 * 2 * 3 * 2 * 16 * 4
     assert "instead of 24.0" in str(full)
     assert "3 of 3 layers" in repr(full)
+    assert "(no smaller)" in str(kvloom.attach(zoo.build("llama-gqa"), "quest"))
 
 
 def test_report_counts_a_layer_that_the_recipe_leaves_exact_as_not_compressed(model):

@@ -256,10 +256,17 @@ def tune_command(
     chosen = ChosenModel(model, dtype)
     with show_progress() as progress:
         loaded = chosen.load(progress)
-        tuning = tune(
-            loaded, chosen.tokenizer, content, share=share, kl=kl, context=context,
-            progress=progress,
-        )  # fmt: skip
+        try:
+            tuning = tune(
+                loaded, chosen.tokenizer, content, share=share, kl=kl, context=context,
+                progress=progress,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            progress.line(
+                "kvloom: interrupted; scores that are finished are kept. Run the same command "
+                "again to resume."
+            )
+            raise typer.Exit(130) from None
     if out is not None:
         write_file(out, tuning.recipe.to_toml())
     if plot is not None:

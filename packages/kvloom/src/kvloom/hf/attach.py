@@ -96,9 +96,11 @@ class Report:
             which = tuple(i for i, r in self.skipped.items() if r == reason)
             lines.append(f"  not compressed: layers {listed(which)}: {reason}")
         if self.compressed:
+            times = self.full_nbytes / self.nbytes
+            smaller = "no smaller" if times < 1.05 else f"{times:.1f}x smaller"
             lines.append(
                 f"  {self.nbytes / 2**20:,.1f} MiB at 32k tokens instead of "
-                f"{self.full_nbytes / 2**20:,.1f} ({self.full_nbytes / self.nbytes:.1f}x smaller)"
+                f"{self.full_nbytes / 2**20:,.1f} ({smaller})"
             )
         if self.state_nbytes:
             lines.append(f"  {self.state_nbytes / 2**20:,.1f} MiB of both are states, as they were")

@@ -67,7 +67,8 @@ def supported_model(model: PreTrainedModel, all_heads_for: str | None = None) ->
     model = unwrap(model)
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModel(
-            f"expected a transformers PreTrainedModel, got {type(model).__name__}"
+            f"expected a transformers PreTrainedModel, got {type(model).__name__}; give the model "
+            "first, loaded by AutoModelForCausalLM.from_pretrained"
         )
     config = compat.layers_config(model)
     reason = None

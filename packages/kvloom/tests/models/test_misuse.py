@@ -190,13 +190,14 @@ def test_another_attention_implementation_while_attached(model):
 
 
 def test_a_step_whose_attention_did_not_reach_kvloom(model, monkeypatch):
-    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    batch = zoo.batch(rows=1, padding=(5,))
     cache = kvloom.Cache(model, KIVI)
     attention = model.model.layers[1].self_attn
     plain = attention.config
     attention.config = tf.LlamaConfig(**{**plain.to_dict(), "attn_implementation": "sdpa"})
     with pytest.raises(CacheMisuse, match="attention of layers 1 did not reach kvloom"):
-        model(input_ids=ids, past_key_values=cache)
+        model(**batch, past_key_values=cache)
+    assert (cache.get_seq_length(), cache.hidden) == (0, None)
 
 
 def test_a_cache_of_another_model(model):

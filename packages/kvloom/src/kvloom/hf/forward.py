@@ -105,8 +105,8 @@ class RoutedForward:
             token_hash = cache.token_hash.after(kwargs, positions, seen, tokens)
             if tokens > 1:
                 stock.release(cache.stock_layers)
-            cache.note_mask(kwargs.get("attention_mask"), seen, tokens)
         cache.token_hash = token_hash
+        cache.note_mask(kwargs.get("attention_mask"), seen, tokens)
         return_freed(tokens)
         return out
 

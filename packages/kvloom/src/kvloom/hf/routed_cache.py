@@ -379,7 +379,7 @@ class RoutedCache(transformers.Cache):
         """Note which of the `tokens` tokens after `seen` a step has stored as padding."""
         if mask is None:
             return
-        new = ~padding_mask(mask, seen + tokens)[:, seen:]
+        new = ~padding_mask(mask[:, seen:], tokens)
         if bool(new.any()):
             end = int(new.any(dim=0).nonzero().max()) + 1
             old = new[:, :0] if self.hidden is None else self.hidden.to(new.device)

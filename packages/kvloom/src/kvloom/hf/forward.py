@@ -103,10 +103,10 @@ class RoutedForward:
             cache.finish_shared()
             tokens = cache.get_seq_length() - seen
             token_hash = cache.token_hash.after(kwargs, positions, seen, tokens)
+            hidden = cache.hidden_after(kwargs.get("attention_mask"), seen, tokens)
             if tokens > 1:
                 stock.release(cache.stock_layers)
-        cache.token_hash = token_hash
-        cache.note_mask(kwargs.get("attention_mask"), seen, tokens)
+        cache.token_hash, cache.hidden = token_hash, hidden
         return_freed(tokens)
         return out
 

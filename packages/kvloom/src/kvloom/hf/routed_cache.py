@@ -375,15 +375,14 @@ class RoutedCache(transformers.Cache):
                 "does not have their keys and values; give attention_mask for all tokens"
             )
 
-    def note_mask(self, mask: Tensor | None, seen: int, tokens: int) -> None:
-        """Note which of the `tokens` tokens after `seen` a step has stored as padding."""
-        if mask is None:
-            return
-        new = ~padding_mask(mask[:, seen:], tokens)
-        if bool(new.any()):
-            end = int(new.any(dim=0).nonzero().max()) + 1
-            old = new[:, :0] if self.hidden is None else self.hidden.to(new.device)
-            self.hidden = torch.cat([F.pad(old, (0, seen - old.shape[1])), new[:, :end]], dim=1)
+    def hidden_after(self, mask: Tensor | None, seen: int, tokens: int) -> Tensor | None:
+        """Return what `hidden` is after a step that stored `tokens` tokens after `seen`."""
+        new = None if mask is None else ~padding_mask(mask[:, seen:], tokens)
+        if new is None or not bool(new.any()):
+            return self.hidden
+        end = int(new.any(dim=0).nonzero().max()) + 1
+        old = new[:, :0] if self.hidden is None else self.hidden.to(new.device)
+        return torch.cat([F.pad(old, (0, seen - old.shape[1])), new[:, :end]], dim=1)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest -tokens_to_remove tokens from every layer, or from none.

@@ -295,6 +295,7 @@ def test_one_recipe_in_full():
     assert found["toml"].rstrip() in page
     recipe = kvloom.Recipe.from_toml(found["toml"])
     assert recipe == resolve("kivi:bits=4") == kvloom.Recipe.from_dict(found["recipe"])
+    assert run("recipes", "kivi:bits=4", "--toml").stdout == found["toml"]
 
 
 # the program

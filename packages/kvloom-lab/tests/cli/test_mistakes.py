@@ -98,6 +98,8 @@ COMMON = [
 OWN = [
     ("compare short.txt --model model", "tokens, and the context and the new tokens need"),
     ("compare --recipes kivi,bits=4", "no recipe named 'bits=4'"),
+    ("recipes --toml", "--toml writes one recipe file; give a NAME"),
+    ("recipes kivi --toml --json", "give a NAME, and leave out --json"),
     ("compare --recipes kivi:bts=4", "no option 'bts' (did you mean 'bits'?)"),
     ("compare --recipes kivi:residual=100", "residual=100 is not a multiple of group=32"),
     ("compare --budget half", "--budget 'half' is neither whole tokens (512) nor a fraction"),

@@ -288,12 +288,16 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("kvloom_lab.tuner.run.Settings", lambda: SMALL)
     out = tmp_path / "tuned.toml"
-    options = ["--text", here / "text.txt", "--share", "0.3", "--context", "256", "--out", out,
-               "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]  # fmt: skip
-    arguments = ["tune", here / "model", *options]
-    found = CliRunner().invoke(app, [str(x) for x in arguments])
+    command = ["tune", here / "model", "--text", here / "text.txt", "--share", "0.3",
+               "--context", "256"]  # fmt: skip
+    found = CliRunner().invoke(app, [str(x) for x in command])
+    assert found.exit_code == 0, found.output
+    assert "run the same command with --out recipe.toml" in found.stderr
+    outputs = ["--out", out, "--json", tmp_path / "a.json", "--plot", tmp_path / "a.png"]
+    found = CliRunner().invoke(app, [str(x) for x in (*command, *outputs)])
     assert found.exit_code == 0, found.output
     assert "predicted" in found.stdout
+    assert "--out" not in found.stderr
     recipe = Recipe.from_toml(out)
     figures = json.loads((tmp_path / "a.json").read_text())
     assert Recipe.from_dict(figures["recipe"]) == recipe
@@ -313,6 +317,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
         ("--share 2", "share=2 must be above 0 and at most 1"),
         ("", NEITHER),
         ("--share 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),
+        ("--share 0.2 --out a.json", "--out 'a.json' must end in .toml"),
         ("--share 0.2 --plot a.txt", "must end in one of"),
     ],
 )

@@ -47,17 +47,22 @@ def recipes_command(
         typer.Argument(metavar="NAME", help='One recipe, such as "kivi:bits=4" or recipe.toml.'),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    toml: Annotated[bool, typer.Option("--toml", help="Write a recipe file; needs NAME.")] = False,
 ) -> None:
     """List the recipes and their options; with a name, show that recipe, its paper and its TOML.
 
     The options of a recipe follow its name: "kivi:bits=4,group=64". Every recipe has the option
     compress_after: "kivi:compress_after=2048" keeps everything exact up to 2048 tokens. Some layers
-    can have another recipe: "kivi@first 2=full@20-23=kivi:bits=4". You can save its TOML to a file,
-    change it, and give the file's name wherever a recipe is expected.
+    can have another recipe: "kivi@first 2=full@20-23=kivi:bits=4". Save the output of --toml to
+    a file, change it, and give the file's name wherever a recipe is expected.
     """
     from kvloom.recipe import RECIPES
 
-    if name is not None:
+    if toml and (name is None or json):
+        raise InputError("--toml writes one recipe file; give a NAME, and leave out --json")
+    if name is not None and toml:
+        typer.echo(describe(name)["toml"], nl=False)
+    elif name is not None:
         recipe = describe(name)
         typer.echo(js.dumps(recipe, indent=2, ensure_ascii=False) if json else _page(recipe))
     elif json:
@@ -252,6 +257,8 @@ def tune_command(
     kl = None if quality is None else _quality(quality)
     Bound(share, kl, 0)  # an invalid one is refused before the model is loaded
     check_outputs(json, out, plot=plot)
+    if out is not None and out.suffix != ".toml":
+        raise InputError(f"--out {str(out)!r} must end in .toml, as a recipe file does")
     content = read_files(text)
     chosen = ChosenModel(model, dtype)
     with show_progress() as progress:
@@ -273,6 +280,12 @@ def tune_command(
         tuning_plot(tuning, chosen.name).savefig(plot)
     environment = conditions(loaded, chosen.name, text_name(text))
     show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
+    if out is None:
+        typer.echo(
+            "kvloom: the recipe was not written; run the same command with --out recipe.toml, "
+            "which uses the stored scores",
+            err=True,
+        )
 
 
 def _quality(option: str) -> float:

@@ -431,6 +431,12 @@ def test_report_advises_packed_windows_only_where_they_fit(recipe, advised):
         assert report(model, resolve(f"{recipe},sliding=packed")).skipped == {}
 
 
+@pytest.mark.parametrize(("name", "said"), [("gpt2", True), ("gemma3", False)])
+def test_the_report_says_that_there_is_no_window_to_pack(name, said):
+    notes = report(zoo.build(name), resolve("kivi:group=16,residual=16,sliding=packed")).notes
+    assert any("so sliding=packed changes nothing" in note for note in notes) == said
+
+
 @pytest.mark.parametrize(
     ("recipe", "prompts", "small"),
     [("full", False, False), ("kivi:group=16", True, True), ("kivi-4:group=16", True, False),

@@ -206,6 +206,8 @@ def _reason(kind: str, recipe: Recipe, geometry: Geometry) -> str:
 def _notes(model: PreTrainedModel, recipe: Recipe, geometry: Geometry) -> tuple[str, ...]:
     """Return advice and warnings on this recipe with this model."""
     notes = []
+    if recipe.packs_windows and not geometry.sliding:
+        notes.append("note: no layer has a sliding window, so sliding=packed changes nothing")
     adapted = recipe_for(model, recipe)
     if recipe.rotates_queries and not adapted.rotates_queries:
         instead = "another score takes the place of the recipe's"

@@ -129,6 +129,24 @@ def test_codes_that_do_not_lie_in_order_are_read_in_order():
     torch.testing.assert_close(got, ref.attend_exact(q, k, v, 0.1), rtol=0, atol=2e-6)
 
 
+@every_form
+@pytest.mark.parametrize("t", [1, 3])
+def test_a_query_that_is_not_finite_has_no_result(form, t):
+    kfmt, vfmt, d, dtype = FORMS[form]
+    keys, _ = kv_view(kfmt, 256, 300, 2, 2, d, dtype, 1)
+    values, _ = kv_view(vfmt, 200, 300, 2, 2, d, dtype, 2)
+    q = draw((2, 4, t, d), 0)
+    want = attend(q, keys, values, 0.1)
+    bad = torch.zeros(2, 4, t, dtype=torch.bool)
+    for at, number in (((0, 1, 0), torch.nan), ((1, 2, -1), torch.inf), ((1, 3, 0), -torch.inf)):
+        q[at][d // 2], bad[at] = number, True
+    got = attend(q, keys, values, 0.1)
+    assert got.out[bad].isnan().all()
+    assert got.lse[bad].isnan().all()
+    assert torch.equal(got.out[~bad], want.out[~bad])
+    assert torch.equal(got.lse[~bad], want.lse[~bad])
+
+
 def test_huge_logits_neither_overflow_nor_lose_the_winner():
     q, k, v = (draw((2, 4, n, 32), i) for i, n in enumerate((1, 300, 300)))
     q, k = (q * 100).round(), (k * 40).round().clamp(-60, 60)

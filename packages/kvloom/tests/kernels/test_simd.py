@@ -48,7 +48,7 @@ def test_halves_of_log_2_round_to_either_side(exponential):
 
 def test_it_ends_where_fp32_does(exponential):
     x = torch.tensor([-torch.inf, -1e30, -88.0, -87.01, 0.0, -0.0, 88.0, 88.5, 1e30, torch.inf])
-    x = torch.cat([x, torch.zeros(6)])
+    x = torch.cat([x, torch.tensor([torch.nan, -torch.nan]), torch.zeros(4)])
     top = float(torch.tensor(88.0).double().exp())
-    want = torch.tensor([0.0] * 4 + [1.0, 1.0] + [top] * 4 + [1.0] * 6)
-    torch.testing.assert_close(exponential(x), want, rtol=2e-7, atol=0)
+    want = torch.tensor([0.0] * 4 + [1.0, 1.0] + [top] * 4 + [torch.nan] * 2 + [1.0] * 4)
+    torch.testing.assert_close(exponential(x), want, rtol=2e-7, atol=0, equal_nan=True)

@@ -111,6 +111,16 @@ def test_caches_of_other_lengths_are_refused():
     assert not can_batch(model, caches)
 
 
+def test_a_cache_of_another_model_is_refused():
+    model, other = zoo.build("llama-gqa"), zoo.build("llama-gqa", rms_norm_eps=1e-3)
+    caches = [kvloom.Cache(x, "full") for x in (model, other)]
+    for x, cache in zip((model, other), caches, strict=True):
+        with torch.no_grad():
+            x(**prompt(40, 1), past_key_values=cache)
+    with pytest.raises(CacheMisuse, match="made for another model"):
+        BatchedCaches(model, caches)
+
+
 @pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
 def test_measurements_give_what_each_gives_alone(name):
     """They make other numbers of steps, and steps of other sizes."""

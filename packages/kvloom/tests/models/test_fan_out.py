@@ -124,6 +124,44 @@ def test_a_cache_that_holds_tokens_is_refused():
     assert used.get_seq_length() == 70
 
 
+@pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-3}, {"num_hidden_layers": 4}])
+def test_a_cache_of_another_model_is_refused(change):
+    model, other = zoo.build("llama-gqa"), zoo.build("llama-gqa", **change)
+    own, others = kvloom.Cache(model, "full"), kvloom.Cache(other, "full")
+    for leader, follower in ((own, others), (others, own)):
+        with pytest.raises(CacheMisuse, match="made for another model"):
+            prefill_many(model, leader, [Follower(follower)], **prompt(70))
+    assert own.nbytes == others.nbytes == 0
+
+
+def test_a_follower_that_failed_reads_the_next_prompt():
+    model = zoo.build("llama-gqa")
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    follower = Follower(kvloom.Cache(model, KIVI))
+    for factor, failed in ((1e8, True), (1e-8, False)):
+        with torch.no_grad():
+            weight.mul_(factor)
+        prefill_many(model, kvloom.Cache(model, "full"), [follower], **prompt(70))
+        assert (follower.error is not None) == failed
+    assert follower.cache.get_seq_length() == 70
+
+
+def test_a_follower_holds_the_bytes_of_a_cache_that_read_the_prompt_alone():
+    model = zoo.build("llama-gqa")
+    form = (
+        "snapkv:tokens=40,window=8,compress_after=110"  # still exact, beside one that reads norms
+    )
+    follower, reader = (
+        Follower(kvloom.Cache(model, x))
+        for x in (form, "rotated:fraction=0.5,recent=8,compress_after=110")
+    )
+    prefill_many(model, kvloom.Cache(model, "full"), [follower, reader], **prompt(70))
+    alone = kvloom.Cache(model, form)
+    with torch.no_grad():
+        model(**prompt(70), past_key_values=alone)
+    assert reader.cache.nbytes > follower.cache.nbytes == alone.nbytes
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neo", "xglm"])
 def test_padded_rows_at_learned_positions_are_read_apart(name):
     """Where positions are renumbered, the mask places them; the plain model counts padding."""

@@ -207,10 +207,25 @@ def test_a_cache_of_another_model(model):
     kvloom.Cache(other, KIVI)
     model(input_ids=ids, past_key_values=cache)
     held = cache.nbytes
-    with pytest.raises(CacheMisuse, match=r"made for another model \(llama\).*qwen3"):
+    with pytest.raises(CacheMisuse, match=r"made for another model, whose .* differ; make a new"):
         other(input_ids=ids[:, :1], past_key_values=cache)
     assert cache.nbytes == held
     assert cache.get_seq_length() == 61
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rms_norm_eps": 1e-3}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}],
+)
+def test_a_cache_of_a_model_of_the_same_shape(model, change):
+    other, same = zoo.build("llama-gqa", **change), zoo.build("llama-gqa")
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(same, KIVI)
+    same(input_ids=ids, past_key_values=cache)
+    kvloom.attach(other, KIVI)
+    with pytest.raises(CacheMisuse, match=f"whose {next(iter(change))} differs; make a new cache"):
+        other(input_ids=ids[:, :1], past_key_values=cache)
+    copy.deepcopy(same)(input_ids=ids[:, :1], past_key_values=cache)
 
 
 def test_another_batch_size_or_dtype(model):
@@ -382,6 +397,18 @@ def test_a_4d_mask(model):
     mask = torch.ones(1, 1, 61, 61, dtype=torch.bool).tril()
     with pytest.raises(CacheMisuse, match="2-D padding mask"):
         model(input_ids=ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("recipe", ["full", KIVI])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_with_other_rows_than_the_batch(model, recipe, rows):
+    inputs = zoo.batch(rows=2, padding=(9, 0))
+    mask = inputs["attention_mask"][:1].expand(rows, -1)
+    cache = kvloom.Cache(model, recipe)
+    with pytest.raises(CacheMisuse, match=f"has {rows} rows for a batch of 2"):
+        model(input_ids=inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+    assert cache.nbytes == 0
+    model(**inputs, past_key_values=cache)
 
 
 def test_the_states_of_an_encoder_are_refused():

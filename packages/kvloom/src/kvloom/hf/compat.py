@@ -249,11 +249,23 @@ def layer_count(model: PreTrainedModel) -> int:
     return count
 
 
-def config_key(model: PreTrainedModel) -> tuple:
+_OF_NO_STATE = (
+    "token_id", "_name_or_path", "transformers_version", "use_cache", "architectures", "dtype",
+    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
+)  # fmt: skip
+"""Ends of the names of config fields that change no key, value or state."""
+
+
+def state_fields(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the fields of a model's config that may change a key, value or state."""
+    fields = decoder_config(model).to_dict()
+    return {name: x for name, x in fields.items() if not name.endswith(_OF_NO_STATE)}
+
+
+def config_key(model: PreTrainedModel) -> dict[str, Any]:
     """Return what identifies a model's config: a cache is refused by a model with another."""
-    config = decoder_config(model)
-    names = ("model_type", "name_or_path", "num_hidden_layers", "hidden_size", "vocab_size")
-    return tuple(getattr(config, name, None) for name in names)
+    name = getattr(decoder_config(model), "name_or_path", None)
+    return {"name_or_path": name, **state_fields(model)}
 
 
 def refuses_caches(model: PreTrainedModel) -> bool:

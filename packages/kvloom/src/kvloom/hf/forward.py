@@ -74,7 +74,7 @@ class RoutedForward:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, RoutedCache):
             return self.forward(**kwargs)
-        check_mask(kwargs.get("attention_mask"))
+        _check_mask(kwargs)
         cache.check_mask(kwargs.get("attention_mask"))
         _check_arguments(self.model, cache, kwargs)
         graphs = self.model._kvloom.graphs
@@ -140,7 +140,7 @@ def _prepared(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
         raise nothing_new(cache)
     if isinstance(cache, RoutedCache):
         cache.check_model(model)
-        new = kwargs.get("inputs_embeds") if ids is None else ids
+        new = _new_tokens(kwargs)
         if new is None:
             return {}  # the model's own error names what is missing
         cache.check_batch(new.shape[0])
@@ -161,14 +161,28 @@ def _prepared(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"past_key_values": attached.new_cache(model, attached.recipe), "use_cache": True}
 
 
-def check_mask(mask: Any) -> None:
-    """Raise `CacheMisuse` for a mask other than a 2-D padding mask."""
-    if mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+def _new_tokens(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the ids [B, T] of a call, or else its embeddings [B, T, hidden size]."""
+    ids: torch.Tensor | None = kwargs.get("input_ids")
+    return kwargs.get("inputs_embeds") if ids is None else ids
+
+
+def _check_mask(kwargs: dict[str, Any]) -> None:
+    """Raise `CacheMisuse` for a mask that is no 2-D padding mask with the rows of the batch."""
+    mask, new = kwargs.get("attention_mask"), _new_tokens(kwargs)
+    if mask is None:
         return
-    shape = f"of shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else repr(type(mask))
-    raise CacheMisuse(
-        f"kvloom takes a 2-D padding mask [batch, tokens], got a mask {shape}; give a 2-D mask"
-    )
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        is_tensor = isinstance(mask, torch.Tensor)
+        shape = f"of shape {tuple(mask.shape)}" if is_tensor else repr(type(mask))
+        raise CacheMisuse(
+            f"kvloom takes a 2-D padding mask [batch, tokens], got a mask {shape}; give a 2-D mask"
+        )
+    if new is not None and mask.shape[0] != new.shape[0]:
+        raise CacheMisuse(
+            f"attention_mask has {mask.shape[0]} rows for a batch of {new.shape[0]}; give it a row "
+            "for each"
+        )
 
 
 def _check_arguments(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) -> None:

@@ -81,10 +81,10 @@ class RoutedCache(transformers.Cache):
     may_record = False
     """Whether `kvloom.cuda_graphs` may record steps; not of a class that joins caches."""
 
-    def __init__(self, layers: list[Any], config_key: tuple) -> None:
+    def __init__(self, layers: list[Any], config_key: dict[str, Any]) -> None:
         self.guard = Guard()
         super().__init__(layers=layers)
-        self.config_key = config_key  # of the model's config
+        self.config_key = config_key  # of the model
         self.learned_positions = False  # the model adds learned position embeddings
         self.other_attention: tuple[str, Any] | None = None  # of the model, when it was made
         self.token_hash = TokenHash.empty()
@@ -348,11 +348,12 @@ class RoutedCache(transformers.Cache):
         """Raise `CacheMisuse` for a model with another config than that of this cache."""
         if self.owner.get() is model:
             return  # reading a config takes longer than the attention of a short context
-        other = compat.config_key(model)
-        if other != self.config_key:
+        own, other = self.config_key, compat.config_key(model)
+        different = [name for name in {**own, **other} if own.get(name) != other.get(name)]
+        if different:
             raise CacheMisuse(
-                f"this cache was made for another model ({self.config_key[0]}); make a new one "
-                f"for {other[0]}"
+                f"this cache was made for another model, whose {' and '.join(different[:3])} "
+                f"differ{'' if len(different) > 1 else 's'}; make a new cache"
             )
 
     def check_batch(self, rows: int) -> None:

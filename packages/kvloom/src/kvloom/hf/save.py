@@ -47,11 +47,6 @@ _KEY = "kvloom_cache"
 _IDS = "prompt.ids"
 _HIDDEN = "hidden"  # of `RoutedCache`
 _TENSOR = "tensor"  # stands for the tensor of the same path
-_OF_NO_STATE = (
-    "token_id", "_name_or_path", "transformers_version", "use_cache", "architectures", "dtype",
-    "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id",
-)  # fmt: skip
-"""Ends of the names of config fields that change no key, value or state."""
 _CLEAR = (SavedCacheError, UnsupportedModel, TierError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -266,13 +261,12 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
 
     Of its config, the fields that both have.
     """
-    config = compat.decoder_config(model).to_dict()
-    config = {name: x for name, x in config.items() if not name.endswith(_OF_NO_STATE)}
     dtype = str(model.dtype).removeprefix("torch.")
     part = shard.weights_shard(model)
     rank = None if part == shard.WHOLE else str(part)
     traits = {
-        **local_identity(model), "rank": rank, "dtype": dtype, "config": config,
+        **local_identity(model), "rank": rank, "dtype": dtype,
+        "config": compat.state_fields(model),
     }  # fmt: skip
     if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
         traits["transformers"] = transformers.__version__  # which decides the form of states

@@ -89,15 +89,19 @@ def prefill_many(
     the seconds of the forward pass that filled the leader.
 
     An error of one follower, such as `NotFinite`, does not stop the others: see `Follower.error`.
-    Any other failure leaves all caches empty. Raises `CacheMisuse` for a cache with tokens.
+    Any other failure leaves all caches empty. Raises `CacheMisuse` for a cache with tokens, or of
+    another model.
     """
     caches = [leader, *(follower.cache for follower in followers)]
+    model, tokens = unwrap(model), next(iter(inputs.values())).shape[1]
+    for cache in caches:
+        cache.check_model(model)
     if any(cache.get_seq_length() for cache in caches):
         raise CacheMisuse("a cache holds tokens already; give prefill_many new caches")
-    model, tokens = unwrap(model), next(iter(inputs.values())).shape[1]
     if examples.needed(leader, tokens):
         raise CacheMisuse("a leader learns nothing from examples; use a cache of `full`")
     for follower in followers:
+        follower.seconds, follower.error = 0.0, None
         with follower.failing(CacheMisuse):
             follower.repetition = of_prompt(model, follower.cache, inputs)
     windows = any(cache.packs_windows for cache in caches)
@@ -238,7 +242,9 @@ class _FanOutLayer(RoutedLayer):
             begin = self.clock()
             with follower.failing(Exception):
                 queries = step.queries._replace(
-                    ids=layer.ids, norms=norms, predictor=layer.predictor
+                    ids=layer.ids,
+                    norms=norms if layer.uses_input_norms else None,
+                    predictor=layer.predictor,
                 )
                 layer.predictor = None
                 outside_inference_mode(layer.cache.prefill)(step._replace(queries=queries))
@@ -307,10 +313,12 @@ class BatchedCaches(RoutedCache):
         caches: In the order of their rows in the batch.
 
     Raises:
-        CacheMisuse: `can_batch` refuses the caches.
+        CacheMisuse: `can_batch` refuses the caches, or one is of another model.
     """
 
     def __init__(self, model: PreTrainedModel, caches: Sequence[Cache]) -> None:
+        for cache in caches:
+            cache.check_model(unwrap(model))
         if not can_batch(model, caches):
             raise CacheMisuse("these caches cannot be batched; step each of them alone")
         ends = [0, *accumulate(_rows(cache) for cache in caches)]
@@ -320,6 +328,7 @@ class BatchedCaches(RoutedCache):
             for i in range(len(caches[0].layers))
         ]
         super().__init__(layers, caches[0].config_key)
+        self.owner = caches[0].owner
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ def _count(model: PreTrainedModel) -> list[int] | None:
                 )  # fmt: skip
                 meta_decoder.eval()(
                     input_ids=torch.zeros(1, _TOKENS, dtype=torch.long),
-                    past_key_values=RoutedCache(layers, ()),
+                    past_key_values=RoutedCache(layers, {}),
                     use_cache=not compat.refuses_caches(model),
                 )
         except Exception:  # whatever operations on the meta device raise

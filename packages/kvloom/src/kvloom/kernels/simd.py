@@ -362,11 +362,11 @@ def masked_lanes(ctx: Any, x: Any, address: Any) -> Any:
 
 @intrinsic
 def exp(ctx: Any, x: Any) -> Any:
-    """Return e^x to fp32's precision; 0 below -87, where fp32 ends, and e^88 above 88."""
+    """Return e^x to fp32's precision; 0 below -87, where fp32 ends, e^88 above 88, NaN of NaN."""
 
     def emit(b: Any, x: Any) -> Any:
-        x = b.select(b.fcmp_ordered("<", x, constant(88.0)), x, constant(88.0))
-        low = b.fcmp_unordered("<", x, constant(-87.0))
+        x = b.select(b.fcmp_ordered(">", x, constant(88.0)), constant(88.0), x)
+        low = b.fcmp_ordered("<", x, constant(-87.0))
         rounded = muladd(b, x, constant(1.4426950408889634), constant(_ROUNDING))
         n = b.fsub(rounded, constant(_ROUNDING))
         r = muladd(b, n, constant(-LN2_HIGH), x)

@@ -153,7 +153,8 @@ def exp_logits(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-unt
     """Turn a row's n logits into weights exp(logit - top'); return (top', their sum).
 
     Lanes after the last logit get weight 0. bound: how many logits this row sees. bias, visible:
-    addresses or 0. top: the largest logit so far; top' includes these logits.
+    addresses or 0. top: the largest logit so far; top' includes these logits, and NaN as infinity,
+    so that the state of a row with NaN is never that of a row that sees nothing.
     """
     best = splat(np.float32(-np.inf))
     for j in range(0, n, 16):
@@ -177,7 +178,8 @@ def exp_logits(s, n, bound, softcap, bias, visible, top):  # type: ignore[no-unt
         p = exp(load(s + 4 * j) + sub)
         store(s + 4 * j, p)
         weights = weights + p
-    return new, sum_lanes(weights)
+    total = sum_lanes(weights)
+    return (np.float32(np.inf) if np.isnan(total) else new), total
 
 
 @kernel_step

@@ -1,8 +1,7 @@
 """The five papers' claims on SmolLM2: the verdicts of `kvloom papers`, claim after claim.
 
 A claim that has a verdict in results/<machine>/papers.json is not tested again, so an interrupted
-run continues. `--claims` tests the named claims again. `skvq` needs a calibration beside the
-model's weights. `papers_page.py` writes the page.
+run continues. `--claims` tests the named claims again. `papers_page.py` writes the page.
 
     python benchmarks/papers.py
     python benchmarks/papers.py --papers clusterkv --claims "recall rate"
@@ -14,7 +13,7 @@ import json
 
 import record
 from kvloom_lab.models import load
-from kvloom_lab.papers import DEFAULT, PAPERS, QUICK, Lab, check
+from kvloom_lab.papers import CALIBRATED, DEFAULT, PAPERS, QUICK, Lab, check
 from kvloom_lab.papers.tables import verdict_data, verdict_line
 from kvloom_lab.workload.machine import conditions
 from kvloom_lab.workload.text import library_text
@@ -31,6 +30,7 @@ def main() -> None:
     environment = conditions(model, NAME, "CPython's library", seed=0, **vars(size))
     lab = Lab(model, tokenizer, library_text(), size=size, name=NAME)
     for paper in options.papers:
+        lab.check_calibration(CALIBRATED.get(paper, ()))
         of_paper = verdicts.setdefault(paper, {})
         claims = {claim.name: claim for claim in PAPERS[paper][1]}
         names = options.claims if any(options.claims) else [x for x in claims if x not in of_paper]

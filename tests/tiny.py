@@ -1,11 +1,11 @@
-"""A text, a tokenizer of it, and a Llama small enough to do a whole command's work in a second."""
+"""A text, its tokenizer, and models small enough to do a whole command's work in a second."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from reference_model.tokenizer import train_tokenizer
 
@@ -27,3 +27,15 @@ def llama(**sizes) -> LlamaForCausalLM:
         bos_token_id=1, eos_token_id=None, pad_token_id=0, **(usual | sizes),
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+def gemma(window: int) -> Gemma3ForCausalLM:
+    """A model of the same tokens, two of whose three layers have a sliding window."""
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=len(tokenizer()), hidden_size=64, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
+        sliding_window=window, initializer_range=0.3, bos_token_id=1, eos_token_id=None,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"], pad_token_id=0,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval()

@@ -9,12 +9,14 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
-from kvloom import Cache, __version__
+from kvloom import Cache, Recipe, __version__
+from kvloom.errors import RecipeError
+from kvloom.hf import geometry
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.cli.app import app
 from kvloom_lab.eval import evaluate as evaluate_module
 from kvloom_lab.eval.decoding import answers, greedy, read_question
-from kvloom_lab.eval.evaluate import evaluate, units_to_measure
+from kvloom_lab.eval.evaluate import at_share, evaluate, units_to_measure
 from kvloom_lab.eval.results import ResultFolder
 from kvloom_lab.eval.sample import Source, task_batches
 from kvloom_lab.eval.tasks import task_named
@@ -356,6 +358,19 @@ def test_bytes_give_a_budget(here, tmp_path):
     assert lines[2]["kv_bytes"] < lines[1]["kv_bytes"] < lines[0]["kv_bytes"]
 
 
+def test_a_share_counts_windows_and_the_layers_that_evict():
+    shape = geometry(tiny.gemma(window=100))
+    for name in ("h2o", "full@first 1=h2o"):
+        sized = at_share(resolve(name), 0.6, 200, shape)
+        sizes = [x.nbytes(200, shape) + x.sliding_nbytes(200, shape) for x in (sized, Recipe())]
+        assert 0.55 < sizes[0] / sizes[1] <= 0.6
+    with pytest.raises(RecipeError, match=r"h2o has no budget that takes 0\.05 of the exact cache"):
+        at_share(resolve("h2o"), 0.05, 200, shape, states=10**6)
+    assert at_share(resolve("kivi"), 0.6, 200, shape) == resolve("kivi")
+    with pytest.raises(RecipeError, match="some layers evict and others recall"):
+        at_share(resolve("quest:full_layers=0@0=h2o"), 0.6, 200, geometry(tiny.llama()))
+
+
 @pytest.mark.parametrize(
     ("task", "context", "lengths"),
     [("perplexity", "128,64", [128, 64]), ("short", "130", [64, 128])],
@@ -384,6 +399,8 @@ def test_summaries_of_a_file(here, tmp_path):
     (["niah", "--ask", "before"], "ask='before' is unknown; use one of after, inside"),
     (["niah", "--context", "0"], "--context '0' is not a list of whole numbers above 0"),
     (["niah", "--share", "2"], "--share '2' is not a list of shares between 0 and 1"),
+    (["niah", "--share", "nan"], "--share 'nan' is not a list of shares between 0 and 1"),
+    (["perplexity", "--context", "900", "--samples", "20"], "20 separate samples of 900 need 18,"),
     (["niah", "--share", "0.5", "--budget", "9"], "--share and --budget both set the budget"),
     (["niah", "--share", "0.5", "--context", "64,128"], "--share needs one --context"),
     (["niah", "--recipes", "quest", "--budget", "0.5", "--context", "256,512"],

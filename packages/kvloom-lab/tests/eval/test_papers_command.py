@@ -432,6 +432,17 @@ def test_a_recipe_without_figures_names_itself(lab):
         lab.quality(["kivi:group=64"])
 
 
+def test_a_missing_calibration_is_refused_with_the_command_that_makes_it(lab):
+    with pytest.raises(InputError, match=r"kvloom calibrate .*--recipes \"skvq:group=32,rptq\""):
+        lab.check_calibration(("skvq:group=32", "rptq"))
+    lab.check_calibration(("kivi:group=32",))
+
+
+def test_a_text_that_is_too_short_is_refused_before_any_claim():
+    with pytest.raises(InputError, match=r"the text has \d+ tokens, and the claims read"):
+        Lab(tiny.llama(), tiny.tokenizer(), "A short text.", size=SIZE)
+
+
 def test_recall_rates_are_shares_and_rise_with_the_budget(lab):
     rates = lab.recall()
     for by in rates.values():

@@ -77,6 +77,11 @@ def test_hardware_from_a_file(tmp_path, llama):
     [
         ("memory_gb = 48", "has no number above 0 for bandwidth_gb_s, tflops"),
         ("memory_gb = inf\nbandwidth_gb_s = 1\ntflops = 1", "has no number above 0 for memory_gb"),
+        (
+            "memory_gb = 1e300\nbandwidth_gb_s = 1\ntflops = 1",
+            "has no number above 0 for memory_gb",
+        ),
+        ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nname = [1]", "has no text for name"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nspeed = 2", "has unknown fields speed"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nkv = [0.5, 0.4, 0.9]", "ascending"),
         ("memory_gb = 1\nbandwidth_gb_s = 1\ntflops = 1\nkv = [0.3, 0.6, 1.8]", "1 at most"),
@@ -96,6 +101,8 @@ def test_a_wrong_hardware_file_is_refused(tmp_path, text, says):
         (parse_bytes, "24GiB", 24 << 30),
         (parse_bytes, "1.5 gb", 1_500_000_000),
         (parse_bytes, 1000, 1000),
+        (parse_bytes, "1,500.5KB", 1_500_500),
+        (parse_tokens, "131,072", 131072),
         (parse_tokens, "128k", 131072),
         (parse_tokens, "1M", 1 << 20),
         (parse_tokens, "8192", 8192),
@@ -111,7 +118,8 @@ def test_units(parse, option, value):
     ("parse", "option"),
     [
         (parse_bytes, "24 bananas"), (parse_bytes, "24"), (parse_bytes, "0GB"),
-        (parse_bytes, "-1GB"), (parse_bytes, 0),
+        (parse_bytes, "-1GB"), (parse_bytes, 0), (parse_bytes, "1,5GB"), (parse_bytes, "12,34GB"),
+        (parse_bytes, "1234,567GB"), (parse_tokens, "1.5"),
         (parse_tokens, "many"), (parse_tokens, "0"), (parse_rate, "0"), (parse_rate, "fast"),
         (parse_tokens, "9" * 400), (parse_bytes, "9" * 400),
     ],

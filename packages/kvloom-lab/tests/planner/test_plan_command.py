@@ -1,6 +1,7 @@
 """`kvloom plan`: the table, JSON, the plot, and exit codes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,19 @@ def test_a_named_recipe_that_does_not_fit_the_model(folder):
 )
 def test_mistakes_are_one_sentence(folder, args, says):
     found = run(folder, *args)
+    assert found.exit_code == 2
+    assert says in found.stderr
+    assert found.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [("num_hidden_layers", -1, "has -1 layers"), ("num_hidden_layers", "3", "num_hidden_layers")],
+)
+def test_a_config_that_no_model_has(folder, tmp_path, field, value, says):
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    found = run(tmp_path)
     assert found.exit_code == 2
     assert says in found.stderr
     assert found.stderr.count("\n") == 1

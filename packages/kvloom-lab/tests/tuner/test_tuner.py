@@ -280,6 +280,22 @@ def test_the_bound_ranks_what_was_measured():
     assert sorted([far, large, small, good], key=quality.rank) == [good, large, small, far]
 
 
+def test_a_share_counts_layers_with_windows(monkeypatch, tmp_path, tokenizer):
+    few(monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = tiny.gemma(window=64)
+    options = {"context": CONTEXT, "settings": SMALL, "folder": tmp_path / "scores"}
+    tuning = kvloom_lab.tune(model, tokenizer, tiny.TEXT, share=0.7, **options)
+    cache = kvloom.Cache(model, tuning.recipe)
+    with torch.no_grad():
+        model(ids(model, CONTEXT), past_key_values=cache)
+    assert tuning.tuned.nbytes == tuning.tuned.predicted_nbytes == cache.nbytes
+    assert tuning.tuned.share == pytest.approx(cache.nbytes / cache.full_nbytes, abs=1e-4)
+    assert 0.6 < tuning.tuned.share <= 0.7
+    with pytest.raises(InputError, match=r"the nearest bound is share=0\.[56]"):
+        kvloom_lab.tune(model, tokenizer, tiny.TEXT, share=0.3, **options)
+
+
 # the command
 
 
@@ -314,6 +330,7 @@ def test_the_command_writes_recipe_json_and_plot(here, tmp_path, monkeypatch):
         ("--share 0.2 --quality 0.01", "--quality '0.01' must be a divergence in nats"),
         ("--quality kl=x", "--quality 'kl=x' must be a divergence in nats"),
         ("--quality kl=0", "kl=0 must be above 0"),
+        ("--quality kl=inf", "kl=inf must be above 0"),
         ("--share 2", "share=2 must be above 0 and at most 1"),
         ("", NEITHER),
         ("--share 0.2 --out nowhere/a.toml", "give a file in a folder that exists"),

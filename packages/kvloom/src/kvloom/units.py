@@ -14,13 +14,13 @@ _BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_NUMBER = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z/]*)")
+_NUMBER = re.compile(r"((?:\d{1,18}|\d{1,3}(?:,\d{3}){1,5})(?:\.\d{1,18})?)\s*([a-z/]*)")
 
 
 def parse_amount(option: str) -> tuple[float, str] | None:
-    """Return the number and the unit in lower case; None if it is neither."""
-    match = _NUMBER.fullmatch(option.strip().lower().replace(",", ""))
-    return None if match is None else (float(match[1]), match[2])
+    """Return the number and the unit in lower case; None if it is neither. Commas: thousands."""
+    match = _NUMBER.fullmatch(option.strip().lower())
+    return None if match is None else (float(match[1].replace(",", "")), match[2])
 
 
 def parse_bytes(option: int | str, name: str = "memory") -> int:

@@ -41,7 +41,7 @@ TASKS_HELP = "{}; parts of a task follow a colon: ruler:vt+cwe."
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvloom.recipe import Geometry, Recipe
+    from kvloom.recipe import Recipe
 
     from ..eval.results import RunResults
     from ..papers import Verdict
@@ -202,7 +202,7 @@ def eval_command(
     the same command again to resume. It measures samples on which a recipe failed again, and the
     exit status is 1 while there are any. kvloom report DIR shows the results.
     """
-    from kvloom.hf import geometry as model_geometry
+    from kvloom.hf import geometry
 
     from ..eval.evaluate import evaluate, units_to_measure
     from ..eval.results import ResultFolder
@@ -231,9 +231,9 @@ def eval_command(
     )  # fmt: skip
     batches = task_batches(chosen_tasks, source, max_positions(chosen_model.config))
 
-    def chosen_settings(geometry: Geometry) -> tuple[list[Recipe], dict[str, Any]]:
+    def chosen_settings(model: Any) -> tuple[list[Recipe], dict[str, Any]]:
         """Return the recipes to measure and the settings of the run."""
-        to_measure = _with_shares(chosen, shares, lengths[0], geometry)
+        to_measure = _with_shares(chosen, shares, lengths[0], model)
         return to_measure, {
             "tasks": tasks, "recipes": {r.name: r.to_dict() for r in to_measure},
             "context": lengths, "samples": samples, "new_tokens": max_new_tokens, "ask": ask,
@@ -241,16 +241,15 @@ def eval_command(
             "text": chosen_text.name, "data": None if data is None else data.name,
         }  # fmt: skip
 
-    if chosen_model.geometry is not None:  # what can be refused before the weights load
-        _, settings = chosen_settings(chosen_model.geometry)
+    if chosen_model.without_weights is not None:  # what can be refused before the weights load
+        _, settings = chosen_settings(chosen_model.without_weights)
         ResultFolder.check(out, {"environment": versions(), "settings": settings})
     with show_progress() as progress:
         loaded = chosen_model.load(progress)
-        geometry = model_geometry(loaded)
-        to_measure, settings = chosen_settings(geometry)
+        to_measure, settings = chosen_settings(loaded)
         run = {
             "environment": machine(loaded),
-            "model": model_facts(loaded, chosen_model.name, geometry),
+            "model": model_facts(loaded, chosen_model.name, geometry(loaded)),
             "settings": settings,
         }
         folder = ResultFolder.open(out, run)
@@ -291,13 +290,17 @@ def _with_budget(recipes: list[Recipe], budget: str | None, lengths: list[int]) 
 
 
 def _with_shares(
-    recipes: list[Recipe], shares: list[float], context: int, geometry: Geometry
+    recipes: list[Recipe], shares: list[float], context: int, model: Any
 ) -> list[Recipe]:
     """Return `full` and the recipes, each once for every share, with distinct names."""
+    from kvloom.hf import geometry
+
     from ..eval.evaluate import at_share, with_full
+    from ..models import states_nbytes
 
     if shares:
-        recipes = [at_share(r, share, context, geometry) for share in shares for r in recipes]
+        sizes = context, geometry(model), states_nbytes(model)
+        recipes = [at_share(recipe, share, *sizes) for share in shares for recipe in recipes]
     to_measure = with_full(recipes)
     names = [recipe.name for recipe in to_measure]
     for name in names:
@@ -374,7 +377,7 @@ def papers_command(
 
     A claim is reproduced, not reproduced (with the cause), or not testable here (with the reason).
     """
-    from ..papers import DEFAULT, PAPERS, QUICK, Lab, check
+    from ..papers import CALIBRATED, DEFAULT, PAPERS, QUICK, Lab, check
     from ..papers.tables import verdict_block, verdict_data, verdict_line, verdict_summary
     from ..workload.machine import conditions
 
@@ -391,6 +394,7 @@ def papers_command(
             loaded, chosen.tokenizer, chosen_text.content, size=size, seed=seed,
             name=model, progress=lambda what, units: count(what, 0),
         )  # fmt: skip
+        lab.check_calibration(CALIBRATED.get(paper, ()))
 
         def measure() -> Iterator[Verdict]:
             for claim in claims:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import cached_property
@@ -110,7 +111,8 @@ def parse_numbers(option: str, kind: type, name: str) -> list[Any]:
         numbers = list(dict.fromkeys(kind(part) for part in option.split(",")))
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) <= 0 or (kind is float and max(numbers) > 1):
+    most = 1 if kind is float else math.inf
+    if not numbers or not all(0 < number <= most for number in numbers):
         what = "shares between 0 and 1; give some such as 0.25,0.125"
         if kind is int:
             what = "whole numbers above 0; give some such as 1024,2048"
@@ -151,15 +153,22 @@ class ChosenModel:
         self.config, self.tokenizer = load_config_and_tokenizer(option, dtype)
 
     @cached_property
-    def geometry(self) -> Geometry | None:
-        """The model's geometry, by its config; None if its weights alone state their dtype."""
-        from kvloom.hf import geometry, supported_model
+    def without_weights(self) -> Any:
+        """The model on torch's meta device; None if its weights alone state their dtype."""
+        from kvloom.hf import supported_model
 
         from ..models import model_without_weights
 
         if self.dtype == "auto" and self.config.dtype is None:
             return None
-        return geometry(supported_model(model_without_weights(self.config, self.dtype)))
+        return supported_model(model_without_weights(self.config, self.dtype))
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """The model's geometry, by its config; None if its weights alone state their dtype."""
+        from kvloom.hf import geometry
+
+        return None if self.without_weights is None else geometry(self.without_weights)
 
     def load(self, progress: ProgressDisplay) -> Any:
         """Load the weights and report it as progress, because it may take minutes."""

@@ -282,21 +282,36 @@ def with_full(recipes: Sequence[Recipe | str | Path]) -> list[Recipe]:
     return list(dict.fromkeys(resolve(recipe) for recipe in ("full", *recipes)))
 
 
-def at_share(recipe: Recipe, share: float, tokens: int, geometry: Geometry) -> Recipe:
+def at_share(
+    recipe: Recipe, share: float, tokens: int, geometry: Geometry, states: int = 0
+) -> Recipe:
     """Return the recipe with the largest budget whose bytes are at most this share.
 
     tokens: of the context that is compressed. share: 0 to 1, of the bytes of an exact cache after
-    it. A recipe whose budget does not change its bytes (none, or recall's) is returned unchanged.
-    The name says the share. Raises `RecipeError` if no budget is small enough.
+    it, windows and states included. states: their bytes. A recipe whose budget does not change its
+    bytes (none, or recall's) is returned unchanged. The name says the share. Raises `RecipeError`
+    if no budget is small enough, or some layers evict and others recall.
     """
-    if recipe.keep is None or recipe.recall is not None:
+
+    def nbytes(recipe: Recipe) -> int:
+        full, windows = recipe.nbytes(tokens, geometry), recipe.sliding_nbytes(tokens, geometry)
+        return full + windows + states
+
+    plain = [recipe.for_layer(i, geometry.layer_indices) for i in geometry.layer_indices]
+    evicts = any(x.keep is not None and x.recall is None for x in plain)
+    if not evicts or (recipe.recall is not None and not recipe.layers):
         return recipe
-    most = share * tokens * geometry.token_nbytes()
+    if any(x.recall is not None for x in plain):
+        raise RecipeError(
+            f"{recipe.name}: some layers evict and others recall, and a share sets one budget; "
+            "give each its budget in the recipe, and no share"
+        )
+    most = share * nbytes(Recipe())
     fits, low, high = 0, 1, tokens
     while low <= high:
         middle = (low + high) // 2
         try:
-            size = recipe.with_budget(middle).nbytes(tokens, geometry)
+            size = nbytes(recipe.with_budget(middle))
         except RecipeError:  # for example, too small for the recipe's window
             low = middle + 1
             continue

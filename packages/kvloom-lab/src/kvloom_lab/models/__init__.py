@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from kvloom.errors import InputError
+from kvloom.hf import state_nbytes
 
 from ..workload import layers
 from . import smollm2
@@ -88,6 +89,20 @@ def model_without_weights(config: PreTrainedConfig, dtype: str = "auto") -> PreT
             .from_config(config, **({} if torch_dtype is None else {"dtype": torch_dtype}))
             .eval()
         )
+
+
+def states_nbytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the states beside keys and values, batch 1; raises `InputError`.
+
+    model: with weights, or on torch's meta device.
+    """
+    states = state_nbytes(model)
+    if states is None:
+        raise InputError(
+            "the bytes of this model's states cannot be counted, so a share of the exact cache "
+            "cannot be found; give a budget, or a bound of another kind"
+        )
+    return sum(states)
 
 
 def model_class(config: PreTrainedConfig) -> Any:

@@ -11,6 +11,7 @@ from .claim import Claim, ClaimTable, Finding, NotTestable, Verdict, check, read
 from .lab import DEFAULT, QUICK, Lab
 
 __all__ = [
+    "CALIBRATED",
     "DEFAULT",
     "PAPERS",
     "QUICK",
@@ -28,3 +29,5 @@ PAPERS: dict[str, tuple[str, tuple[Claim, ...]]] = {
     for module in (kivi, skvq, keyformer, minikv, clusterkv)
 }
 """By name: the paper's title, and its claims."""
+CALIBRATED: dict[str, tuple[str, ...]] = {"skvq": skvq.CALIBRATED}
+"""By name: recipes with all formats for which a paper's claims need a calibration."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvloom import Cache
 from kvloom.calibrate import AttentionInputs, AttentionSample, ExactAttention, record
-from kvloom.errors import InputError
-from kvloom.hf import attachment_restored, geometry
+from kvloom.errors import CalibrationError, IncompatibleRecipe, InputError
+from kvloom.hf import CALIBRATION_FILE, attachment_restored, geometry
 from kvloom.progress import Progress
 from kvloom.recipe import Geometry, Recipe, resolve
 
@@ -116,14 +117,34 @@ class Lab:
         self.model, self.tokenizer, self.text = model, tokenizer, text
         self.size, self.name, self.seed = size, name, seed
         self.progress = progress
+        needed = size.samples * (self.context + size.new_tokens + 1)
         self._source = Source.of(
             tokenizer, text, lengths=[size.context], samples=1, new_tokens=1, batch=8, seed=seed
         )
+        if len(self._source.text_ids) < needed:
+            raise InputError(
+                f"the text has {len(self._source.text_ids):,} tokens, and the claims read "
+                f"{needed:,}; give more text, or --quick"
+            )
         self._measured: dict[tuple[object, ...], dict[Recipe, list[Measured[Any]]]] = {}
         self._recall: dict[str, dict[int, float]] = {}
         self._attention: dict[int, list[list[attention.LayerAttention]]] = {}
         self._importance: dict[int, Importance] = {}
         self._errors: dict[tuple[tuple[Recipe, ...], bool], dict[str, error.LayerError]] = {}
+
+    def check_calibration(self, recipes: Sequence[str]) -> None:
+        """Raise `InputError` if the model's calibration lacks a format of the recipes."""
+        with attachment_restored(self.model):
+            for recipe in recipes:
+                try:
+                    Cache(self.model, recipe)
+                except IncompatibleRecipe as error:
+                    if isinstance(error.__cause__, CalibrationError):
+                        raise InputError(
+                            "the claims need a calibration of this model; write it beside its "
+                            f"weights: kvloom calibrate {self.name or 'MODEL'} --out "
+                            f'FOLDER/{CALIBRATION_FILE} --recipes "{",".join(recipes)}"'
+                        ) from error
 
     @property
     def geometry(self) -> Geometry:

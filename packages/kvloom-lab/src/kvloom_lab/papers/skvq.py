@@ -50,6 +50,13 @@ LADDER = (
     named("skvq:group=32,meta=fp16", "+ sinks"),
     named("skvq:group=32", "+ FP8"),
 )
+CALIBRATED = (
+    "smoothquant", "smoothquant:meta=fp8", "rptq", "skvq:group=32", "skvq:group=64",
+    "skvq:group=128", "skvq:group=32,reorder=false", "skvq-k2v1.5:group=64",
+    "skvq-k2v1.5:group=128",
+    *(f"skvq:group={GROUP},bits={bits},value_bits={bits},clip={CLIP}" for bits in (4, 3, 2)),
+)  # fmt: skip
+"""Recipes with all formats for which the claims need a calibration."""
 LLAMA_7B = Geometry(32, 32, 32, 128, torch.float16)
 WEIGHTS_7B = 2 * 6_738_415_616  # bytes of Llama-2-7B in fp16
 

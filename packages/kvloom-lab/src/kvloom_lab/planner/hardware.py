@@ -134,13 +134,17 @@ def read_hardware(path: Path) -> Hardware:
 def _hardware(data: dict[str, Any], path: Path) -> Hardware:
     """Return the hardware of a file's data; raises `InputError`."""
     unknown = sorted(set(data) - set(_REQUIRED) - set(_OPTIONAL) - set(_TEXT))
-    missing = [name for name in _REQUIRED if not _positive(data.get(name))]
-    if unknown or missing:
-        mistake = f"has unknown fields {', '.join(unknown)}" if unknown else (
-            f"has no number above 0 for {', '.join(missing)}"
-        )  # fmt: skip
+    missing = [name for name, unit in _REQUIRED.items() if not _positive(data.get(name), unit)]
+    no_text = [name for name in _TEXT if not isinstance(data.get(name, ""), str)]
+    mistakes = {
+        "has unknown fields": unknown, "has no number above 0 for": missing,
+        "has no text for": no_text,
+    }  # fmt: skip
+    for mistake, names in mistakes.items():
+        if not names:
+            continue
         raise InputError(
-            f"hardware file {str(path)!r} {mistake}; it takes "
+            f"hardware file {str(path)!r} {mistake} {', '.join(names)}; it takes "
             f"{', '.join([*_REQUIRED, *_OPTIONAL, *_TEXT])}"
         )
     ranges: dict[str, Any] = {}
@@ -156,8 +160,9 @@ def _hardware(data: dict[str, Any], path: Path) -> Hardware:
     )
 
 
-def _positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+def _positive(value: Any, unit: float = 1) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value * unit < math.inf
 
 
 def _range(path: Path, name: str, value: Any, unit: float) -> Range:

@@ -171,7 +171,7 @@ def _read_config(model: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever the readers of configs raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(
             f"the config of {model!r} cannot be read ({reason}); give a folder with config.json, "
             "that file, or a hub id"
@@ -192,10 +192,13 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
         raise UnsupportedModel(
             f"{name} cannot be planned: encoder-decoder models are not supported"
         )
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    if layers < 1:
+        raise UnsupportedModel(f"{name} cannot be planned: its config has {layers} layers")
     try:
         return model_without_weights(config)
     except Exception as error:  # no such class, or a config that its class refuses
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedModel(
             f"{name} cannot be planned: transformers builds no decoder from its config "
             f"({reason[:200]})"

@@ -81,7 +81,8 @@ _TOKENS = {"": 1, "k": 2**10, "m": 2**20}
 def parse_tokens(option: str) -> int:
     """Read "131072", "128k" (1,024 tokens each) or "1M" (1,048,576 tokens each)."""
     size = parse_amount(option)
-    if size is None or size[1] not in _TOKENS or size[0] * _TOKENS[size[1]] < 1:
+    whole = size is not None and (size[1] != "" or size[0].is_integer())
+    if size is None or not whole or size[1] not in _TOKENS or size[0] * _TOKENS[size[1]] < 1:
         raise InputError(
             f"context {option!r} is not a number of tokens, 1 or more; give one such as 8192 or "
             "128k"

@@ -29,12 +29,14 @@ from .scores import Scores
 class Bound:
     """A share of the exact cache's bytes, or a mean divergence `kl` in nats; one of the two.
 
-    exact_nbytes: of the exact cache.
+    exact_nbytes: of the exact cache. fixed_nbytes: those of windows and states among them, which
+    no choice changes.
     """
 
     share: float | None
     kl: float | None
     exact_nbytes: int
+    fixed_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if (self.share is None) == (self.kl is None):
@@ -43,7 +45,7 @@ class Bound:
             )
         if self.share is not None and not 0 < self.share <= 1:
             raise InputError(f"share={self.share:g} must be above 0 and at most 1")
-        if self.kl is not None and not self.kl > 0:
+        if self.kl is not None and not 0 < self.kl < math.inf:
             raise InputError(f"kl={self.kl:g} must be above 0: a mean divergence in nats")
 
     def __str__(self) -> str:
@@ -51,14 +53,18 @@ class Bound:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes, where bytes are bounded."""
+        """The most bytes of the layers that are tuned, where bytes are bounded."""
         assert self.share is not None
-        return int(self.share * self.exact_nbytes)
+        return int(self.share * self.exact_nbytes) - self.fixed_nbytes
+
+    def share_of(self, nbytes: int) -> float:
+        """Return the share of the exact cache, where the layers that are tuned take `nbytes`."""
+        return (nbytes + self.fixed_nbytes) / self.exact_nbytes
 
     def check(self, fewest: int) -> None:
         """Raise `InputError` if even the smallest recipe, of `fewest` bytes, is too large."""
         if self.share is not None and self.nbytes < fewest:
-            smallest = math.ceil(1e4 * fewest / self.exact_nbytes) / 1e4
+            smallest = math.ceil(1e4 * self.share_of(fewest)) / 1e4
             raise InputError(
                 f"no recipe takes {self.share:.4g} of the exact cache's bytes at this context; "
                 f"the nearest bound is share={smallest:.4f}"

@@ -24,7 +24,7 @@ from kvloom.hf import attachment_restored, geometry, identity, read_tokens, supp
 from kvloom.progress import TotalProgress
 from kvloom.recipe import Recipe, Tuned
 
-from ..models import check_positions
+from ..models import check_positions, states_nbytes
 from ..workload.files import store_recipe
 from ..workload.text import cut_rows, leading_ids, tokenize
 from .candidates import (
@@ -167,7 +167,8 @@ def tune(
     with attachment_restored(model), torch.inference_mode():
         supported_model(model, all_heads_for="tuning")
         sizes = LayerSizes(geometry(model), context, RecipeShape(settings.window))
-        bound = Bound(share, kl, Recipe().nbytes(context, sizes.geometry))
+        fixed = Recipe().sliding_nbytes(context, sizes.geometry) + states_nbytes(model)
+        bound = Bound(share, kl, Recipe().nbytes(context, sizes.geometry) + fixed, fixed)
         repeating = uniform(Choice(kept=OTHERS[0]), sizes.shape)
         scored = to_score(sizes.geometry, can_repeat(model, context, repeating))
         bound.check(int(sizes.of(combined(scored)).min()) * sizes.geometry.layers)
@@ -184,7 +185,6 @@ def tune(
             best, first = _search(prompts, scores, sizes, bound, progress or (lambda *_: None))
         cache = Cache(model, best.recipe)
         read_tokens(model, prompts.rows[:1, :context], cache)
-        nbytes = sum(layer.cache.nbytes for layer in cache.full_layers)
         tuned = Tuned(
             model=weights,
             text_sha256=read,
@@ -196,9 +196,9 @@ def tune(
             predicted_kl=_rounded(best.predicted.sum()),
             kl=_rounded(best.mean),
             kl_p99=_rounded(best.kl.quantile(0.99).item()),
-            predicted_nbytes=best.recipe.nbytes(context, sizes.geometry),
-            nbytes=nbytes,
-            share=_rounded(nbytes / bound.exact_nbytes),
+            predicted_nbytes=best.recipe.nbytes(context, sizes.geometry) + fixed,
+            nbytes=cache.nbytes,
+            share=_rounded(cache.nbytes / bound.exact_nbytes),
         )
         recipe = replace(best.recipe, tuned=tuned)
         store_recipe(recipe)
@@ -207,8 +207,8 @@ def tune(
             recipe=recipe,
             choices=dict(zip(layer_indices, best.choices, strict=True)),
             predicted=dict(zip(layer_indices, predicted, strict=True)),
-            front=_front(first, bound.exact_nbytes),
-            uniform=_uniform(first, bound.exact_nbytes),
+            front=_front(first, bound),
+            uniform=_uniform(first, bound),
             scores=scores.folder,
         )
 
@@ -292,16 +292,16 @@ class _Prompts:
         return torch.cat([self[text].whole(recipes) for text in range(len(self.rows))], dim=1)
 
 
-def _front(problem: Problem, exact: int) -> list[tuple[float, float]]:
+def _front(problem: Problem, bound: Bound) -> list[tuple[float, float]]:
     knapsack = problem.knapsack()
     solved = knapsack.front(FRONT)
-    return [(knapsack.size(items) / exact, knapsack.cost(items)) for items in solved]
+    return [(bound.share_of(knapsack.size(items)), knapsack.cost(items)) for items in solved]
 
 
-def _uniform(problem: Problem, exact: int) -> list[tuple[str, float, float]]:
-    costs, shares = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0) / exact
-    rows = zip(map(str, problem.choices), shares, costs, strict=True)
-    return [(name, float(share), float(cost)) for name, share, cost in rows]
+def _uniform(problem: Problem, bound: Bound) -> list[tuple[str, float, float]]:
+    costs, sizes = problem.parts.sum(axis=(0, 2)), problem.nbytes.sum(axis=0)
+    rows = zip(map(str, problem.choices), sizes, costs, strict=True)
+    return [(name, float(bound.share_of(size)), float(cost)) for name, size, cost in rows]
 
 
 def _rounded(x: float) -> float:

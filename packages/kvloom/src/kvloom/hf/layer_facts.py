@@ -151,13 +151,10 @@ def _path(model: PreTrainedModel, recipe: Recipe) -> Path:
         path = Path(model.name_or_path) / CALIBRATION_FILE
         if path.is_file():
             return path
-    raise IncompatibleRecipe(
-        recipe.name,
-        [
-            "it needs a calibration of this model: run `kvloom calibrate MODEL --text FILE "
-            f"--out {CALIBRATION_FILE}` and add calibration={CALIBRATION_FILE} to the recipe, or "
-            "put that file beside the model's weights"
-        ],
+    raise CalibrationError(
+        "it needs a calibration of this model: run `kvloom calibrate MODEL --text FILE --out "
+        f"{CALIBRATION_FILE}` and add calibration={CALIBRATION_FILE} to the recipe, or put that "
+        "file beside the model's weights"
     )
 
 

@@ -283,6 +283,10 @@ class Store:
         check_fields(self, "keys", "values", "calibration")
         if isinstance(self.values, Packed) and self.values.pre_rope:
             raise RecipeError("values have no rotary embedding; use pre_rope for keys alone")
+        if self.calibration is not None and not self.calibrated:
+            raise RecipeError(
+                f"calibration={self.calibration!r}: no format of this store needs one; leave it out"
+            )
 
     @property
     def exact(self) -> bool:

@@ -78,6 +78,8 @@ def test_channels_that_cannot_be_regrouped_are_refused(fields, says):
     ("build", "says"),
     [
         (lambda: Packed(2, "token", pre_rope="yes"), "pre_rope='yes' must be True or False"),
+        (lambda: Store(calibration="x"), "calibration='x': no format of this store needs one"),
+        (lambda: Store(Packed(2, "token"), None, "x"), "no format of this store needs one"),
         (lambda: Packed(2, "token", unit=1.5), "unit=1.5 must be a whole number or None"),
         (lambda: Store(keys=2), "keys=2 must be a Format or None"),
         (lambda: Encoding(2, "token", smooth=1), "smooth=1 must be True or False"),

@@ -33,10 +33,21 @@ class ContinuationTask(Task[Baseline]):
     """A task on rows of text; a sample's payload are its ids after the context."""
 
     def batches(self, source: Source) -> list[Batch]:
-        """Return rows of text of each length, in batches."""
+        """Return rows of text of each length, in batches.
+
+        Raises `InputError` if the text has not enough for rows that share no token: they would
+        count as several samples of one passage.
+        """
         batches = []
         for length in source.lengths:
             tokens = length + source.new_tokens + 1
+            need = source.samples * (tokens - len(source.first))
+            if len(source.text_ids) < need:
+                raise InputError(
+                    f"the text has {len(source.text_ids):,} tokens, and {source.samples} separate "
+                    f"samples of {length:,} need {need:,}; give more text, a shorter context or "
+                    "fewer samples"
+                )
             rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
             for begin in range(0, len(rows), source.batch):
                 part = rows[begin : begin + source.batch]

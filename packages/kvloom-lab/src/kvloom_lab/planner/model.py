@@ -194,7 +194,9 @@ def _build(config: PreTrainedConfig, name: str) -> PreTrainedModel:
         )
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
     if layers < 1:
-        raise UnsupportedModel(f"{name} cannot be planned: its config has {layers} layers")
+        raise UnsupportedModel(
+            f"{name} cannot be planned: its config has {layers} layers; give one with 1 or more"
+        )
     try:
         return model_without_weights(config)
     except Exception as error:  # no such class, or a config that its class refuses

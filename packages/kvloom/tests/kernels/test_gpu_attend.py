@@ -185,6 +185,21 @@ def test_any_number_of_tokens(form, n, packed_end):
 
 
 @needs_interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN
+@pytest.mark.parametrize("form", [FORMS["kivi"], FORMS["exact"], FORMS["levels fp16"]])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_query_that_is_not_finite_has_no_result(form, number):
+    keys, values, _, _ = both(form, 133, (128, 70))
+    q = draw((B, 4, 2, form[2]), 0, form[3])
+    want = attend(q, keys, values, 0.125, by=gpu.attend)
+    q[1, 2, 0, 5] = number
+    got = attend(q, keys, values, 0.125, by=gpu.attend)
+    assert got.out[1, 2, 0].isnan().all()
+    got.out[1, 2, 0], got.lse[1, 2, 0] = want.out[1, 2, 0], want.lse[1, 2, 0]
+    close(got, want, form[3])
+
+
+@needs_interpreter
 @pytest.mark.parametrize(("hq", "t"), [(2, 1), (10, 3), (18, 8)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_any_number_of_rows(hq, t, causal):

@@ -280,7 +280,7 @@ def tune_command(
         tuning_plot(tuning, chosen.name).savefig(plot)
     environment = conditions(loaded, chosen.name, text_name(text))
     show_results(tuning_data(tuning, environment), json, tuning_table(tuning, chosen.name))
-    if out is None:
+    if out is None and json is None:
         typer.echo(
             "kvloom: the recipe was not written; run the same command with --out recipe.toml, "
             "which uses the stored scores",

@@ -123,6 +123,25 @@ def test_a_headline_on_one_sample_says_so(browser, tmp_path, one):
     assert any("None. The best" in row for row in rows)
 
 
+def test_a_recipe_without_all_samples_is_not_compared(browser, tmp_path):
+    write_results(tmp_path, **FEW)
+    file = tmp_path / "perplexity.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    recipe = "kivi:fraction=0.250"
+    of_recipe = [line for line in lines if json.loads(line)["recipe"] == recipe]
+    file.write_text("".join(line for line in lines if line != of_recipe[0]))
+    summary, chunks = page_data([read_run(tmp_path)])
+    (tmp_path / "page.html").write_text(results_page(summary, chunks), encoding="utf-8")
+    page = Page(browser, summary, tmp_path / "page.html")
+    said = f"{recipe} (perplexity: {len(of_recipe) - 1} of {len(of_recipe)})"
+    assert f"Not compared, because samples are missing: {said}. Run" in page.find("#answers").text
+    task = task_of(page, "perplexity")
+    number = [row["recipe"] for row in task["rows"]].index(recipe)
+    assert number not in task["fronts"]["perplexity"]
+    page.choose("keep", "0.8")
+    assert recipe not in page.all("#answers tbody tr")[0].text
+
+
 def test_points_are_where_the_figures_say(one):
     task = task_of(one, "perplexity")
     found = points(one)

@@ -266,6 +266,9 @@ def test_a_damaged_run_json(copy):
         ('"niah-1"', '"niah-99"', "'niah-99', not in prompts.jsonl"),
         ('"scores"', '"score"', "neither scores nor a problem"),
         ('"correct": ', '"correct": "x", "y": ', "needs a number as the score 'correct'"),
+        ('"correct": ', '"correct": true, "y": ', "needs a number as the score 'correct'"),
+        ('"scores": ', '"scores": {}, "y": ', "neither scores nor a problem"),
+        ('"scores": ', '"problem": [1], "y": ', "needs text in 'problem'"),
         ('"kv_bytes": ', '"kv_bytes": null, "y": ', "needs a number of at least 0 in 'kv_bytes'"),
         (
             '"kv_bytes": ',
@@ -277,6 +280,7 @@ def test_a_damaged_run_json(copy):
             f'"kv_bytes": {"9" * 999}, "y": ',
             "needs a number of at least 0 in 'kv_bytes'",
         ),
+        ('"exact_bytes": ', '"exact_bytes": 0, "y": ', "needs a number above 0 in 'exact_bytes'"),
         ('"exact_bytes": ', '"exact_bytes": -', "needs a number of at least 0 in 'exact_bytes'"),
         ('"seconds": ', '"seconds": {"prefill": "x"}, "y": ', "needs numbers in 'seconds'"),
         ('"tokens": ', '"tokens": 7, "y": ', "needs a list in 'tokens'"),

@@ -143,8 +143,9 @@ def test_a_damaged_stored_recipe_is_named(model):
     [
         ({}, "give either memory, in bytes, or a share"),
         ({"memory": 1 << 30, "share": 0.5}, "give either memory, in bytes, or a share"),
-        ({"share": 0.0}, "share=0 must be above 0"),
-        ({"share": 1.5}, "share=1.5 must be above 0 and at most 1"),
+        ({"share": 0.0}, "share=0.0 must be a number above 0"),
+        ({"share": 1.5}, "share=1.5 must be a number above 0 and at most 1"),
+        ({"share": "0.2"}, "share='0.2' must be a number above 0 and at most 1"),
         (
             {"share": 0.01},
             "no recipe fits into share=0.01 at 2,048 tokens and batch 1",

@@ -6,6 +6,7 @@ import pickle
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -249,6 +250,23 @@ def test_another_batch_touches_no_layer_of_transformers_either():
     with pytest.raises(CacheMisuse, match="holds batch size 3 and was given 2; make a new cache"):
         model(input_ids=ids[:2, :1], past_key_values=cache)
     assert {layer.get_seq_length() for layer in cache.layers} == {61}
+
+
+@pytest.mark.parametrize("recipe", ["full", "kivi:group=16,residual=32"])
+def test_crop_takes_any_whole_number_and_nothing_else(model, recipe):
+    ids = zoo.batch(rows=1, padding=(0,))["input_ids"]
+    cache = kvloom.Cache(model, recipe)
+    model(ids, past_key_values=cache)
+    for wrong in (-3.0, True, torch.tensor(-3.0), "-3", None):
+        with pytest.raises(CacheMisuse, match="crop takes a whole number"):
+            cache.crop(wrong)
+    with pytest.raises(CacheMisuse, match="takes a tensor, got a list"):
+        cache.batch_select_indices([0])
+    for begin, number in ((61, torch.tensor(-3)), (61, np.int64(-3))):
+        cache.crop(number)
+        assert cache.get_seq_length() == begin - 3
+        model(ids[:, begin - 3 :], past_key_values=cache)
+        assert cache.get_seq_length() == 61
 
 
 def test_crop_into_packed_tokens_touches_no_layer(model):

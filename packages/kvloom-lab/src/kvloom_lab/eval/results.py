@@ -190,7 +190,7 @@ def read_run(folder: Path) -> RunResults:
 def _is_number(value: Any) -> bool:
     """Return whether a value of a line is a number that a float can be, or None."""
     if isinstance(value, int):
-        return value.bit_length() < 1000
+        return value.bit_length() < 1000 and not isinstance(value, bool)
     return value is None or isinstance(value, float)
 
 
@@ -219,14 +219,18 @@ def _read_task(path: Path, run: RunResults) -> None:
         if line["sample"] not in run.prompts.get(line["task"], {}):
             raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")
         if line.get("problem"):
+            if not isinstance(line["problem"], str):
+                raise record.problem("needs text in 'problem'")
             line.pop("scores", None)
         else:
-            if not isinstance(line.get("scores"), dict):
+            if not line.get("scores") or not isinstance(line["scores"], dict):
                 raise record.problem("has neither scores nor a problem")
             for name in (*_NUMBERS, *(name for name in _MORE_NUMBERS if name in line)):
                 number = line.get(name)
                 if number is None or not _is_number(number) or not 0 <= number < math.inf:
                     raise record.problem(f"needs a number of at least 0 in {name!r}")
+            if not line["exact_bytes"]:
+                raise record.problem("needs a number above 0 in 'exact_bytes'")
             for name, value in line["scores"].items():
                 if not _is_number(value):
                     raise record.problem(f"needs a number as the score {name!r}")

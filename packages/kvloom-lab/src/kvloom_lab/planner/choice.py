@@ -109,8 +109,8 @@ def auto(
     """
     if (memory is None) == (share is None):
         raise InputError("give either memory, in bytes, or a share of the exact cache, such as 0.2")
-    if share is not None and not 0 < share <= 1:
-        raise InputError(f"share={share:g} must be above 0 and at most 1")
+    if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+        raise InputError(f"share={share!r} must be a number above 0 and at most 1")
     model = supported_model(model, all_heads_for="kvloom_lab.auto")
     tuned = stored_recipes(identity(model)["weights"])
     recipes = [*(resolve(candidate.recipe) for candidate in EVIDENCE), *tuned]

@@ -135,7 +135,12 @@ def _task(run: RunResults, task: str, chunks: list[str]) -> dict[str, Any]:
     higher = {score: higher_is_better(task, score) for score in scores}
     fronts = {}
     for score in scores:
-        points = [(r.share, r.scores[score].mean if score in r.scores else None) for r in rows]
+        found = [row.scores.get(score) for row in rows]
+        most = max(interval.samples for interval in found if interval is not None)
+        points = [  # a mean over fewer samples is no figure beside the others
+            (row.share, interval.mean if interval and interval.samples == most else None)
+            for row, interval in zip(rows, found, strict=True)
+        ]
         fronts[score] = pareto(points, higher[score]) if run.counts == "bytes" else []
     return {
         "name": task,

@@ -6,6 +6,7 @@ Decides what a step is, what its failure undoes, and which calls it refuses. Kno
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -389,9 +390,10 @@ class RoutedCache(transformers.Cache):
         """Remove the newest -tokens_to_remove tokens from every layer, or from none.
 
         Raises:
-            CacheMisuse: A layer cannot remove them.
+            CacheMisuse: A layer cannot remove them, or it is no whole number.
             RecipeError: Too few tokens of a first prompt would stay for its budgets.
         """
+        tokens_to_remove = _whole(tokens_to_remove)
         seen = self.get_seq_length()
         tokens = removed_tokens(tokens_to_remove, seen)
         for layer in self.compressed:
@@ -416,7 +418,16 @@ class RoutedCache(transformers.Cache):
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices`."""
+        """Keep only the rows `indices`, an int64 or bool tensor.
+
+        Raises:
+            CacheMisuse: It is no tensor.
+        """
+        if not isinstance(indices, Tensor):
+            raise CacheMisuse(
+                f"batch_select_indices takes a tensor, got a {type(indices).__name__}; give the "
+                "numbers of the rows as a tensor"
+            )
         self._change("batch_select_indices", indices, lambda x: x[indices.to(x.device)])
 
     def reset(self) -> None:
@@ -461,6 +472,18 @@ class RoutedCache(transformers.Cache):
                 getattr(layer, method)(argument)
             if self.hidden is not None:
                 self.hidden = of_hidden(self.hidden)
+
+
+def _whole(tokens: Any) -> int:
+    """Return the argument of `crop` as int, whatever integer it is."""
+    try:
+        if isinstance(tokens, bool):
+            raise TypeError
+        return operator.index(tokens)
+    except TypeError:
+        raise CacheMisuse(
+            f"crop takes a whole number, got {tokens!r}; give minus the number of tokens to remove"
+        ) from None
 
 
 def _says_all(error: BaseException) -> bool:

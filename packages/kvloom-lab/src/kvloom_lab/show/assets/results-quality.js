@@ -3,7 +3,7 @@
 /* The share of the exact cache's score that a row keeps; null without a figure. */
 function kept(task, row, score = task.main) {
   const exact = exactRow(task), mine = row.scores[score], whole = exact && exact.scores[score];
-  if (!mine || !whole || !has(mine[0]) || !has(whole[0])) return null;
+  if (!mine || !whole || !has(mine[0]) || !has(whole[0]) || mine[3] < whole[3]) return null;
   const [a, b] = lower(task, score) ? [whole[0], mine[0]] : [mine[0], whole[0]];
   return b > 0 ? a / b : null;
 }
@@ -55,6 +55,12 @@ function answers() {
   thead.append(head);
   table.append(thead, body);
   $("answers").replaceChildren(table);
+  const missing = runs.flatMap(run => run.tasks.flatMap(task => {
+    const exact = exactRow(task), samples = r => r.scores[task.main] ? r.scores[task.main][3] : 0;
+    return task.rows.filter(r => exact && visible(r) && samples(r) && samples(r) < samples(exact))
+      .map(r => `${r.recipe} (${task.name}: ${samples(r)} of ${samples(exact)})`);
+  }));
+  if (missing.length) $("answers").append(make("p", `Not compared, because samples are missing: ${missing.join(", ")}. Run kvloom eval again.`, "read"));
   if (runs.some(r => r.counts !== "bytes")) $("answers").append(make("p", "kvpress counts tokens: its shares are shares of the tokens kept, not of the bytes.", "read"));
 }
 

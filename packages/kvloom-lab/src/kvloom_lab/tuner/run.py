@@ -26,7 +26,7 @@ from kvloom.recipe import Recipe, Tuned
 
 from ..models import check_positions, states_nbytes
 from ..workload.files import store_recipe
-from ..workload.text import cut_rows, leading_ids, tokenize
+from ..workload.text import leading_ids, separate_rows, tokenize
 from .candidates import (
     JOINT,
     OBSERVED,
@@ -148,7 +148,7 @@ def tune(
     Args:
         model: The model, loaded.
         tokenizer: The model's.
-        text: What the model is tuned on; longer than one context.
+        text: What the model is tuned on; it has room for `settings.texts` separate contexts.
         share: The bound: a share of the exact cache's bytes after the prompt. Give it or `kl`.
         kl: The bound: a mean divergence from the exact cache in nats.
         context: Tokens of the prompt; None: those of `settings`.
@@ -175,7 +175,7 @@ def tune(
         check_positions(model, context, settings.measured)
         ids = tokenize(tokenizer, text)
         tokens = context + settings.tokens
-        rows = cut_rows(ids, leading_ids(tokenizer), settings.texts, tokens, settings.seed)
+        rows = separate_rows(ids, leading_ids(tokenizer), settings.texts, tokens, settings.seed)
         weights = identity(model)["weights"]
         read = hashlib.sha256(ids.astype(np.int64).tobytes()).hexdigest()
         about = {"model": weights, "dtype": str(model.dtype), "text": read, **asdict(settings)}

@@ -72,6 +72,21 @@ def cut_rows(ids: np.ndarray, first: list[int], batch: int, tokens: int, seed: i
     return torch.from_numpy(np.stack([[*first, *ids[s : s + need]] for s in starts]))
 
 
+def separate_rows(ids: np.ndarray, first: list[int], batch: int, tokens: int, seed: int) -> Tensor:
+    """Cut rows as `cut_rows` does, of parts that share no token.
+
+    Rows that share a passage would count as several samples of it. Raises `InputError` if the text
+    is too short.
+    """
+    need = batch * (tokens - len(first))
+    if len(ids) < need:
+        raise InputError(
+            f"the text has {len(ids):,} tokens, and {batch} separate contexts with the tokens "
+            f"after them need {need:,}; give more text, a shorter context or fewer samples"
+        )
+    return cut_rows(ids, first, batch, tokens, seed)
+
+
 def _read(path: Path) -> str:
     if not path.exists():
         raise InputError(f"there is no file {str(path)!r}; give text files")

@@ -20,7 +20,7 @@ from kvloom import Cache
 from kvloom.errors import InputError
 
 from ...workload.passes import ForwardRequest, Measurement
-from ...workload.text import cut_rows
+from ...workload.text import separate_rows
 from ..decoding import decode, divergence
 from ..sample import Baseline, Batch, Outcome, Run, Sample, Source, Task
 
@@ -33,22 +33,12 @@ class ContinuationTask(Task[Baseline]):
     """A task on rows of text; a sample's payload are its ids after the context."""
 
     def batches(self, source: Source) -> list[Batch]:
-        """Return rows of text of each length, in batches.
-
-        Raises `InputError` if the text has not enough for rows that share no token: they would
-        count as several samples of one passage.
-        """
+        """Return rows of text of each length, in batches; raises as `separate_rows` does."""
         batches = []
         for length in source.lengths:
             tokens = length + source.new_tokens + 1
-            need = source.samples * (tokens - len(source.first))
-            if len(source.text_ids) < need:
-                raise InputError(
-                    f"the text has {len(source.text_ids):,} tokens, and {source.samples} separate "
-                    f"samples of {length:,} need {need:,}; give more text, a shorter context or "
-                    "fewer samples"
-                )
-            rows = cut_rows(source.text_ids, source.first, source.samples, tokens, source.seed)
+            text = source.text_ids, source.first
+            rows = separate_rows(*text, source.samples, tokens, source.seed)
             for begin in range(0, len(rows), source.batch):
                 part = rows[begin : begin + source.batch]
                 samples = [

@@ -86,7 +86,7 @@ def results(gpu: str | None = None) -> Path:
 def write(name: str, figures: dict[str, Any]) -> None:
     """Write figures to results/<machine>/<name>.json."""
     path = results() / f"{name}.json"
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"written: {path}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvloom import Recipe
 from kvloom.errors import IncompatibleRecipe
-from kvloom.paged import paged as packed_by_page
+from kvloom.paged import packed_by_page
 from kvloom.recipe import resolve
 
 

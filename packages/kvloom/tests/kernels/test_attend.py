@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import naive
+from kv_views import hidden
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.regions import KVView, Region, Spans
 
@@ -22,13 +23,6 @@ def drawn(hq, hk, t, n, d=16, batch=2, dtype=torch.float32, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = ((batch, hq, t, d), (batch, hk, n, d), (batch, hk, n, d))
     return tuple(torch.randn(s, generator=g).to(dtype) for s in shapes)
-
-
-def hidden(batch, hk, n, seed=0):
-    """A validity mask [B, hk, N] with about a third hidden, and one row that hides all."""
-    visible = torch.rand(batch, hk, n, generator=torch.Generator().manual_seed(seed)) > 0.3
-    visible[-1] = False
-    return visible
 
 
 def agrees(state, q, k, v, scale, tol=2e-6, **options):

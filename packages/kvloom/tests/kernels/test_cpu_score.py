@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import naive
 import steps
-from kv_views import cpu_attend
+from kv_views import cpu_attend, draw
 from kvloom.cache.layer import LayerCache
 from kvloom.keep import Budget, Keep, Noisy
 from kvloom.kernels import dispatch, ops, simd
@@ -37,14 +37,8 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def drawn(b, hq, hk, t, n, d, dtype=FP32, seed=0):
-    """Queries and keys with NaN before, behind and between, channels side by side."""
-    g = torch.Generator().manual_seed(seed)
-    found = []
-    for h, tokens in ((hq, t), (hk, n)):
-        x = torch.full((b, h + 1, tokens + 3, d), torch.nan, dtype=dtype)
-        x[:, :h, 1 : tokens + 1] = torch.randn(b, h, tokens, d, generator=g)
-        found.append(x[:, :h, 1 : tokens + 1])
-    return found
+    """Queries and keys with NaN around."""
+    return draw((b, hq, t, d), 2 * seed, dtype), draw((b, hk, n, d), 2 * seed + 1, dtype)
 
 
 def masks(b, hk, t, n, seed=0):

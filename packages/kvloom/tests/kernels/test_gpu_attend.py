@@ -17,7 +17,7 @@ import torch
 import interpreter
 import kv_views
 import steps
-from kv_views import attend, attend_chosen
+from kv_views import attend, attend_chosen, draw, hidden
 from kvloom.cache.layer import LayerCache
 from kvloom.kernels import dispatch, ops
 from kvloom.kernels.attend import reference as ref
@@ -103,14 +103,6 @@ FORMS = {  # keys, values, head dimension, dtype, calibration
 }  # fmt: skip
 
 
-def draw(shape, seed, dtype=FP32):
-    """Random numbers with NaN before, behind and between, channels side by side."""
-    b, h, n, d = shape
-    x = torch.full((b, h + 1, n + 3, d), torch.nan, dtype=dtype)
-    x[:, :h, 1 : n + 1] = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x[:, :h, 1 : n + 1]
-
-
 def kv_view(fmt, packed_end, n, d, dtype, known, seed):
     """A view of n tokens of which about `packed_end` are packed, and all of them in fp32."""
     x = draw((B, HK, n, d), seed, dtype)
@@ -156,13 +148,6 @@ def agrees(form, hq, t, n, packed_end, **options):
     assert problems(t, keys.tail, keys.encoding, values.encoding) == []
     got = attend(q, keys, values, 0.125, by=gpu.attend, **options)
     close(got, ref.attend_exact(q.float(), k, v, 0.125, **options), form[3])
-
-
-def hidden(b, h, n, seed=0):
-    """A mask that hides a third of the tokens, and everything in the last row."""
-    visible = torch.rand(b, h, n, generator=torch.Generator().manual_seed(seed)) > 0.3
-    visible[-1] = False
-    return visible
 
 
 @needs_interpreter

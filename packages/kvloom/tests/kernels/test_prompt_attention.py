@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kv_views import draw
 from kvloom.kernels import dispatch, ops, simd
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import prompt
@@ -15,14 +16,9 @@ needs_kernel = pytest.mark.skipif(not simd.has_pairs(), reason="no AVX-512 BF16"
 
 
 def drawn(b, hq, hk, t, n, d, seed=0):
-    """Queries, keys and values with NaN before and behind."""
-    g = torch.Generator().manual_seed(seed)
-    tensors = []
-    for heads, tokens in ((hq, t), (hk, n), (hk, n)):
-        x = torch.full((b, heads + 1, tokens + 3, d), torch.nan, dtype=BF16)
-        x[:, :heads, 1 : tokens + 1] = torch.randn(b, heads, tokens, d, generator=g)
-        tensors.append(x[:, :heads, 1 : tokens + 1])
-    return tensors
+    """Queries, keys and values with NaN around."""
+    shapes = (b, hq, t, d), (b, hk, n, d), (b, hk, n, d)
+    return [draw(shape, 3 * seed + i, BF16) for i, shape in enumerate(shapes)]
 
 
 def agrees(q, k, v, scale, **options):

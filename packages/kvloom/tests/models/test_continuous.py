@@ -16,7 +16,7 @@ import kvloom_lab
 from backends import by_reference
 from kvloom.errors import CacheMisuse, IncompatibleRecipe, InputError, NotFinite, UnsupportedModel
 from kvloom.hf.batching.continuous import TESTED
-from kvloom.paged import paged
+from kvloom.paged import packed_by_page
 
 pytestmark = [
     by_reference,
@@ -63,7 +63,7 @@ def alone(model, recipe, prompt, new=NEW, cuts=()):
 
     Pages of a cache begin after the sinks, so there is padding (see `paged`).
     """
-    rule = paged(recipe, PAGE, "", "", evicts=True)
+    rule = packed_by_page(recipe, PAGE, "", "", evicts=True)
     pad = 0 if rule.keep else rule.protect.sinks
     cache, found, begin = kvloom.Cache(model, rule), [], 0
     ids = torch.tensor([[0] * pad + prompt])

@@ -28,7 +28,7 @@ from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
 from kvloom.hf.batching.prompt_eviction import PromptEviction
 from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.kernels import use_backend
-from kvloom.paged import paged
+from kvloom.paged import packed_by_page
 from kvloom.positions.rope import Rope
 from kvloom.recipe import resolve
 from kvloom.store import LayerFacts, Packed, Store
@@ -200,7 +200,7 @@ def test_heads_with_different_numbers_of_packed_tokens(llama, watch):
 def test_fitted_values_are_those_of_the_cache():
     keys = resolve("kivi:bits=2,group=16").store.keys
     named = replace(resolve("rotated:tokens=70,recent=8,fit=true"), store=Store(keys))
-    recipe = paged(named, PAGE, "", "", evicts=True)
+    recipe = packed_by_page(named, PAGE, "", "", evicts=True)
     facts = LayerFacts(rope=Rope(torch.tensor([1.0, 0.5, 0.1, 0.01])))
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, heads, 600, 16) for heads in (4, 2, 2))
@@ -216,7 +216,9 @@ def test_fitted_values_are_those_of_the_cache():
 
 @pytest.mark.parametrize("cuts", [(1,), (599,), (64, 128, 500), range(50, 600, 50)])
 def test_chunks_give_the_choice_of_a_whole_prompt(cuts):
-    recipe = paged(f"{JOINT},fit=true,store=near-lossless@0={KNORM}", PAGE, "", "", evicts=True)
+    recipe = packed_by_page(
+        f"{JOINT},fit=true,store=near-lossless@0={KNORM}", PAGE, "", "", evicts=True
+    )
     facts = [LayerFacts(rope=Rope(torch.tensor([1.0, 0.5, 0.1, 0.01])))] * 3
     torch.manual_seed(0)
     prompt = [[torch.randn(1, heads, 600, 16) for heads in (4, 2, 2)] for _ in facts]

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import kvloom
 from kvloom.hf import BatchedCaches, can_batch
 from kvloom.kernels import companion, compile_seconds
-from kvloom.paged import paged
+from kvloom.paged import packed_by_page
 from kvloom.recipe import Recipe
 
 from ..eval.decoding import divergence
@@ -106,7 +106,7 @@ class Trial:
 
 def as_paged(recipe: Recipe) -> Recipe:
     """Return the recipe whose cache packs the tokens that pages pack; raises if pages cannot."""
-    return paged(recipe, PAGE, "continuous batching", "page_size=", evicts=True)
+    return packed_by_page(recipe, PAGE, "continuous batching", "page_size=", evicts=True)
 
 
 def run(work: Callable[[PreTrainedModel, Job], T], job: Job, *settings: Any) -> T | str:

@@ -24,7 +24,7 @@ from ..store import Packed
 from ..store.buffer import Buffer
 from ..store.packed import PackedTokens
 from .ragged import RaggedTokens
-from .score_evictor import Decision, ScoreEvictor
+from .score_evictor import Decision, ScoreEvictor, note_scores
 from .segment import Segment, joined_mask
 from .sinks import Sinks
 from .slot_storage import Storage
@@ -272,9 +272,7 @@ class BlockEvictor(ScoreEvictor):
             counts = head_budgets.divide(*self.ranked(scores), ragged.unit)
         counts = counts + guaranteed
         stays = head_budgets.select(scores, 0, counts)[1]
-        if trace is not None:
-            index = storage.logical(0, block.tokens, scores.device)
-            trace.scored = index.expand_as(scores), scores
+        note_scores(trace, storage, scores)
         prompt, k = self._in_prompt(storage), storage.unpacked_keys(0, block.tokens)
         v = self._block_values(storage, queries, stays, block)
         if ragged.stored or block.granted:

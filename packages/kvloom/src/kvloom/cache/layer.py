@@ -8,7 +8,7 @@ one by one, and `LayerState` has what is stored. `LayerState` is of this package
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ from .segment import Segment
 from .step import Queries, StepInputs, Trace, Uncommitted
 from .verification import Verification
 from .waiting import WaitingTokens
+
+Result = TypeVar("Result")
 
 
 class LayerCache:
@@ -251,25 +253,23 @@ class LayerCache:
         Returns [B, Hq, T, D] in q's dtype. Raises `CacheMisuse` or `NotFinite`. After any
         exception, an interrupt included, the layer is as it was before the call.
         """
-        self._begin_step()
-        try:
-            if self._state.recording and self._verification.applies(self._state):
-                if leave_open:
-                    raise CacheMisuse(
-                        f"{self.name}: other layers share its keys and values, and a recipe that "
-                        "packs, evicts or recalls reads a draft token by token; use no draft, or "
-                        "recipe full"
-                    )
-                return self._verification.attend(self._state, step, self.step_parts)
-            if self._verification.steps:
-                self._verification.end()
-            if not leave_open:
-                return cycle.run_step(self._state, step)
-            out, self._open_step = cycle.begin(self._state, step)
-            return out
-        except BaseException as error:
-            self._fail(error)
-            raise
+        return self._undoable(self._run, step, leave_open)
+
+    def _run(self, step: StepInputs, leave_open: bool) -> Tensor:
+        if self._state.recording and self._verification.applies(self._state):
+            if leave_open:
+                raise CacheMisuse(
+                    f"{self.name}: other layers share its keys and values, and a recipe that "
+                    "packs, evicts or recalls reads a draft token by token; use no draft, or "
+                    "recipe full"
+                )
+            return self._verification.attend(self._state, step, self.step_parts)
+        if self._verification.steps:
+            self._verification.end()
+        if not leave_open:
+            return cycle.run_step(self._state, step)
+        out, self._open_step = cycle.begin(self._state, step)
+        return out
 
     def read(self, step: StepInputs) -> Tensor:
         """Attend by the queries of another layer, within a step that `run` left open.
@@ -321,12 +321,7 @@ class LayerCache:
 
         After an exception, the layer is as it was before.
         """
-        self._begin_step()
-        try:
-            cycle.commit_waiting(self._state, waiting, tokens)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        self._undoable(cycle.commit_waiting, self._state, waiting, tokens)
 
     def prefill(self, step: StepInputs) -> None:
         """Store a first prompt as `run` does, without its attention.
@@ -334,12 +329,7 @@ class LayerCache:
         step.queries: the last queries of the prompt, T or fewer, for recipes that score it. Raises
         as `run` does; the layer is then as it was before the call.
         """
-        self._begin_step()
-        try:
-            cycle.prefill(self._state, step)
-        except BaseException as error:
-            self._fail(error)
-            raise
+        self._undoable(cycle.prefill, self._state, step)
 
     def mark_seen(self, tokens: int) -> None:
         """Count `tokens` tokens as seen, for a caller that attends to them itself."""
@@ -399,6 +389,20 @@ class LayerCache:
         self._step_parts = parts if fixed else None
         return parts
 
+    def _undoable(self, work: Callable[..., Result], *args: Any) -> Result:
+        """Return what the work of a step returns; after any exception, undo the step.
+
+        A tier that has lost tokens makes the cache unusable.
+        """
+        self._begin_step()
+        try:
+            return work(*args)
+        except BaseException as error:
+            self.roll_back()
+            if isinstance(error, TierError):
+                self.unusable = str(error)
+            raise
+
     def _begin_step(self) -> None:
         """Check that the layer is usable; note how to undo this step."""
         if self.unusable:
@@ -412,12 +416,6 @@ class LayerCache:
         if parts is None or parts.storage is not state.storage or parts.finder is not finder:
             parts = self.step_parts()
         self.undo = Undo(parts)
-
-    def _fail(self, error: BaseException) -> None:
-        """Undo the running step; a tier that has lost tokens makes the cache unusable."""
-        self.roll_back()
-        if isinstance(error, TierError):
-            self.unusable = str(error)
 
     # --- other changes ----------------------------------------------------------------------------
 

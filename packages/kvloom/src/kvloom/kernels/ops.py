@@ -8,7 +8,6 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,9 +24,9 @@ from .attend.triton import attend as attend_triton
 from .dispatch import Backend, Binding, Op, differentiated
 from .limits import MAX_STEP, Coverage
 from .quantize.packed_view import pack, unpack
-from .score import cpu as mass_cpu
+from .score import cpu as score_cpu
 from .score import reference as score_reference
-from .score import triton as mass_triton
+from .score import triton as score_triton
 from .score.noise import Noise
 from .select import cpu as select_cpu
 from .select import reference as select_reference
@@ -45,19 +44,6 @@ def _scores_case(scores: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Hashable]:
 
 def _scores_problem(scores: Tensor, *_: Any, **__: Any) -> str | None:
     return None if scores.dtype == torch.float32 else f"scores are {scores.dtype}, not fp32"
-
-
-@dataclass(frozen=True)
-class _CaseBinding:
-    """`Backend.bind` of a function whose kernel `load` compiles for the same arguments."""
-
-    run: Callable[..., Any]
-    load: Callable[..., object]
-
-    def __call__(self, *args: Any) -> Callable[..., Any]:
-        """Compile, and return the function."""
-        self.load(*args)
-        return self.run
 
 
 def _scores_op(
@@ -85,9 +71,17 @@ def _select_op(
     load: Callable[..., object],
     case: Callable[..., tuple[Tensor, Hashable]],
 ) -> Op[P, R]:
-    """Declare an operation on keys, centroids or bounds that has a CPU kernel only."""
+    """Declare an operation on keys, centroids or bounds that has a CPU kernel only.
+
+    load: compiles the kernel of a call; takes its arguments.
+    """
+
+    def bind(*args: Any) -> Callable[..., R]:
+        load(*args)
+        return run
+
     coverage = select_cpu.COVERAGE.of(lambda *args: case(*args)[:1])
-    return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
+    return Op(reference.__name__, reference, case, cpu=Backend(bind, coverage))
 
 
 # --- append ---------------------------------------------------------------------------------------
@@ -206,21 +200,21 @@ column_mass = Op(
     "column_mass",
     score_reference.column_mass,
     _mass_case,
-    cpu=Backend(mass_cpu.bind, mass_cpu.COVERAGE),
-    gpu=Backend(Binding(mass_triton.column_mass, mass_triton.kernels), mass_triton.COVERAGE),
+    cpu=Backend(score_cpu.bind, score_cpu.COVERAGE),
+    gpu=Backend(Binding(score_triton.column_mass, score_triton.kernels), score_triton.COVERAGE),
 )
 
 
 step_mass = _scores_op(
     score_reference.step_mass,
-    mass_cpu.step_mass,
-    mass_cpu.step_kernel,
+    score_cpu.step_mass,
+    score_cpu.step_kernel,
     "products that `attend` leaves",
 )
 lowest = _scores_op(
     score_reference.lowest,
-    mass_cpu.lowest,
-    mass_cpu.lowest_kernel,
+    score_cpu.lowest,
+    score_cpu.lowest_kernel,
     "scores in fp32, indices in int32",
 )
 

@@ -2,7 +2,7 @@
 
 from .attention import PagedAttention
 from .page import LayerPlan, PackedPages, PageLayout
-from .rule import check_pages_hold, paged
+from .rule import check_pages_hold, packed_by_page
 from .step import PagedRow, PagedStep
 
 __all__ = [
@@ -13,5 +13,5 @@ __all__ = [
     "PagedRow",
     "PagedStep",
     "check_pages_hold",
-    "paged",
+    "packed_by_page",
 ]

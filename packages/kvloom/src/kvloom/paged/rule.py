@@ -16,7 +16,7 @@ from ..recipe import LayerOverride, Protect, Recipe, resolve
 from ..store import Packed, Store
 
 
-def paged(
+def packed_by_page(
     recipe: Recipe | str, page: int, engine: str, option: str, evicts: bool = False
 ) -> Recipe:
     """Return the recipe whose cache in transformers packs the same tokens as an engine's pages.
@@ -61,10 +61,10 @@ def paged(
     )
 
 
-def check_pages_hold(recipe: Recipe, engine: str, evicts: bool = False) -> None:
+def check_pages_hold(recipe: Recipe, engine: str, evicts: bool) -> None:
     """Raise `IncompatibleRecipe` for a recipe that pages of any size cannot hold.
 
-    engine: what the error calls the engine. evicts: see `paged`.
+    engine: what the error calls the engine. evicts: see `packed_by_page`.
     """
     if problems := _problems(recipe, evicts):
         raise IncompatibleRecipe(recipe.name, [f"in {engine}, {problem}" for problem in problems])

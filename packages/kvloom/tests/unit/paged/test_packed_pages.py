@@ -12,7 +12,7 @@ from kvloom.paged import (
     PagedRow,
     PagedStep,
     PageLayout,
-    paged,
+    packed_by_page,
 )
 from kvloom.positions.rope import Rope
 from kvloom.store.packed import PackedTokens
@@ -29,7 +29,7 @@ ROPE = Rope(500.0 ** -(torch.arange(D // 2) / (D // 2)))
 
 def layer(recipe, dtype=torch.float32):
     """Return a layer's attention over memory in which every unwritten number is NaN."""
-    found = paged(recipe, PAGE, "an engine", "page=")
+    found = packed_by_page(recipe, PAGE, "an engine", "page=")
     layout = PageLayout(LayerPlan.of_recipe(found, rope=ROPE), PAGE, HEADS, D, dtype)
     content = layout.bytes_per_token_and_head
     page, others = PAGE * HEADS * content, 4096  # pages of another layer lie between

@@ -6,13 +6,12 @@ import pytest
 
 import kvloom
 from kvloom.errors import IncompatibleRecipe
-from kvloom.paged import LayerPlan, check_pages_hold
-from kvloom.paged import paged as by_page
+from kvloom.paged import LayerPlan, check_pages_hold, packed_by_page
 from kvloom.recipe import Protect, resolve
 
 
 def paged(recipe, page=128, evicts=False):
-    return by_page(recipe, page, "a test", "page=", evicts)
+    return packed_by_page(recipe, page, "a test", "page=", evicts)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def paged(recipe, page=128, evicts=False):
     ],
 )
 def test_recipes_that_no_page_holds(recipe, nearest):
-    for check in (paged, lambda recipe: check_pages_hold(resolve(recipe), "a test")):
+    for check in (paged, lambda recipe: check_pages_hold(resolve(recipe), "a test", evicts=False)):
         with pytest.raises(IncompatibleRecipe, match=f"in a test, .*{nearest}"):
             check(recipe)
 

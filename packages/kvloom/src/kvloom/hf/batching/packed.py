@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching import cache as stock
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
-from ...paged import LayerPlan, paged
+from ...paged import LayerPlan, packed_by_page
 from ...recipe import Recipe
 from .. import compat
 from ..forward import input_norms
@@ -286,7 +286,9 @@ class PackedBatching:
                 "the store"
             )
         config.use_cuda_graph = config.use_async_batching = False
-        found = paged(self.recipe, config.page_size, self.engine, "page_size=", evicts=True)
+        found = packed_by_page(
+            self.recipe, config.page_size, self.engine, "page_size=", evicts=True
+        )
         layer_indices = compat.geometry(self.model).layer_indices
         facts = load_layer_facts(self.model, found)
         plans = [

@@ -33,7 +33,7 @@ Heads = list[KV]
 class PromptEviction:
     """Chooses the tokens of prompts that stay.
 
-    recipe: one that `kvloom.paged.paged` returned. layer_indices, facts: of the layers.
+    recipe: one that `kvloom.paged.packed_by_page` returned. layer_indices, facts: of the layers.
     """
 
     def __init__(

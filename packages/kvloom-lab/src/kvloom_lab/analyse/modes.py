@@ -7,12 +7,11 @@ plain counterpart, so its row compares the kernels that it uses with the referen
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -23,9 +22,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kvloom import Cache
+from kvloom.cache import LayerCache, holds_packed
 from kvloom.errors import KvloomError
 from kvloom.hf import (
     generate_sample,
+    least_tolerance,
     logits_difference,
     rounding_tolerance,
     routed_trial,
@@ -34,8 +35,9 @@ from kvloom.hf import (
 from kvloom.kernels import operations_run, use_backend
 from kvloom.recipe import Recipe
 
-_PACKED = 384  # tokens of a prompt of which every named recipe packs or drops some
+_PROMPT, _LONGEST = 384, 6144  # tokens of a recipe's prompt: doubled until all its parts act
 EQUAL, DIFFERENT, REFUSED, PLAIN_FAILS = "equal", "different", "refused", "plain fails"
+NOT_COMPARED = "not compared"
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class ModeCheck:
 
     Attributes:
         mode: The mode.
-        result: "equal", "different", "refused" (by kvloom) or "plain fails" (without kvloom).
+        result: "equal", "different", "refused" (by kvloom), "plain fails" (without kvloom), or
+            "not compared" (a recipe that does nothing with the longest prompt).
         difference: Of logits, relative to their spread; None if they were not compared.
         tokens: The share of generated tokens that are equal.
         seconds: Of wall time, both runs.
@@ -170,44 +173,82 @@ def _routed(model: PreTrainedModel, run: Callable[[PreTrainedModel], Any]) -> An
 
 
 def _limit(model: PreTrainedModel) -> float:
-    """Return the difference that rounding explains; infinity if the plain model does not run."""
+    """Return the difference that rounding explains."""
     sample = sample_batch(model)
     try:
         with routed_trial(model, None):
             plain = generate_sample(model, sample)
         return rounding_tolerance(model, sample, plain)
     except Exception:  # the check of each mode reports it
-        return math.inf
+        return least_tolerance(model)
 
 
 def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
-    """Compare the kernels that a recipe uses with the reference, by two prompts and some steps.
+    """Compare the kernels that a recipe uses with the reference, by prompts and some steps.
 
-    In half precision, rounding moves codes, and may evict other tokens. So a recipe may differ by
-    twice what its reference does when the embeddings are rounded otherwise, too.
+    A batch with padding and a row without are compared. In half precision, rounding moves codes,
+    and may evict other tokens. So a recipe may differ by twice what its reference does when the
+    embeddings are rounded otherwise, too.
     """
+    name, begin = f"kernels of {recipe.name}", time.perf_counter()
 
-    def run(backend: str) -> Any:
+    def run(backend: str, sample: dict[str, Tensor]) -> Any:
         with use_backend(backend):
             cache = Cache(model, recipe, check=False)
-            return generate_sample(model, sample_batch(model, _PACKED), past_key_values=cache)
+            return generate_sample(model, sample, past_key_values=cache)
 
-    if model.dtype in (torch.float16, torch.bfloat16):
-        with suppress(KvloomError):  # `_compare` reports it
-            exact = run("ref")
-            with _rounded_otherwise(model):
-                limit = max(limit, 2 * logits_difference(exact, run("ref")))
     before = operations_run()
-    comparison = _compare(
-        limit, f"kernels of {recipe.name}", partial(run, "ref"), partial(run, "auto")
-    )
+    try:
+        batch, row, acts = _acting_prompts(model, partial(run, "auto"))
+        if not acts:
+            note = f"it does not pack, evict or skip in all layers at {row['input_ids'].shape[1]:,}"
+            seconds = time.perf_counter() - begin
+            return ModeCheck(name, NOT_COMPARED, None, None, seconds, f"{note} tokens")
+        if model.dtype in (torch.float16, torch.bfloat16):
+            exact = run("ref", batch)
+            with _rounded_otherwise(model):
+                limit = max(limit, 2 * logits_difference(exact, run("ref", batch)))
+    except KvloomError as error:
+        return ModeCheck(name, REFUSED, None, None, time.perf_counter() - begin, str(error))
+    comparisons = [
+        _compare(limit, name, partial(run, "ref", sample), partial(run, "auto", sample))
+        for sample in (batch, row)
+    ]
+    worst = max(comparisons, key=lambda x: (x.result != EQUAL, x.difference or 0.0))
     ran = sorted(
         {f"{op} ({backend})" for op, backend, _ in operations_run() - before if backend != "ref"}
     )
-    note = comparison.note or (
-        ", ".join(ran) if ran else "no kernel covers it; the reference runs it"
+    note = worst.note or (", ".join(ran) if ran else "no kernel covers it; the reference runs it")
+    return replace(worst, note=note, seconds=time.perf_counter() - begin)
+
+
+def _acting_prompts(
+    model: PreTrainedModel, run: Callable[[dict[str, Tensor]], Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Return a padded batch, its row without padding, and whether all of a recipe acts on them.
+
+    run: generates from a prompt with a cache of the recipe.
+    """
+    tokens, before = _PROMPT, 0
+    while True:
+        batch = sample_batch(model, tokens)
+        row = {name: x[:1] for name, x in batch.items()}
+        layers = run(row).past_key_values.full_layers
+        acts = all(_acts(layer.cache) for layer in layers)
+        length = row["input_ids"].shape[1]
+        if acts or tokens >= _LONGEST or length == before:
+            return batch, row, acts
+        tokens, before = 2 * tokens, length
+
+
+def _acts(layer: LayerCache) -> bool:
+    """Return whether a layer has packed, evicted and skipped tokens, as far as its recipe does."""
+    recipe = layer.recipe
+    return (
+        (recipe.store.exact or holds_packed(layer))
+        and (recipe.keep is None or layer.dropped > 0)
+        and (recipe.recall is None or layer.tokens_read < layer.seen)
     )
-    return replace(comparison, note=note)
 
 
 @contextmanager

@@ -198,12 +198,12 @@ def check(
 ) -> None:
     """Compare `full` with the plain model on random tokens, and a recipe's kernels with torch.
 
-    Exits with 1 if a mode differs.
+    Exits with 1 if a mode differs, or if the recipe does nothing with the longest prompt.
     """
     from kvloom.hf import geometry, supported_model
     from kvloom.recipe import resolve
 
-    from ..analyse.modes import DIFFERENT, check_modes
+    from ..analyse.modes import DIFFERENT, NOT_COMPARED, check_modes
     from ..analyse.tables import modes_table
     from ..workload.machine import machine
 
@@ -219,4 +219,4 @@ def check(
         "modes": [asdict(check) for check in checks],
     }  # fmt: skip
     show_results(data, json, modes_table(f"{type(loaded).__name__}, {loaded.dtype}", checks))
-    sys.exit(any(check.result == DIFFERENT for check in checks))
+    sys.exit(any(check.result in (DIFFERENT, NOT_COMPARED) for check in checks))

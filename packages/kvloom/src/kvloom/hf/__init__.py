@@ -10,6 +10,7 @@ from .rotary import layer_ropes
 from .routing import attachment_restored
 from .self_check import (
     generate_sample,
+    least_tolerance,
     logits_difference,
     rounding_tolerance,
     routed_trial,
@@ -33,6 +34,7 @@ __all__ = [
     "has_adapter",
     "identity",
     "layer_ropes",
+    "least_tolerance",
     "load_layer_facts",
     "logits_difference",
     "observe_steps",

@@ -99,7 +99,7 @@ def _compare(model: PreTrainedModel, new_cache: Callable[[PreTrainedModel, Recip
             "use the model without kvloom"
         )
     measured = logits_difference(plain, routed)
-    if measured > _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) and (
+    if measured > least_tolerance(model) and (
         measured > (allowed := rounding_tolerance(model, sample, plain))
     ):
         raise UnsupportedModel(
@@ -167,6 +167,11 @@ def logits_difference(plain: Any, other: Any) -> float:
             largest = max(largest, float(error.nan_to_num(torch.inf)[equal].max()))
         equal &= plain_logits.argmax(dim=-1) == other_logits.argmax(dim=-1)
     return largest
+
+
+def least_tolerance(model: PreTrainedModel) -> float:
+    """Return the difference of logits that is allowed in the model's dtype."""
+    return _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
 
 
 def rounding_tolerance(model: PreTrainedModel, sample: dict[str, Tensor], plain: Any) -> float:

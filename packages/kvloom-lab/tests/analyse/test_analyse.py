@@ -9,7 +9,15 @@ import re
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+import zoo
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from typer.testing import CliRunner
 
 from kvloom.hf import read_tokens as forward
@@ -37,8 +45,11 @@ def ids():
     return torch.randint(3, 97, (1, CONTEXT + NEW), generator=torch.Generator().manual_seed(1))
 
 
-def weights_of(q, k, scale, softcap=None):
-    """Attention weights by loops, float64: {(query head, row): [keys it sees]}."""
+def weights_of(q, k, scale, softcap=None, sinks=None):
+    """Attention weights by loops, float64: {(query head, row): [keys it sees]}.
+
+    sinks: learned logits, of which each head's takes a share.
+    """
     q, k = q.double().numpy(), k.double().numpy()
     share, past = len(q) // len(k), k.shape[1] - q.shape[1]
     found = {}
@@ -47,7 +58,9 @@ def weights_of(q, k, scale, softcap=None):
             s = np.array([q[h, row] @ k[h // share, j] for j in range(past + row + 1)]) * scale
             if softcap is not None:
                 s = softcap * np.tanh(s / softcap)
-            found[h, row] = np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+            if sinks is not None:
+                s = np.array([*s, sinks[h]])
+            found[h, row] = (np.exp(s - s.max()) / np.exp(s - s.max()).sum())[: past + row + 1]
     return found
 
 
@@ -69,7 +82,14 @@ def looks(model, ids, recipe):
         past = look.cache.logical().flatten(0, 1).tolist()
         held = [{n - 1, *head} for head in past]
         found.setdefault(look.layer, []).append(
-            (look.q[0].clone(), look.keys[0].clone(), look.scale, look.softcap, held)
+            (
+                look.q[0].clone(),
+                look.keys[0].clone(),
+                look.scale,
+                look.softcap,
+                None if look.sink_logits is None else look.sink_logits.detach().numpy(),
+                held,
+            )
         )
 
     observe_steps(cache, saw)
@@ -80,7 +100,7 @@ def looks(model, ids, recipe):
     return found
 
 
-@pytest.fixture(scope="module", params=["llama", "softcap"])
+@pytest.fixture(scope="module", params=["llama", "softcap", "sinks"])
 def measured(request, model, ids):
     """A model's figures under h2o, and what its layers saw."""
     if request.param == "softcap":
@@ -88,6 +108,14 @@ def measured(request, model, ids):
         extra = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, "sliding_window": 4096}
         config = Gemma2Config(**SIZE, **extra, layer_types=["full_attention"] * 2)
         model = Gemma2ForCausalLM(config).eval()
+    if request.param == "sinks":
+        torch.manual_seed(0)
+        config = GptOssConfig(
+            **SIZE, layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1
+        )
+        model = GptOssForCausalLM(config).eval()
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data = torch.tensor([4.0, -1.0, 2.0, 6.0])
     found = measure(model, ids, context=CONTEXT, recipe="h2o:tokens=16")
     return found, looks(model, ids, "h2o:tokens=16")
 
@@ -95,7 +123,7 @@ def measured(request, model, ids):
 def test_sparsity_is_the_share_of_weights_below_a_hundredth_of_the_row_largest(measured):
     assert THRESHOLD == 0.01
     for layer in measured[0]:
-        weights = weights_of(*measured[1][layer.number][0][:4]).values()
+        weights = weights_of(*measured[1][layer.number][0][:5]).values()
         below = sum(int((w < 0.01 * w.max()).sum()) for w in weights)
         assert layer.sparsity == pytest.approx(below / sum(map(len, weights)), abs=2e-4)
         assert 0 < layer.sparsity < 1
@@ -103,7 +131,7 @@ def test_sparsity_is_the_share_of_weights_below_a_hundredth_of_the_row_largest(m
 
 def test_variance_is_that_of_the_column_sums(measured):
     for layer in measured[0]:
-        sums = column_sums(weights_of(*measured[1][layer.number][0][:4]), 4, CONTEXT)
+        sums = column_sums(weights_of(*measured[1][layer.number][0][:5]), 4, CONTEXT)
         groups = [sums[0] + sums[1], sums[2] + sums[3]]
         spread = [sum((x - g.mean()) ** 2 for x in g) / (CONTEXT - 1) for g in groups]
         assert layer.variance == pytest.approx(sum(spread) / 2, rel=1e-4)
@@ -111,7 +139,7 @@ def test_variance_is_that_of_the_column_sums(measured):
 
 def test_cdf_is_that_of_the_column_sums(measured):
     for layer in measured[0]:
-        sums = column_sums(weights_of(*measured[1][layer.number][0][:4]), 4, CONTEXT)
+        sums = column_sums(weights_of(*measured[1][layer.number][0][:5]), 4, CONTEXT)
         for i in (5, 25, 50, 90):  # percent of 40 tokens: 2, 10, 20 and 36 of them
             best = [sorted(s, reverse=True)[: i * CONTEXT // 100] for s in sums]
             share = sum(sum(b) / sum(s) for b, s in zip(best, sums, strict=True)) / 4
@@ -146,12 +174,13 @@ def test_scores_before_and_after_are_softmaxes_over_all_and_over_the_held(measur
     for layer in measured[0]:
         before, after = np.zeros((4, CONTEXT)), np.zeros((4, CONTEXT))
         kept = []
-        for q, k, scale, softcap, held in measured[1][layer.number][1:]:
-            for (h, _), w in weights_of(q, k, scale, softcap).items():
+        for *inputs, held in measured[1][layer.number][1:]:
+            for (h, _), w in weights_of(*inputs).items():
                 inside = np.array([j in held[h // 2] for j in range(len(w))])
-                kept.append(w[inside].sum())
+                share, sinks = w[inside].sum(), 1 - w.sum()
+                kept.append(share / w.sum())
                 before[h] += w[:CONTEXT] / NEW
-                after[h] += np.where(inside, w / w[inside].sum(), 0)[:CONTEXT] / NEW
+                after[h] += np.where(inside, w / (share + sinks), 0)[:CONTEXT] / NEW
         last = [[j in held[h // 2] for j in range(CONTEXT)] for h in range(4)]
         total = 4 * CONTEXT
         assert layer.kept == pytest.approx(np.mean(kept), abs=1e-5)
@@ -161,6 +190,19 @@ def test_scores_before_and_after_are_softmaxes_over_all_and_over_the_held(measur
         assert sum(layer.before) == pytest.approx(1)
         assert layer.held_tokens == 16
         assert sum(layer.after) == pytest.approx(np.mean(last))
+
+
+def test_attention_with_learned_sinks_is_what_transformers_computes(ids):
+    model = zoo.build("gpt-oss", layer_types=["full_attention"] * 2, num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.tensor([5.0, -1.0, 2.0, 6.0])
+    found = measure(model, ids, context=CONTEXT)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        plain = model(ids[:, :CONTEXT], output_attentions=True, use_cache=False).attentions
+    for layer, weights in zip(found, plain, strict=True):
+        groups = weights[0].sum(dim=1).view(2, 2, CONTEXT).sum(dim=1)
+        assert layer.variance == pytest.approx(groups.var(dim=-1).mean().item(), rel=1e-4)
 
 
 def test_with_nothing_dropped_nothing_changes(model, ids):

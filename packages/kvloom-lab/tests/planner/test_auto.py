@@ -1,6 +1,7 @@
 """`kvloom_lab.auto`: the best recipe within a bound, and the figures that decide."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvloom.recipe.geometry import Geometry
 from kvloom.recipe.resolve import resolve
 from kvloom_lab.planner import read_model
 from kvloom_lab.planner.choice import EVIDENCE
+from kvloom_lab.planner.step import CHUNK, CacheBytes
 from kvloom_lab.workload.files import store_recipe
 
 CONTEXT = 2048
@@ -87,10 +89,18 @@ def test_memory_holds_weights_activations_and_cache(model):
 
 def test_if_no_prompt_fits_at_once_it_says_so(model):
     facts = read_model(model.config)
-    least = facts.weights.nbytes + resolve("near-lossless").nbytes(CONTEXT, facts.geometry)
-    found = auto(model, memory=least)
+    cache = CacheBytes(resolve("near-lossless"), facts).chunked_nbytes(CONTEXT, 1)
+    found = auto(model, memory=facts.weights.nbytes + cache + CHUNK * facts.working)
     assert found.recipe.name == "near-lossless"
-    assert "give prefill_chunk_size to generate()" in found.why
+    assert "give prefill_chunk_size=256 to generate()" in found.why
+
+
+def test_if_nothing_fits_the_nearest_in_chunks_keeps_every_token(model):
+    """A score of the prompt sees its first chunk alone."""
+    with pytest.raises(InputError) as error:
+        auto(model, memory=read_model(model.config).weights.nbytes + (3 << 20))
+    named = re.search(r"the nearest is (\S+), with which [\d,]+ tokens fit", str(error.value))
+    assert not resolve(named[1]).keeps_by_score
 
 
 def test_the_dtype_of_the_weights_counts(model):

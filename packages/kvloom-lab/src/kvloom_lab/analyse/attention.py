@@ -37,12 +37,18 @@ _BLOCK_NUMEL = 1 << 22
 
 
 def weight_blocks(
-    q: Tensor, k: Tensor, scale: float, softcap: float | None, bias: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    softcap: float | None,
+    bias: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield causal attention weights of q [Hq, T, D] over k [Hk, T, D] in blocks of rows.
 
-    bias: fp32 [Hq, T], added to the logits. A block is fp32 [Hq, rows, N], where N is the number of
-    keys that its last row attends to; the weight of a later key is 0.
+    bias: fp32 [Hq, T], added to the logits. sink_logits: fp32 [Hq], of sinks that take a share. A
+    block is fp32 [Hq, rows, N], where N is the number of keys that its last row attends to; the
+    weight of a later key is 0.
     """
     hq, t, d = q.shape
     hk = k.shape[0]
@@ -57,7 +63,11 @@ def weight_blocks(
         if bias is not None:
             logits += bias[:, None, :hi]
         future = torch.ones(hi - lo, hi, dtype=torch.bool, device=q.device).triu_(lo + 1)
-        yield logits.masked_fill_(future, -torch.inf).softmax(dim=-1)
+        logits.masked_fill_(future, -torch.inf)
+        if sink_logits is not None:
+            sinks = sink_logits[:, None, None].expand(-1, hi - lo, 1)
+            logits = torch.cat([logits, sinks], dim=-1)
+        yield logits.softmax(dim=-1)[..., :hi]
 
 
 def count_negligible(weights: Tensor) -> int:
@@ -107,11 +117,12 @@ class LayerAttention:
             prompt's rows and over the query heads that share a key/value head. The mean over
             key/value heads (MiniKV, arXiv:2411.18077, figure 7). Budgets by variance divide by it.
         held_tokens: Tokens in the cache of a head after the prompt.
-        kept: The share of the later queries' attention on tokens in the cache, the mean over
-            queries and heads.
+        kept: The share of the later queries' attention to tokens that those in the cache have, the
+            mean over queries and heads.
         before: Share of the prompt's tokens in each bin of scores (Keyformer, figure 4, equations 2
             and 3). A token's score is the attention that it receives, averaged over the queries
-            after the prompt, for every query head; the softmax runs over all tokens.
+            after the prompt, for every query head; the softmax runs over all tokens, and sinks
+            that the model has learned.
         after: The same for tokens still in the cache at the last query, with the softmax over these
             and the same logits. It sums to their share.
     """
@@ -188,11 +199,12 @@ class _LayerObserver:
         new_token = self.cached.new_ones(len(self.cached), 1)
         self.cached = torch.cat([self.cached, new_token], dim=1)
         in_cache = weights * self.cached.repeat_interleave(len(q) // len(k), dim=0)
-        share = in_cache.sum(dim=-1, keepdim=True)
+        share, of_tokens = (x.sum(dim=-1, keepdim=True) for x in (in_cache, weights))
+        sinks = 0.0 if look.sink_logits is None else 1.0 - of_tokens
         prompt = self.mass.shape[1]
         self.before += weights[:, :prompt]
-        self.after += (in_cache / share)[:, :prompt]
-        self.kept += share.mean().item()
+        self.after += (in_cache / (share + sinks))[:, :prompt]
+        self.kept += (share / of_tokens).mean().item()
         self.queries += 1
 
     def after_step(self, cache: LayerCache) -> None:
@@ -226,7 +238,7 @@ class _LayerObserver:
         self.mass = q.new_zeros(hq, t, dtype=torch.float32)
         negligible = 0
         bias = None if look.bias is None else look.bias[0]
-        for weights in weight_blocks(q, k, look.scale, look.softcap, bias):
+        for weights in weight_blocks(q, k, look.scale, look.softcap, bias, look.sink_logits):
             negligible += count_negligible(weights)
             self.mass[:, : weights.shape[-1]] += weights.sum(dim=1)
         self.sparsity = negligible / (hq * t * (t + 1) / 2)

@@ -62,7 +62,7 @@ class Distribution:
     def outliers(self) -> float:
         """The largest channel's magnitude over the median channel's."""
         largest = self.x.abs().amax(dim=1)
-        return (largest.max() / largest.median().clamp_min(1e-30)).item()
+        return (largest.max() / largest.quantile(0.5).clamp_min(1e-30)).item()
 
     def spread(self, group_of: Tensor) -> float:
         """Return the mean range of a channel's group in a token, over the mean magnitude."""

@@ -20,6 +20,7 @@ from kvloom.recipe import Recipe, resolve
 
 from ..workload.files import stored_recipes
 from .plan_recipes import PlanRow, plan
+from .step import CHUNK
 from .units import show_bytes
 
 
@@ -42,7 +43,7 @@ class Evidence:
 EVIDENCE = (
     Evidence("full", 0.0, 0.77),
     Evidence("near-lossless", 0.00409, 0.73),
-    Evidence("small:fraction=0.666", 0.00814, None),  # "small at 0.2", a fifth of the bytes
+    Evidence("small:fraction=0.666", 0.00775, None),  # "small at 0.2", a fifth of the bytes
     Evidence("small", 0.00993, 0.74),
     Evidence("tiny", 0.015, 0.71),
     Evidence("balanced", 0.0164, 0.7),
@@ -127,7 +128,7 @@ def auto(
     else:
         fitting = [candidate for candidate in candidates if candidate.row.fits]
     chunks = memory is not None and not fitting
-    if chunks:  # a score of the prompt would see its first chunk only
+    if chunks:  # a score of the prompt would see its first chunk alone
         fitting = [
             candidate
             for candidate in candidates
@@ -139,7 +140,9 @@ def auto(
     best = _best(fitting)
     why = [best.figures]
     if chunks:
-        why.append("Only small chunks of the prompt fit: give prefill_chunk_size to generate().")
+        why.append(
+            f"Only small chunks of the prompt fit: give prefill_chunk_size={CHUNK} to generate()."
+        )
     return AutoChoice(
         best.recipe, planned.context, batch, int(best.nbytes), best.nbytes / exact, " ".join(why)
     )
@@ -199,11 +202,13 @@ def _nothing(
     candidates: Sequence[_Candidate], bound: str, by_share: bool, context: int, batch: int
 ) -> str:
     """Return why nothing is chosen, with the nearest recipe."""
-    nearest = min(candidates, key=lambda candidate: candidate.nbytes)
     reason = f"no recipe fits into {bound} at {context:,} tokens and batch {batch}"
     if by_share:
+        nearest = min(candidates, key=lambda candidate: candidate.nbytes)
         share = nearest.nbytes / candidates[0].nbytes
         return f"{reason}; the nearest is {nearest.recipe.name} with share={share:.3f}"
+    in_chunks = [candidate for candidate in candidates if not candidate.recipe.keeps_by_score]
+    nearest = max(in_chunks, key=lambda candidate: candidate.row.longest_in_chunks or 0)
     return (
         f"{reason}, with the prompt in one piece; the nearest is {nearest.recipe.name}, with which "
         f"{nearest.row.longest_in_chunks or 0:,} tokens fit in small chunks"

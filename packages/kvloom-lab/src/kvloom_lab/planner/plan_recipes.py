@@ -18,7 +18,7 @@ from . import measure
 from .hardware import PRESETS, Hardware, read_hardware
 from .machine import UNMEASURED, Machine, load_machine, save_machine
 from .model import ModelFacts, read_model
-from .step import CacheBytes, step_work
+from .step import CHUNK, CacheBytes, step_work
 from .units import Range, largest_fitting, show_bytes, show_rate
 
 
@@ -42,9 +42,8 @@ class PlanRow:
         fits: Whether memory suffices for that.
         longest_context: Tokens, at this batch.
         largest_batch: Rows, at this context.
-        fits_in_chunks: As `fits` for weights and cache alone: a prompt that is read in small
-            chunks.
-        longest_in_chunks: As `longest_context` for weights and cache alone.
+        fits_in_chunks: As `fits`, for a prompt that is read in chunks of up to `CHUNK` tokens.
+        longest_in_chunks: As `longest_context`, for such a prompt.
         step_ms: Milliseconds of a decode step: low, best, high.
         tokens_s: Tokens per second of the batch: low, best, high.
         parts_ms: The best estimate, by part of a step.
@@ -264,13 +263,14 @@ class RecipePlanner:
         return peak <= self.memory
 
     def fits_in_chunks(self, cache: CacheBytes, tokens: int) -> bool:
-        """Return whether memory holds weights and cache: a prompt that is read in small chunks."""
+        """Return whether memory suffices for a prompt that is read in small chunks."""
         assert self.memory is not None
         try:
             nbytes = cache.chunked_nbytes(tokens, self.batch)
         except RecipeError:
             return False
-        return self.facts.weights.nbytes + nbytes <= self.memory
+        activations = self.batch * min(tokens, CHUNK) * (self.facts.working or 0)
+        return self.facts.weights.nbytes + nbytes + activations <= self.memory
 
     def on_target(self, cache: CacheBytes, tokens: int) -> bool:
         """Return whether a context decodes at the target speed, in memory that holds it."""

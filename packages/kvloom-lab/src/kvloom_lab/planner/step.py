@@ -10,9 +10,13 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from kvloom.recipe import BudgetGroup, Geometry, Recipe, SlidingLayer, predicted_layer_nbytes
+from kvloom.store import grown_capacity
 
 from .model import ModelFacts
 from .units import Range
+
+CHUNK = 256
+"""The tokens of a small chunk of a prompt, at most."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,25 @@ class LayerKind:
     def nbytes(self, tokens: int, geometry: Geometry) -> int:
         """Return the bytes of one layer and row after a prompt of `tokens` tokens."""
         return predicted_layer_nbytes(self.recipe, tokens, geometry, *self.group)
+
+    def grown_nbytes(self, tokens: int, geometry: Geometry) -> int:
+        """Return the most bytes of one layer and row that reads `tokens` tokens in small chunks.
+
+        A chunk is exact until it is packed or others are evicted, and buffers have spare room. A
+        recipe that evicts from the prompt evicts from the first chunk, and keeps later tokens.
+        """
+        recipe = self.recipe
+        if recipe.keep is not None and recipe.keep.when == "prompt":
+            recipe = replace(recipe, keep=None)
+        nbytes = replace(self, recipe=recipe).nbytes(tokens, geometry)
+        formats = [fmt for fmt, _ in recipe.formats_and_recents]
+        waiting = max(0 if fmt is None else fmt.packed_at_once for fmt in formats)
+        exact = (CHUNK + waiting) * geometry.layer_token_nbytes()
+        spare = sum(
+            0 if fmt is None else fmt.nbytes(16 * fmt.packed_at_once, d, geometry.kv_heads)
+            for fmt, d in zip(formats, geometry.dims, strict=True)
+        )
+        return grown_capacity(nbytes + exact, tight=False) + spare
 
     def read(self, tokens: int, geometry: Geometry) -> tuple[int, int]:
         """Return the bytes and the tokens of one layer and row that a decode step reads."""
@@ -117,12 +140,23 @@ class CacheBytes:
         return batch * (cached + sliding + self.state_nbytes)
 
     def chunked_nbytes(self, tokens: int, batch: int) -> int:
-        """Return the largest number of bytes while a prompt is read in small chunks.
+        """Return the most bytes of all layers while a prompt is read in small chunks.
 
-        The first `compress_after` tokens are all exact for a time.
+        The first `compress_after` tokens are all exact for a time, and a layer may have `limit`
+        tokens. One layer at a time copies what it holds into larger buffers.
         """
-        ends = {tokens, min(tokens, self.compress_after or tokens)}
-        return max(self.nbytes(end, batch) for end in ends)
+        keeps = (kind.recipe.keep for kind in self.kinds)
+        limits = [self.compress_after, *(keep.limit for keep in keeps if keep is not None)]
+        ends = {tokens, *(min(tokens, limit) for limit in limits if limit)}
+        return batch * max(map(self._grown_nbytes, ends))
+
+    def _grown_nbytes(self, tokens: int) -> int:
+        layers = [(kind.grown_nbytes(tokens, self.geometry), kind.layers) for kind in self.kinds]
+        total = sum(nbytes * count for nbytes, count in layers) + self.state_nbytes
+        for kind in self.windows:
+            chunk = min(tokens, CHUNK) * kind.layer.geometry.layer_token_nbytes()
+            total += kind.layers * (grown_capacity(kind.nbytes(tokens), tight=False) + chunk)
+        return total + max((nbytes for nbytes, _ in layers), default=0)
 
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.

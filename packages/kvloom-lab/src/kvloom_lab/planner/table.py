@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..show.tables import FigureTable
 from .hardware import PRESETS
 from .plan_recipes import Plan, PlanRow
+from .step import CHUNK
 from .units import UNLIMITED, show_bytes, show_rate
 
 
@@ -96,8 +97,8 @@ def _plan_caption(plan: Plan, timed: bool) -> list[str]:
     ]
     if plan.memory is not None:
         sentences.append(
-            "Fits: the peak is within the memory; chunked: only weights and cache are, so read the "
-            f"prompt in small chunks. Longest context: at batch {plan.batch}. Largest batch: at "
+            "Fits: the peak is within the memory; chunked: only if the prompt is read in chunks of "
+            f"up to {CHUNK} tokens. Longest context: at batch {plan.batch}. Largest batch: at "
             f"{plan.context:,} tokens."
         )
     if timed and plan.hardware is not None:

@@ -36,6 +36,7 @@ class ObservedStep(NamedTuple):
         softcap: The soft cap of the logits; None: they have none.
         bias: The bias that ALiBi adds for all tokens, fp32 [B, Hq, N], where the model has it.
         later_seen: See `Queries`.
+        sink_logits: Of attention sinks that the model has learned, fp32 [Hq], where it has them.
     """
 
     layer: int
@@ -46,13 +47,20 @@ class ObservedStep(NamedTuple):
     softcap: float | None
     bias: Tensor | None
     later_seen: Tensor | None = None
+    sink_logits: Tensor | None = None
 
     def mass(self) -> Tensor:
         """Return the attention of the step's queries to each token, summed, fp32 [B, Hq, N]."""
-        q, keys, scale = self.q, self.keys, self.scale
-        return ops.column_mass(
-            q, keys, scale, softcap=self.softcap, bias=self.bias, later_seen=self.later_seen
+        q, keys, bias = self.q, self.keys, self.bias
+        if self.sink_logits is not None:  # a token before all others, whose key is zero
+            b, hk, n, d = keys.shape
+            keys = torch.cat([keys.new_zeros(b, hk, 1, d), keys], dim=2)
+            bias = q.new_zeros(b, q.shape[1], n, dtype=torch.float32) if bias is None else bias
+            bias = torch.cat([self.sink_logits[None, :, None].expand(b, -1, -1), bias], dim=2)
+        mass = ops.column_mass(
+            q, keys, self.scale, softcap=self.softcap, bias=bias, later_seen=self.later_seen
         )
+        return mass[..., -self.keys.shape[2] :]
 
 
 class ObservedLayer(RoutedLayer):
@@ -76,10 +84,11 @@ class ObservedLayer(RoutedLayer):
             return super().attend(step)
         self.exact.append(query_keys(step.queries.q, step.k, step.v).detach())
         keys = self.exact.view()
-        q, scale, softcap = step.queries.q, step.queries.scale, step.queries.softcap
-        bias = alibi_bias(step.queries, keys)
-        shown = q, keys, scale, softcap, bias, step.queries.later_seen
-        self.on_step(ObservedStep(self.layer, self.cache, *shown))
+        queries = step.queries
+        bias = alibi_bias(queries, keys)
+        shown = queries.q, keys, queries.scale, queries.softcap, bias
+        sinks = queries.sink_logits
+        self.on_step(ObservedStep(self.layer, self.cache, *shown, queries.later_seen, sinks))
         return super().attend(step)
 
     def roll_back(self) -> None:

@@ -2,6 +2,7 @@
 
 from ..encoding import Encoding, LayerEncoding
 from ..kernels.quantize.packed_view import PackedView
+from .buffer import grown_capacity
 from .calibration import Calibration
 from .formats import FORMATS, Format, FormatView, Packed, Store, register_format
 from .kv_side import KVSide
@@ -21,6 +22,7 @@ __all__ = [
     "PackedView",
     "PromptPacker",
     "Store",
+    "grown_capacity",
     "random_layer_facts",
     "register_format",
     "round_trip",

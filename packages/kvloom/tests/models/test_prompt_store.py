@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 import zoo
 
 import kvloom
+import probe
 from backends import by_reference
 from kvloom.errors import CacheMisuse, InputError
 from kvloom.hf.prompts.identity import BLOCK
@@ -283,6 +285,26 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
     report = store.report()
     assert report.prompts == report.bypassed == len(cases) + 5
     assert report.entries == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "span"), [("h2o:tokens=70,recent=0.1", (2, 90)), ("snapkv:tokens=70", (-20, -12))]
+)
+def test_a_recipe_that_protects_tokens_of_the_whole_prompt_is_read_without_it(
+    tmp_path, recipe, span
+):
+    model, store, ids = zoo.build("llama-gqa"), kvloom.PromptStore(tmp_path), prompt(120)
+    found = resolve(recipe)
+    found = replace(found, protect=replace(found.protect, spans=(span,)))
+    warned = pytest.warns(UserWarning, match="protects tokens of a whole prompt")
+    with kvloom.attach(model, found, store=store), warned:
+        out = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
+    assert store.report().entries == 0
+    first, end = (x if x >= 0 else x + 120 for x in span)
+    for layer in probe.layers(out.past_key_values) if recipe.startswith("h2o") else ():
+        held = layer.logical()
+        kept = ((held >= first) & (held < end)).sum(dim=-1)
+        assert (kept >= min(end - first, 63)).all()  # 7 of its tokens are recent
 
 
 def test_a_prompt_with_arguments_of_its_own_is_read_without_the_store(tmp_path):

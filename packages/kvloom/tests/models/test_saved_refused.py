@@ -136,8 +136,25 @@ def test_another_model_dtype_or_rope_is_refused_before_anything_is_changed(kivi,
     assert "this model is LlamaForCausalLM with dtype=bfloat16;" in refused(half, path)
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     longer = zoo.build("llama-gqa", head_dim=32, rope_parameters=rope)
-    assert "with rope_parameters={'rope_type': 'linear'" in refused(longer, path)
+    assert "rope_parameters={'rope_type': 'linear'" in refused(longer, path)
     assert all(getattr(m, "_kvloom", None) is None for m in (other, tuned, half, longer))
+
+
+@pytest.mark.parametrize("change", ["scaling", "variance_epsilon", "inv_freq"])
+def test_another_attribute_of_a_module_is_refused(kivi, tmp_path, change):
+    path = tmp_path / "prefix.kv"
+    kivi[1].save(path)
+    model = zoo.build("llama-gqa", head_dim=32)
+    kvloom.Cache.load(model, path)
+    kvloom.detach(model)
+    layer = model.model.layers[1]
+    if change == "scaling":
+        layer.self_attn.scaling = 0.05
+    elif change == "variance_epsilon":
+        layer.input_layernorm.variance_epsilon = 1.0
+    else:
+        model.model.rotary_emb.inv_freq *= 0.5
+    assert (change if change != "inv_freq" else "weights") in refused(model, path)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from .slot_storage import SlotStorage, Storage
 from .step import Queries, Trace, Uncommitted
 from .step_evictor import StepEvictor
 
-VERSION = 13
+VERSION = 14
 """The version of a saved state. Raise it when a key is added, removed or changes its meaning."""
 
 _MOST_SEEN = 1 << 27  # tokens of a saved state: every step makes a mask of them

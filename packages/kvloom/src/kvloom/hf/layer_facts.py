@@ -7,6 +7,7 @@ once per model, not once per cache.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ Not `.safetensors`, although that is the format: loaders such as vLLM's read eve
 file in that folder as weights.
 """
 
+BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map", "name_or_path",
+               "warnings_issued"} - {"training"}  # fmt: skip
+"""Attributes of modules that do not change what a model computes."""
+_OF_A_CALL = {"training", "gradient_checkpointing", "max_seq_len_cached"}  # what may differ later
 _SAMPLE = 64  # numbers of a tensor that identify it
 _READ: WeakKeyDictionary[PreTrainedModel, dict[tuple, Any]] = WeakKeyDictionary()
 
@@ -91,14 +96,15 @@ def identity(
 def local_identity(model: PreTrainedModel) -> dict[str, Any]:
     """Return what identifies the part of a model that this process holds.
 
-    The digest is of some numbers of each parameter and buffer, see `sample`. The frequencies
-    of a rotary embedding may change with the length of a text, and are left out. Raises
-    `UnsupportedModel` as `identity` does.
+    The digest is of some numbers of each parameter and buffer, see `sample`, but for those of a
+    rotary embedding that changes with the length of a text. Raises `UnsupportedModel` as `identity`
+    does.
     """
+    changing = tuple(f"{name}." for name, x in model.named_modules() if rotary.changes(x))
     buffers = (
         (name, x)
         for name, x in model.named_buffers()
-        if not x.is_meta and not name.endswith("inv_freq")
+        if not x.is_meta and not name.startswith(changing)
     )
 
     def some_numbers() -> Iterator[tuple[str, torch.Size, torch.Tensor]]:
@@ -106,6 +112,28 @@ def local_identity(model: PreTrainedModel) -> dict[str, Any]:
             yield name, x.shape, sample(shard.local(x).detach().reshape(-1))
 
     return _identified(model, 1, some_numbers())
+
+
+def module_attributes(model: PreTrainedModel) -> dict[str, dict[str, int]]:
+    """Return the plain attributes of a model's modules by name: each value, and of how many.
+
+    They include what adapters are active, and how they are scaled.
+    """
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for module in model.modules():
+        for name, x in vars(module).items():
+            if name not in BOOKKEEPING and name not in _OF_A_CALL and is_plain(x):
+                found[name][str(x)] += 1
+    return {name: dict(values) for name, values in found.items()}
+
+
+def is_plain(x: Any) -> bool:
+    """Return whether a value is of numbers and text."""
+    if isinstance(x, dict):
+        return all(map(is_plain, (*x, *x.values())))
+    if isinstance(x, list | tuple):
+        return all(map(is_plain, x))
+    return x is None or isinstance(x, str | int | float | torch.dtype)
 
 
 def sample(flat: torch.Tensor) -> torch.Tensor:

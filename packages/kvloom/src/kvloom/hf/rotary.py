@@ -182,6 +182,12 @@ def constant_inv_freq(embedding: torch.nn.Module) -> Tensor:
     return inv_freq.detach().float().clone()
 
 
+def changes(module: torch.nn.Module) -> bool:
+    """Return whether a module is a rotary embedding that changes with the length of a text."""
+    kind = getattr(module, "rope_type", None)
+    return any(x in CHANGING for x in (kind.values() if isinstance(kind, dict) else [kind]))
+
+
 def _refuse_changing(module: torch.nn.Module, kind: str | None) -> None:
     if kind in CHANGING:
         raise UnsupportedModel(

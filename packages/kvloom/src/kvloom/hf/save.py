@@ -38,7 +38,7 @@ from ..store import LayerEncoding, files
 from ..store.calibration import checksum
 from . import compat, shard, stock
 from .hybrid import compressed_part, stock_part
-from .layer_facts import local_identity
+from .layer_facts import local_identity, module_attributes
 from .routed_cache import RoutedCache
 from .routing import attachment, set_attachment
 from .supported import supported_model
@@ -240,8 +240,9 @@ def _check_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
             f"{str(path)!r} holds the cache of {file_rank}, and this process is {rank}; load the "
             "file that this rank saved, with the same number of ranks"
         )
-    theirs, ours = saved["config"], present["config"]
-    differ = [name for name in present if name != "config" and saved.get(name) != present[name]]
+    theirs, ours = ({**x["attributes"], **x["config"]} for x in (saved, present))
+    whole = [name for name in present if name not in ("config", "attributes")]
+    differ = [name for name in whole if saved.get(name) != present[name]]
     if "model" not in differ:
         differ += [name for name in ours if name in theirs and theirs[name] != ours[name]]
     saved, present = {**theirs, **saved}, {**ours, **present}
@@ -259,14 +260,14 @@ def _check_model(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
 def _traits(model: PreTrainedModel) -> dict[str, Any]:
     """Return what a model must share with the saved one, as JSON returns it.
 
-    Of its config, the fields that both have.
+    Of its config and its modules' attributes, those that both have.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     part = shard.weights_shard(model)
     rank = None if part == shard.WHOLE else str(part)
     traits = {
         **local_identity(model), "rank": rank, "dtype": dtype,
-        "config": compat.state_fields(model),
+        "config": compat.state_fields(model), "attributes": module_attributes(model),
     }  # fmt: skip
     if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
         traits["transformers"] = transformers.__version__  # which decides the form of states

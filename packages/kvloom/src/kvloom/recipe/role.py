@@ -17,6 +17,7 @@ from ..errors import InputError, RecipeError
 from ..registry.fields import check_fields
 
 _CONTENTS = ("Be brief.", "7 words", "(in Latin)")  # their first and last characters differ
+_SPACED = ("\n    Be brief.\n", "\n\nBe brief.\n\n", "  Be brief.  ")  # merge with what is around
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,21 @@ class Role:
         Raises:
             InputError: There is no chat template, or it has no role for system prompts alone.
         """
-        before, after = [], []
-        for content, user in zip(_CONTENTS, reversed(_CONTENTS), strict=True):
+        before, after, merged = [], [], 0
+        users = *reversed(_CONTENTS), *_CONTENTS[1:], _CONTENTS[1]
+        for content, user in zip((*_CONTENTS, *_SPACED), users, strict=True):
             text = _applied(tokenizer, ("system", content), ("user", f"{user}?"))
             head, found, rest = text.partition(content)
             middle, found_user, _ = rest.partition(f"{user}?")
             if not (found and found_user):
+                if content in _SPACED:  # a template may remove it
+                    continue
                 raise _no_role("it leaves out what a system prompt says")
             before += [_encoded(tokenizer, x) for x in (text, _before_digits(head))]
             after.append(_encoded(tokenizer, head + content + middle)[::-1])
-        opens, closes = _common(before), _common(after)[::-1]
+            stays = len(_common([after[-1][::-1], _encoded(tokenizer, text)]))
+            merged = max(merged, len(after[-1]) - stays)  # tokens, with what follows
+        opens, closes = _common(before), _common([ids[merged:] for ids in after])[::-1]
         special = [i for i, id in enumerate(closes) if id in _special_ids(tokenizer)]
         closes = closes[: special[0] + 1] if special else closes
         if not (opens and closes):

@@ -37,7 +37,10 @@ CHAT = [("system", "Obey 3 rules."), ("user", "Hi."), ("assistant", "7"), ("user
 
 
 def tokenizer(template):
-    made = copy.deepcopy(tiny.tokenizer())
+    return prepared(copy.deepcopy(tiny.tokenizer()), template)
+
+
+def prepared(made, template):
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     return made
@@ -83,6 +86,23 @@ def test_the_ids_around_a_system_prompt_follow_from_the_template(template, opens
     before, _, behind = text.partition("Obey 3 rules.")
     assert enclosed == f"{before}Obey 3 rules.{closes}"
     assert behind.startswith(closes)
+
+
+@pytest.mark.parametrize("template", [CHATML, IN_WORDS])
+@pytest.mark.parametrize("space", ["\n", "\n\n", "\n    ", "  "])
+def test_a_message_may_begin_and_end_with_white_space(template, space):
+    """Where a tokenizer merges it with the template's own."""
+    spaced = ["system\n    Obey", "<<SYS>>\n\n\nObey", "\n  Obey", "Obey.\n    \n\n  \n"]
+    made = prepared(tiny.train_tokenizer(spaced * 9, 400), template)
+    role = Role.system(made)
+    chat = [
+        {"role": "system", "content": f"{space}Obey.{space}"},
+        {"role": "user", "content": "Hi."},
+    ]
+    ids = made.apply_chat_template(chat, tokenize=True, return_dict=False)
+    enclosed = made.decode(role.enclosed(ids))
+    assert "Obey." in enclosed
+    assert "Hi." not in enclosed
 
 
 def test_a_default_system_prompt_is_one_and_others_are_not():

@@ -25,7 +25,7 @@ from ...cache.layer_state import VERSION
 from ...errors import RecipeError, StoreError
 from .. import compat, rotary, save
 from ..forward import RoutedForward
-from ..layer_facts import sample
+from ..layer_facts import BOOKKEEPING, is_plain, sample
 from ..routed_cache import RoutedCache
 
 BLOCK = 64
@@ -35,9 +35,6 @@ FORMAT = 1
 """The version of this identity and of the entries; raise it when either changes."""
 
 _CHUNK = 1 << 26  # numbers that are copied to the host at a time
-_BOOKKEEPING = {*vars(torch.nn.Module()), "_is_hf_initialized", "hf_device_map", "name_or_path",
-                "warnings_issued"} - {"training"}  # fmt: skip
-"""Attributes of modules that do not change what a model computes."""
 _OF_FILES = ("_name_or_path", "transformers_version", "use_cache")
 """Fields of a config that do not change what a model computes."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -145,9 +142,7 @@ def _problem(model: PreTrainedModel) -> str | None:
                     f"{name or 'it'} has {key!r}, a {type(x).__name__} that code of your own has "
                     "made; give modules numbers, text, tensors and modules alone"
                 )
-        kind = getattr(module, "rope_type", None)
-        kinds = kind.values() if isinstance(kind, dict) else [kind]
-        if any(kind in rotary.CHANGING for kind in kinds):
+        if rotary.changes(module):
             return f"{name} changes with the length of a text; use the model without a store"
     return None
 
@@ -158,7 +153,7 @@ def _shows_what_it_does(x: Any) -> bool:
         return all(map(_shows_what_it_does, (*x, *x.values())))
     if isinstance(x, list | tuple | set):
         return all(map(_shows_what_it_does, x))
-    return _is_plain(x) or isinstance(x, Tensor | torch.nn.Module) or _is_known(x)
+    return is_plain(x) or isinstance(x, Tensor | torch.nn.Module) or _is_known(x)
 
 
 def _is_replaced(module: torch.nn.Module) -> bool:
@@ -194,19 +189,10 @@ def _modules(model: PreTrainedModel) -> Iterator[Any]:
     """
     for name, module in model.named_modules():
         kind = type(module)
-        attributes = {key: x for key, x in vars(module).items() if key not in _BOOKKEEPING}
-        plain = {key: x for key, x in attributes.items() if _is_plain(x)}
+        attributes = {key: x for key, x in vars(module).items() if key not in BOOKKEEPING}
+        plain = {key: x for key, x in attributes.items() if is_plain(x)}
         functions = {k: x.__name__ for k, x in attributes.items() if isinstance(x, _FUNCTIONS)}
         yield name, f"{kind.__module__}.{kind.__qualname__}", plain, functions
-
-
-def _is_plain(x: Any) -> bool:
-    """Return whether a value is of numbers and text."""
-    if isinstance(x, dict):
-        return all(map(_is_plain, (*x, *x.values())))
-    if isinstance(x, list | tuple):
-        return all(map(_is_plain, x))
-    return x is None or isinstance(x, str | int | float | torch.dtype)
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

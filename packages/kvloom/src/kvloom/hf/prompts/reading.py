@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import StoreError
+from ...recipe.spec import Recipe
 from ..routed_cache import RoutedCache
 from .identity import BLOCK
 from .store import PromptStore
@@ -93,6 +94,8 @@ def _reason(cache: RoutedCache, kwargs: dict[str, Any]) -> str | None:
         return "it has padding or a mask"
     if any(layer.cache.recording for layer in cache.compressed):
         return "drafts may be removed again (assisted generation)"
+    if any(_protects_later_tokens(layer.cache.recipe) for layer in cache.compressed):
+        return "its recipe protects tokens of a whole prompt, and the store reads parts of it"
     config = cache.owner.model.config
     outputs = ("output_hidden_states", "output_attentions", "output_router_logits")
     given = {name: getattr(config, name, False) for name in outputs} | kwargs
@@ -108,6 +111,14 @@ def _reason(cache: RoutedCache, kwargs: dict[str, Any]) -> str | None:
         if positions.shape[-1] != len(places) or not bool((positions == places).all()):
             return f"it has {name} of its own"
     return None
+
+
+def _protects_later_tokens(recipe: Recipe) -> bool:
+    """Return whether a recipe may mark other tokens if a prompt is read in parts."""
+    if recipe.keep is None or not recipe.protect.marks:
+        return False
+    spans = recipe.protect.spans or ()
+    return recipe.keep.when != "prompt" or any(end < 0 for span in spans for end in span)
 
 
 def _is_unused(x: Any) -> bool:

@@ -87,6 +87,11 @@ def test_a_failure_in_one_cache_leaves_all_as_they_were():
     assert [c.get_seq_length() for c in caches] == [n + 1 for n in before]
 
 
+def test_no_caches_are_refused():
+    with pytest.raises(CacheMisuse, match="step each of them alone"):
+        BatchedCaches(zoo.build("llama-gqa"), [])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gemma3"])
 def test_models_that_need_more_than_the_caches_are_refused(name):
     model = zoo.build(name)

@@ -399,6 +399,14 @@ def test_models_that_do_not_start(name, why):
         pass
 
 
+def test_a_rope_that_changes_with_other_requests_does_not_start():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = zoo.build("llama-gqa", rope_parameters=rope)
+    why = "a RoPE that changes with the length of a text"
+    with pytest.raises(UnsupportedModel, match=why), kvloom.continuous(model, KIVI):
+        pass
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [

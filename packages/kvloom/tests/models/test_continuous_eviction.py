@@ -24,7 +24,7 @@ import kvloom
 from kvloom.cache import LayerCache
 from kvloom.cache.step import Queries, StepInputs
 from kvloom.calibrate import Settings, calibrate
-from kvloom.errors import IncompatibleRecipe, InputError, NotFinite
+from kvloom.errors import CacheMisuse, IncompatibleRecipe, InputError, NotFinite
 from kvloom.hf.batching.prompt_eviction import PromptEviction
 from kvloom.keep import Budget, Keep, KeyNorm
 from kvloom.kernels import use_backend
@@ -214,6 +214,22 @@ def test_fitted_values_are_those_of_the_cache():
     assert not torch.isin(values[..., 0], v[..., 0]).all()
 
 
+def test_two_managers_do_not_learn_at_the_same_time(llama):
+    learns = f"{JOINT},examples=16"
+    for recipe in (learns, JOINT):
+        with kvloom.continuous(llama, recipe):
+            first, second = (
+                llama.init_continuous_batching(generation(), settings()) for _ in range(2)
+            )
+            first.start()
+            if recipe == learns:
+                with pytest.raises(CacheMisuse, match="another manager runs on this model; stop"):
+                    second.start()
+                first.stop()
+            second.start()
+            second.stop()
+
+
 @pytest.mark.parametrize("cuts", [(1,), (599,), (64, 128, 500), range(50, 600, 50)])
 def test_chunks_give_the_choice_of_a_whole_prompt(cuts):
     recipe = packed_by_page(
@@ -382,14 +398,6 @@ def test_an_error_in_the_thread_is_raised(watch):
 def test_recipes_that_do_not_start(llama, recipe, why):
     with pytest.raises(IncompatibleRecipe, match=why), kvloom.continuous(llama, recipe):
         pass
-
-
-def test_a_model_whose_queries_cannot_be_rotated_does_not_start():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = zoo.build("llama-gqa", rope_parameters=rope)
-    with pytest.raises(IncompatibleRecipe, match="reads a prompt once"):  # noqa: SIM117
-        with kvloom.continuous(model, "rotated"):
-            pass
 
 
 @pytest.mark.parametrize("recipe", [KNORM, f"full@0={KNORM}"])

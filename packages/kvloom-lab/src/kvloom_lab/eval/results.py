@@ -232,8 +232,8 @@ def _read_task(path: Path, run: RunResults) -> None:
             if not line["exact_bytes"]:
                 raise record.problem("needs a number above 0 in 'exact_bytes'")
             for name, value in line["scores"].items():
-                if not _is_number(value):
-                    raise record.problem(f"needs a number as the score {name!r}")
+                if not _is_number(value) or value is None or not math.isfinite(value):
+                    raise record.problem(f"needs a finite number as the score {name!r}")
             _check_optional(record)
             line["tokens"] = [sys.intern(str(token)) for token in line.get("tokens") or ()]
             line["curves"] = {

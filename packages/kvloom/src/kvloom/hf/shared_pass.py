@@ -293,10 +293,12 @@ def can_batch(model: PreTrainedModel, caches: Sequence[Cache]) -> bool:
     """Return whether `BatchedCaches` supports these caches.
 
     It supports no layers with a sliding window or states, no learned position embeddings, and no
-    models with an adapter. The caches must have seen equally many tokens.
+    models with an adapter. The caches, one or more, must have seen equally many tokens. A step
+    refuses padding.
     """
     return (
-        not compat.has_adapter(unwrap(model))
+        bool(caches)
+        and not compat.has_adapter(unwrap(model))
         and not any(cache.learned_positions or cache.packs_windows for cache in caches)
         and all(isinstance(layer, RoutedLayer) for layer in caches[0].layers)
         and len({cache.get_seq_length() for cache in caches}) == 1

@@ -21,6 +21,7 @@ from ..cache import Cache
 from ..layer_facts import recipe_for
 from ..prompts.pages import StoredPages
 from ..prompts.store import PromptStore
+from ..rotary import changes
 from ..routing import attachment_restored
 from ..supported import supported_model
 
@@ -100,6 +101,7 @@ def _check_model(model: PreTrainedModel) -> None:
         "attention that does not go through transformers' interface": compat.has_adapter(model),
         "layers that share keys and values": bool(getattr(config, "num_kv_shared_layers", 0)),
         "heads in several processes": geometry.ranks > 1,
+        "a RoPE that changes with the length of a text": any(map(changes, model.modules())),
         f"weights on {model.device}, where pages have no kernels yet": model.device.type != "cpu",
     }
     features |= {f"layers of kind {kind}": True for kind in kinds - {compat.SLIDING}}

@@ -8,6 +8,7 @@ settings and requests are served, and when a manager's attention is kvloom's. Im
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,7 @@ from ...errors import CacheMisuse, InputError, KvloomError, UnsupportedModel
 from ...paged import LayerPlan, packed_by_page
 from ...recipe import Recipe
 from .. import compat
+from ..examples import needed
 from ..forward import input_norms
 from ..implementation import FIELD, use_kvloom
 from ..implementation import NAME as KVLOOM
@@ -129,6 +131,7 @@ class PackedManager(ContinuousBatchingManager):
         """Start the thread; raise before, where transformers would only log."""
         try:
             self.batching.check()
+            self.batching.check_alone(self)
             self.switch_to_cb_friendly_attn(self.model)
             if self.batch_processor is None:
                 self.batch_processor = self._create_batch_processor()
@@ -179,9 +182,10 @@ class PackedManager(ContinuousBatchingManager):
             hooks.callback(check.remove)
             if eviction is not None:
                 hooks.enter_context(input_norms(self.model, eviction))
-                hooks.enter_context(
-                    learning(self.model, batching.cache, blocks, batching.outside_pages)
-                )
+                if batching.learns:
+                    hooks.enter_context(
+                        learning(self.model, batching.cache, blocks, batching.outside_pages)
+                    )
             self.context.run(super()._run_generation_loop)
 
     def _create_batch_processor(self) -> Any:
@@ -340,6 +344,19 @@ class PackedBatching:
             raise CacheMisuse(
                 "the model has changed since kvloom.continuous began, and pages hold keys and "
                 "values of the former one; leave the block and enter it again"
+            )
+
+    @property
+    def learns(self) -> bool:
+        """Whether layers learn from examples of a prompt, if it is long enough."""
+        return needed(self.cache, sys.maxsize)
+
+    def check_alone(self, manager: PackedManager) -> None:
+        """Raise `CacheMisuse` if another manager runs, and would learn at the same time."""
+        if self.learns and any(x.is_running() for x in self.managers if x is not manager):
+            raise CacheMisuse(
+                f"recipe {self.recipe.name!r} reads examples of each prompt, and another manager "
+                "runs on this model; stop that manager first"
             )
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from statistics import median
 from typing import Any, TypeVar
@@ -300,12 +300,12 @@ def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
         run(prompts[:1], 2)
         reset_peak()
         with noted_steps(job) as steps:
-            begin, started = _now(job), time.perf_counter()
+            begin = _now(job)
             found = run(prompts, job.new)
             both = _since(begin, job)
     if errors := [state.error for state in found.values() if state.error]:
         raise RuntimeError(errors[0])
-    first = median(state.timestamps[0] - started for state in found.values())
+    first = median(steps.clock(state.timestamps[0]) - begin[0] for state in found.values())
     decode = steps.wall, steps.processor
     prompt = both[0] - decode[0], both[1] - decode[1]
     return RunFigures(
@@ -318,7 +318,8 @@ def _continuous(model: PreTrainedModel, job: Job) -> RunFigures:
 class Steps:
     """The steps of continuous batching that only decode: their tokens and seconds.
 
-    nbytes: of all blocks. preemptions: how often a request lost its blocks and began again.
+    nbytes: of all blocks. preemptions: how often a request lost its blocks and began again. ends:
+    when each step ended, and the seconds of compiling kernels until then.
     """
 
     tokens: int = 0
@@ -326,6 +327,11 @@ class Steps:
     processor: float = 0.0
     nbytes: int = 0
     preemptions: int = 0
+    ends: list[tuple[float, float]] = field(default_factory=list)
+
+    def clock(self, timestamp: float) -> float:
+        """Return a time of `time.perf_counter` within a step as one of `workload.clock`."""
+        return timestamp - next(compiled for end, compiled in self.ends if end >= timestamp)
 
 
 @contextmanager
@@ -341,6 +347,7 @@ def noted_steps(job: Job) -> Iterator[Steps]:
     def timed(manager: Any, processor: Any, bootstrapping: bool) -> bool:
         begin = _now(job)
         go_on: bool = body(manager, processor, bootstrapping)
+        steps.ends.append((time.perf_counter(), compile_seconds()))
         io, blocks = processor.inputs_and_outputs, processor.cache.cache_allocators.values()
         steps.nbytes = sum(x.num_blocks * x.bytes_per_block for x in blocks)
         if go_on and io.num_q_tokens == len(io.requests_in_batch):

@@ -6,14 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from planned_models import CONFIGS, FAMILIES, built, facts
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import kvloom
 import probe
 from kvloom.errors import InputError
 from kvloom.hf import stock
+from kvloom.kernels import use_backend
 from kvloom.recipe.resolve import RECIPES, resolve
 from kvloom_lab.models import load_model
 from kvloom_lab.planner import read_model
+from kvloom_lab.planner.model import _Live
 from kvloom_lab.planner.plan_recipes import RecipePlanner, plan
 from kvloom_lab.planner.step import CHUNK, CacheBytes
 from kvloom_lab.planner.units import UNLIMITED, largest_fitting
@@ -114,6 +117,26 @@ def test_the_working_memory_is_that_of_the_widest_layer(llama):
     mlp = 2 * (3 * 14336 + 2 * 4096)
     assert mlp <= read_model(llama).working <= mlp + 2 * 3 * 4096
     assert facts("bloom").working is None
+
+
+@pytest.mark.parametrize(
+    "recipe", ["full", "near-lossless", "h2o", "small", "kvzip:fraction=0.5", "infinigen", "quest"]
+)
+def test_the_peak_is_that_of_the_tensors_that_live_in_a_prompt(recipe):
+    config = LlamaConfig(
+        num_hidden_layers=8, vocab_size=199, hidden_size=576, intermediate_size=1536, head_dim=64,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=4096,
+    )  # fmt: skip
+    config.dtype = torch.bfloat16
+    found = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    live = _Live([*found.parameters(), *found.buffers()])
+    cache = kvloom.Cache(found, recipe, check=False)
+    ids = torch.randint(3, 199, (1, 2048))
+    with torch.no_grad(), use_backend("auto"), live:
+        found(ids, past_key_values=cache, logits_to_keep=1)
+    row = plan(config, [recipe], context=2048).rows[0]
+    planned = row.peak_bytes - sum(x.nbytes for x in found.parameters())
+    assert 0.97 < live.most / planned < 1.05
 
 
 # inverse questions

@@ -26,12 +26,16 @@ def test_a_long_prompt_returns_what_it_freed_and_a_step_does_not(monkeypatch):
             assert len(calls) == called
 
 
-def live_bytes() -> dict[int, int]:
-    """The bytes of each storage of a tensor that lives, by its address."""
+def live_tensors() -> list[torch.Tensor]:
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of objects that only isinstance touches
-        tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        return [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+
+
+def live_bytes() -> dict[int, int]:
+    """The bytes of each storage of a tensor that lives, by its address."""
+    tensors = live_tensors()
     storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided]
     return {x.data_ptr(): x.nbytes() for x in storages if x.device.type == "cpu"}
 
@@ -53,3 +57,16 @@ def test_a_cache_holds_no_tensor_that_it_does_not_count(recipe):
             live = live_bytes()
             held = sum(n for address, n in live.items() if address not in before)
             assert held <= cache.nbytes + 3 * 1024 + 8  # scratch of each layer, hash of ids
+
+
+def test_within_the_step_of_a_prompt_kept_tokens_are_held_once():
+    model, alive = zoo.build("llama-gqa"), []
+
+    def after_layer(*_):
+        alive.append([x for x in live_tensors() if x.dim() == 4 and x.shape[2] == 90])
+
+    model.model.layers[1].register_forward_hook(after_layer)
+    cache = kvloom.Cache(model, "h2o:tokens=90")
+    with torch.no_grad():
+        model(torch.randint(3, 199, (1, 200)), past_key_values=cache)
+    assert alive == [[]]  # slots have room for one more

@@ -95,11 +95,19 @@ class LayerKind:
             return min(tokens, self.recipe.budget_tokens(tokens))
         return min(tokens, keep.layer_tokens(tokens, self.group.size)[self.group.place])
 
-    @property
-    def waits(self) -> bool:
-        """Whether the whole prompt stays exact until all layers have scored it."""
-        keep = self.recipe.keep
-        return keep is not None and (keep.waits_for_layers or keep.scorer.repeats)
+    def prefill_nbytes(self, tokens: int, geometry: Geometry) -> int:
+        """Return the bytes of one layer and row in the step of a prompt.
+
+        Where the layers wait for each other's scores, or for a repetition, the prompt stays exact,
+        with its scores and the queries to which values are fitted.
+        """
+        nbytes, keep = self.nbytes(tokens, geometry), self.recipe.keep
+        if keep is None or not (keep.waits_for_layers or keep.scorer.repeats):
+            return nbytes
+        scores = 4 * tokens * geometry.kv_heads
+        rows = 0 if keep.fit is None else keep.fit.rows(tokens)
+        queries = rows * geometry.q_heads * geometry.query_dim * geometry.dtype.itemsize
+        return max(nbytes, tokens * geometry.layer_token_nbytes()) + scores + queries
 
 
 class CacheBytes:
@@ -122,7 +130,6 @@ class CacheBytes:
         self.windows = [WindowKind(recipe, *kind) for kind in windows.items()]
         self.states = Counter(model.states)
         self.state_nbytes = sum(model.states)
-        self.exact = model.geometry.layer_token_nbytes()
 
     @property
     def packing_period(self) -> int:
@@ -161,13 +168,10 @@ class CacheBytes:
     def prefill_nbytes(self, tokens: int, batch: int) -> int:
         """Return the largest number of bytes that all layers hold in the step of a prompt.
 
-        A sliding layer of transformers holds the whole prompt until that step ends, and layers that
-        wait for each other's scores hold it exact.
+        A sliding layer of transformers holds the whole prompt until that step ends.
         """
         total = sum(kind.layers * kind.prefill_nbytes(tokens) for kind in self.windows)
-        for kind in self.kinds:
-            nbytes = kind.nbytes(tokens, self.geometry)
-            total += kind.layers * (max(nbytes, tokens * self.exact) if kind.waits else nbytes)
+        total += sum(x.layers * x.prefill_nbytes(tokens, self.geometry) for x in self.kinds)
         return batch * (total + self.state_nbytes)
 
 

@@ -100,6 +100,8 @@ class StepEvictor(ScoreEvictor):
         seen = segment.first + len(segment)
         slots = SlotStorage(keys, segment.exact_values(), self.scores.scores, index, seen)
         self.scores.clear()
+        for side in (segment.keys, segment.values):  # what undoes the step refers to it
+            side.tail.clear()
         return slots
 
     def in_segment(self, storage: Storage) -> Storage:

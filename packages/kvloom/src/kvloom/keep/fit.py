@@ -71,6 +71,10 @@ class Fit:
         slots = order.gather(1, places.clamp(max=q.shape[2] - 1).to(q.device))
         return q.gather(2, slots[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
 
+    def rows(self, tokens: int) -> int:
+        """Return how many queries of a prompt of `tokens` unpadded tokens are rows."""
+        return -(-tokens // self._every(tokens))
+
     def _every(self, tokens: int) -> int:
         """Return the distance of the queries that are rows, among `tokens` tokens with a query."""
         return max(1, -(-longest(tokens, self.chunk) // self.queries))

@@ -26,7 +26,7 @@ from ..registry.fields import check_fields, check_whole
 from .index import Finder, Index, grown
 
 # The number of queries and keys that are read in float64 at once.
-_CHUNK = 4096
+_CHUNK = 1024
 
 
 @dataclass(frozen=True)

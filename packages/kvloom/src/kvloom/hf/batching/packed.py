@@ -356,7 +356,7 @@ class PackedBatching:
         if self.learns and any(x.is_running() for x in self.managers if x is not manager):
             raise CacheMisuse(
                 f"recipe {self.recipe.name!r} reads examples of each prompt, and another manager "
-                "runs on this model; stop that manager first"
+                "runs on this model; call its stop() first"
             )
 
     def close(self) -> None:

@@ -223,9 +223,7 @@ def test_two_managers_do_not_learn_at_the_same_time(llama):
             )
             first.start()
             if recipe == learns:
-                with pytest.raises(
-                    CacheMisuse, match="another manager runs on this model; call"
-                ):
+                with pytest.raises(CacheMisuse, match="another manager runs on this model; call"):
                     second.start()
                 first.stop()
             second.start()

@@ -8,6 +8,7 @@ Decides nothing about how a backend is chosen: see `dispatch`. Imports neither N
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,6 +47,19 @@ def _scores_problem(scores: Tensor, *_: Any, **__: Any) -> str | None:
     return None if scores.dtype == torch.float32 else f"scores are {scores.dtype}, not fp32"
 
 
+@dataclass(frozen=True)
+class _CaseBinding:
+    """`Backend.bind` of a function whose kernel `load` compiles for the same arguments."""
+
+    run: Callable[..., Any]
+    load: Callable[..., object]
+
+    def __call__(self, *args: Any) -> Callable[..., Any]:
+        """Compile, and return the function."""
+        self.load(*args)
+        return self.run
+
+
 def _scores_op(
     reference: Callable[P, R],
     run: Callable[..., R],
@@ -71,17 +85,9 @@ def _select_op(
     load: Callable[..., object],
     case: Callable[..., tuple[Tensor, Hashable]],
 ) -> Op[P, R]:
-    """Declare an operation on keys, centroids or bounds that has a CPU kernel only.
-
-    load: compiles the kernel of a call; takes its arguments.
-    """
-
-    def bind(*args: Any) -> Callable[..., R]:
-        load(*args)
-        return run
-
+    """Declare an operation on keys, centroids or bounds that has a CPU kernel only."""
     coverage = select_cpu.COVERAGE.of(lambda *args: case(*args)[:1])
-    return Op(reference.__name__, reference, case, cpu=Backend(bind, coverage))
+    return Op(reference.__name__, reference, case, cpu=Backend(_CaseBinding(run, load), coverage))
 
 
 # --- append ---------------------------------------------------------------------------------------

@@ -56,8 +56,7 @@ class Role:
             InputError: There is no chat template, or it has no role for system prompts alone.
         """
         before, after, merged = [], [], 0
-        users = *reversed(_CONTENTS), *_CONTENTS[1:], _CONTENTS[1]
-        for content, user in zip((*_CONTENTS, *_SPACED), users, strict=True):
+        for content, user in zip((*_CONTENTS, *_SPACED), 2 * _CONTENTS[::-1], strict=True):
             text = _applied(tokenizer, ("system", content), ("user", f"{user}?"))
             head, found, rest = text.partition(content)
             middle, found_user, _ = rest.partition(f"{user}?")
@@ -66,9 +65,10 @@ class Role:
                     continue
                 raise _no_role("it leaves out what a system prompt says")
             before += [_encoded(tokenizer, x) for x in (text, _before_digits(head))]
-            after.append(_encoded(tokenizer, head + content + middle)[::-1])
-            stays = len(_common([after[-1][::-1], _encoded(tokenizer, text)]))
-            merged = max(merged, len(after[-1]) - stays)  # tokens, with what follows
+            message = _encoded(tokenizer, head + content + middle)
+            after.append(message[::-1])
+            stays = len(_common([message, _encoded(tokenizer, text)]))
+            merged = max(merged, len(message) - stays)  # tokens, with what follows
         opens, closes = _common(before), _common([ids[merged:] for ids in after])[::-1]
         special = [i for i, id in enumerate(closes) if id in _special_ids(tokenizer)]
         closes = closes[: special[0] + 1] if special else closes

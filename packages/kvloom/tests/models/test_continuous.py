@@ -61,7 +61,7 @@ def batch(model, inputs, new=NEW, count=1, **changes):
 def alone(model, recipe, prompt, new=NEW, cuts=()):
     """Return the new tokens of a prompt with kvloom's cache, which reads it in parts.
 
-    Pages of a cache begin after the sinks, so there is padding (see `paged`).
+    Pages of a cache begin after the sinks, so there is padding (see `packed_by_page`).
     """
     rule = packed_by_page(recipe, PAGE, "", "", evicts=True)
     pad = 0 if rule.keep else rule.protect.sinks

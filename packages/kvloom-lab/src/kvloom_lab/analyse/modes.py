@@ -199,20 +199,22 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
 
     before = operations_run()
     try:
-        batch, row, acts = _acting_prompts(model, partial(run, "auto"))
-        if not acts:
+        batch, row, of_row = _acting_prompts(model, partial(run, "auto"))
+        if of_row is None:
             note = f"it does not pack, evict or skip in all layers at {row['input_ids'].shape[1]:,}"
             seconds = time.perf_counter() - begin
             return ModeCheck(name, NOT_COMPARED, None, None, seconds, f"{note} tokens")
+        of_batch = partial(run, "ref", batch)
         if model.dtype in (torch.float16, torch.bfloat16):
-            exact = run("ref", batch)
+            exact = of_batch()
+            of_batch = partial(lambda x: x, exact)
             with _rounded_otherwise(model):
                 limit = max(limit, 2 * logits_difference(exact, run("ref", batch)))
     except KvloomError as error:
         return ModeCheck(name, REFUSED, None, None, time.perf_counter() - begin, str(error))
     comparisons = [
-        _compare(limit, name, partial(run, "ref", sample), partial(run, "auto", sample))
-        for sample in (batch, row)
+        _compare(limit, name, of_batch, partial(run, "auto", batch)),
+        _compare(limit, name, partial(run, "ref", row), lambda: of_row),
     ]
     worst = max(comparisons, key=lambda x: (x.result != EQUAL, x.difference or 0.0))
     ran = sorted(
@@ -224,20 +226,22 @@ def _kernels(model: PreTrainedModel, recipe: Recipe, limit: float) -> ModeCheck:
 
 def _acting_prompts(
     model: PreTrainedModel, run: Callable[[dict[str, Tensor]], Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Return a padded batch, its row without padding, and whether all of a recipe acts on them.
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
+    """Return a padded batch, its row without padding, and what `run` generates from this row.
 
-    run: generates from a prompt with a cache of the recipe.
+    run: generates from a prompt with a cache of the recipe. The last is None if not all of the
+    recipe acts on the longest prompt.
     """
     tokens, before = _PROMPT, 0
     while True:
         batch = sample_batch(model, tokens)
         row = {name: x[:1] for name, x in batch.items()}
-        layers = run(row).past_key_values.full_layers
-        acts = all(_acts(layer.cache) for layer in layers)
+        out = run(row)
+        if all(_acts(layer.cache) for layer in out.past_key_values.full_layers):
+            return batch, row, out
         length = row["input_ids"].shape[1]
-        if acts or tokens >= _LONGEST or length == before:
-            return batch, row, acts
+        if tokens >= _LONGEST or length == before:
+            return batch, row, None
         tokens, before = 2 * tokens, length
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -52,19 +54,18 @@ def dequantize_rotated(codes: Tensor, scale: Tensor, bits: float, group: int) ->
 @on_cpu
 def levels(bits: float) -> Tensor:
     """Return the levels with the least squared error for N(0, 1), ascending, fp32 [codes]."""
-    normal = torch.distributions.Normal(0.0, torch.tensor(1.0, dtype=torch.float64))
-    count = top(bits) + 1
-    levels = normal.icdf((torch.arange(count, dtype=torch.float64) + 0.5) / count)
-    infinity = torch.tensor([torch.inf], dtype=torch.float64)
+    normal, count = NormalDist(), top(bits) + 1
+    levels = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
     for _ in range(20_000):  # each level to the mean of what is rounded to it
-        ends = torch.cat([-infinity, (levels[1:] + levels[:-1]) / 2, infinity])
-        density = torch.exp(-ends.square() / 2) / math.sqrt(2 * math.pi)
-        better = (density[:-1] - density[1:]) / normal.cdf(ends).diff()
-        done = bool((better - levels).abs().max() < 1e-12)
+        between = [(low + high) / 2 for low, high in pairwise(levels)]
+        ends = [(normal.pdf(x), normal.cdf(x)) for x in (-math.inf, *between, math.inf)]
+        better = [(p - q) / (b - a) for (p, a), (q, b) in pairwise(ends)]
+        done = all(abs(a - b) < 1e-12 for a, b in zip(levels, better, strict=True))
         levels = better
         if done:
             break
-    return ((levels - levels.flip(0)) / 2).float()  # symmetric to the last bit
+    found = torch.tensor(levels, dtype=torch.float64)
+    return ((found - found.flip(0)) / 2).float()  # symmetric to the last bit
 
 
 def ends(levels: Tensor) -> Tensor:

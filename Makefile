@@ -27,7 +27,8 @@ test-defects: .venv/ready
 	$(BIN)/python tools/seed_defects.py
 
 # Few cases of each models test that depends on transformers, against the oldest version supported.
-OTHERS := combinations fan_out interrupted prompt_store_files protected_tokens recall_models within_budget
+OTHERS := calibrate combinations cuda_graphs expected fan_out interrupted prompt_store prompt_store_files \
+	protected_tokens recall_models repetition within_budget
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/$(PYTEST) --sample packages/kvloom/tests/models packages/kvloom/tests/sweep \
 		$(OTHERS:%=--ignore=packages/kvloom/tests/models/test_%.py)

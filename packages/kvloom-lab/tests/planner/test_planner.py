@@ -59,6 +59,7 @@ def test_a_real_cache_has_the_planned_bytes(name, monkeypatch):
         assert cache.state_nbytes == 2 * sum(found.states), spec
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 @pytest.mark.parametrize("chunk", [7, 37, 256])
 def test_a_cache_that_grows_by_chunks_has_at_most_the_planned_bytes(name, chunk):

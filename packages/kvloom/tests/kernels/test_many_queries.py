@@ -133,6 +133,7 @@ def test_other_cases_are_left_to_the_reference(subtests):
             assert bound.why
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("queries", [1, 5, 10, T])
 def test_the_newest_queries_of_a_step(dtype, queries):

@@ -88,6 +88,7 @@ def test_an_assistant_generates_the_same_tokens(recipe, assistant):
     assert calls < most
 
 
+@pytest.mark.sample
 @pytest.mark.parametrize("name", ["llama-gqa", "mpt", "bloom"])
 @pytest.mark.parametrize("recipe", ["kivi:group=16,residual=32", "snapkv:fraction=0.5,window=8"])
 def test_a_second_turn_with_drafts_generates_the_same_tokens(name, recipe):

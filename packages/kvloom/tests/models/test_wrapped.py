@@ -66,6 +66,7 @@ def _generate(model, queue) -> None:
     queue.put(model.generate(**zoo.batch(), **GREEDY).tolist())
 
 
+@pytest.mark.slow
 def test_a_spawned_process_gets_an_attached_model():
     model = zoo.build("llama-gqa")
     kvloom.attach(model, H2O)

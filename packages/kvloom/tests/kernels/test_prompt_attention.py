@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,22 @@ from kv_views import draw
 from kvloom.kernels import dispatch, ops, simd
 from kvloom.kernels.attend import reference as ref
 from kvloom.kernels.attend.cpu import prompt
+from kvloom.kernels.score.arguments import PAIRS, TILES
 
 BF16 = torch.bfloat16
-needs_kernel = pytest.mark.skipif(not simd.has_pairs(), reason="no AVX-512 BF16")
+
+
+@pytest.fixture(params=[PAIRS, TILES], ids=["pairs", "tiles"])
+def unit(monkeypatch, request) -> None:
+    """Run the kernel that multiplies pairs or tiles, if the machine does."""
+    has = simd.has_tiles() if request.param == TILES else simd.has_pairs()
+    if not has:
+        pytest.skip("no AVX-512 BF16, or no AMX")
+    monkeypatch.setattr(simd, "has_tiles", lambda: request.param == TILES)
+    monkeypatch.setattr(prompt, "compiled", cache(prompt.compiled.__wrapped__))
+
+
+needs_kernel = pytest.mark.usefixtures("unit")
 
 
 def drawn(b, hq, hk, t, n, d, seed=0):
@@ -123,10 +138,9 @@ def test_torch_attends_and_returns_the_lse(subtests, hq, hk, causal, dtype, roun
             torch.testing.assert_close(got.lse, want.lse.float(), rtol=1e-5, atol=lse_atol)
 
 
-@pytest.mark.parametrize("features", [{"avx512bf16", "amx-bf16"}, set()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
-def test_no_processor_leaves_a_prompt_to_the_reference(monkeypatch, dtype, features):
-    monkeypatch.setattr(simd, "features", lambda: features)
+def test_no_processor_leaves_a_prompt_to_the_reference(monkeypatch, dtype):
+    monkeypatch.setattr(simd, "features", set)
     monkeypatch.setattr(ops.attend_prompt, "bindings", {})
     q, k, v = (x.to(dtype) for x in drawn(1, 4, 2, 20, 30, 64))
     with dispatch.use("auto"):

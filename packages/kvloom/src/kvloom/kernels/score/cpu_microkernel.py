@@ -99,8 +99,28 @@ def products(
 
 
 def _tile_products(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: Any) -> None:
-    """Emit `products` of 32 queries and 32 keys: tiles 0 to 3 sum those of 4, 5 and 6, 7."""
-    row_step, key_step = b.shl(d, ir.Constant(I64, 2)), ir.Constant(I64, 128)
+    """Emit `products` of 32 queries and 32 keys."""
+    for tile in range(4):
+        assembly(b, f"tilezero %tmm{tile}")
+    _multiply_tiles(b, q, b.shl(d, ir.Constant(I64, 2)), k, out, stride, d)
+
+
+def add_tile_products(b: Any, q: Any, row_step: Any, k: Any, out: Any, stride: Any, d: Any) -> None:
+    """Emit `products` of 32 queries, `row_step` bytes apart, and 32 keys, that are added to out."""
+    for tile, target in _of_tiles(b, out, stride):
+        assembly(b, f"tileloadd ($0,$1), %tmm{tile}", target, stride)
+    _multiply_tiles(b, q, row_step, k, out, stride, d)
+
+
+def _of_tiles(b: Any, out: Any, stride: Any) -> list[tuple[int, Any]]:
+    """Return the number and the address in out of the tiles of 32 rows and 32 keys."""
+    below = b.add(out, b.shl(stride, ir.Constant(I64, 4)))
+    return [(i, add_bytes(b, below if i // 2 else out, 64 * (i % 2))) for i in range(4)]
+
+
+def _multiply_tiles(b: Any, q: Any, row_step: Any, k: Any, out: Any, stride: Any, d: Any) -> None:
+    """Add products of tiles 4, 5 and 6, 7 to tiles 0 to 3, and write these to out."""
+    key_step = ir.Constant(I64, 128)
 
     def add(i: Any, _: list[Any]) -> list[Any]:
         queries = b.add(q, b.shl(i, ir.Constant(I64, 6)))
@@ -114,12 +134,8 @@ def _tile_products(b: Any, q: Any, k: Any, out: Any, stride: Any, d: Any, *_: An
             assembly(b, f"tdpbf16ps %tmm{6 + tile % 2}, %tmm{4 + tile // 2}, %tmm{tile}")
         return []
 
-    for tile in range(4):
-        assembly(b, f"tilezero %tmm{tile}")
     loop(b, b.lshr(d, ir.Constant(I64, 4)), [], add)
-    below = b.add(out, b.shl(stride, ir.Constant(I64, 4)))
-    for tile in range(4):
-        target = add_bytes(b, below if tile // 2 else out, 64 * (tile % 2))
+    for tile, target in _of_tiles(b, out, stride):
         assembly(b, f"tilestored %tmm{tile}, ($0,$1)", target, stride)
 
 

@@ -1,8 +1,8 @@
 """`attend_prompt` on CPU tensors: torch's fused attention, and the call of a compiled kernel.
 
-The kernel runs in bf16 on processors with AVX-512 BF16 and without AMX, where torch's takes most of
-a prompt's time. Both return the log-sum-exp. Importing this does not import Numba; the first choice
-in bf16 does.
+The kernel runs in bf16 on processors with AVX-512 BF16, where torch's takes most of a prompt's
+time; with AMX it multiplies tiles. Both return the log-sum-exp. Importing this does not import
+Numba; the first choice in bf16 does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from ... import dispatch
 from ...arguments import padded, strides
 from ...limits import Coverage
+from ...score.arguments import PAIRS, TILES
 from ..reference import AttentionState, merge, unfit_prompt
 from .arguments import PROMPT
 
@@ -36,7 +37,7 @@ def compiles(q: Tensor) -> bool:
         return False
     with dispatch.loading():
         from ... import simd
-    return simd.has_pairs() and "amx-bf16" not in simd.features()
+    return simd.has_pairs()
 
 
 def attend(
@@ -54,17 +55,19 @@ def attend(
     tokens, and see no later one. visible: bool [B, 1 or Hk, N], False hides a key. Returns out in
     bf16; 0 for a query that sees no key.
     """
-    kernel, rows, panel, tile, blocks = compiled()
+    kernel, unit, sizes = compiled()
+    rows, panel, tile = sizes.at_once(unit), sizes.PANEL, sizes.TILE
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
-    room = rows * blocks
-    queries, keys = _pairs_of(q, rows, room), _pairs_of(k, panel, tile)
+    room = rows * sizes.BLOCKS
+    queries = _whole(q, room) if unit == TILES else _pairs_of(q, rows, room)
+    keys = _pairs_of(k, panel, tile)
     values = _whole(v, tile).view(b, hk, -1, tile // 2, 2, d // panel, panel)
     values = values.permute(0, 1, 2, 5, 3, 6, 4).contiguous()
     out = torch.empty(b, hq, t, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, hq, t, dtype=torch.float32, device=q.device)
     threads = min(torch.get_num_threads(), 1 + b * hq * t * n * d // _PRODUCTS_PER_THREAD)
-    size = room * (tile + tile // 2 + d + 3)
+    size = room * (tile + tile // 2 + d + 2)
     scratch = torch.empty(threads, size, dtype=torch.float32, device=q.device)
     seen = None if visible is None else padded(visible.expand(b, -1, n)).expand(b, hk, -1)
     packed = PROMPT.pack(
@@ -90,11 +93,13 @@ def _pairs_of(x: Tensor, panel: int, unit: int) -> Tensor:
 
 
 @cache
-def compiled() -> tuple[Any, int, int, int, int]:
-    """Compile the kernel; return it, its rows at once, panel, tile and blocks of rows."""
+def compiled() -> tuple[Any, int, Any]:
+    """Compile the kernel; return it, what it multiplies at once, and the module with its sizes."""
     with dispatch.loading():
-        from . import prompt_kernel as kernel
-    return kernel.prompt(), kernel.ROWS, kernel.PANEL, kernel.TILE, kernel.BLOCKS
+        from ...simd import has_tiles
+        from . import prompt_kernel
+    unit = TILES if has_tiles() else PAIRS
+    return prompt_kernel.prompt(unit), unit, prompt_kernel
 
 
 def fused(

@@ -18,8 +18,14 @@ from numba import types
 from numba.extending import intrinsic
 
 from ...cpu_runtime import Kernel, count, head_address, kernel_step, read_arguments
-from ...score.arguments import PAIRS
-from ...score.cpu_microkernel import products
+from ...score.arguments import TILES
+from ...score.cpu_microkernel import (
+    TILES_AT_ONCE,
+    add_tile_products,
+    begin_tiles,
+    end_tiles,
+    products,
+)
 from ...simd import (
     F32,
     FP32,
@@ -30,9 +36,9 @@ from ...simd import (
     add_bytes,
     broadcast,
     constant,
-    exp,
     first_lane,
     first_lanes,
+    fma,
     load,
     load_one,
     loop,
@@ -53,8 +59,20 @@ from .arguments import PROMPT
 
 ROWS, PANEL = 12, 32  # query rows, and keys or channels, whose products fill the registers
 TILE = 128  # keys
-BLOCKS = 4  # of `ROWS` rows, which a task works on at once
-_ROOM = ROWS * BLOCKS
+BLOCKS = 4
+
+
+LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+# 2^r on 0 <= r < 1 within 3e-6 (minimax)
+_POWER = (
+    0.013534167781472206, 0.052011460065841675, 0.2414427548646927, 0.6930038332939148,
+    1.0000026226043701,
+)  # fmt: skip
+
+
+def at_once(unit: int) -> int:
+    """Return the query rows whose products are taken at once; unit: of `products`."""
+    return TILES_AT_ONCE[0] if unit == TILES else ROWS
 
 
 @intrinsic
@@ -70,18 +88,36 @@ def _store_bf16(ctx: Any, address: Any, x: Any) -> Any:
 
 
 @intrinsic
-def _add_values(
-    ctx: Any, weights: Any, values: Any, out: Any, step: Any, factors: Any, pairs: Any
-) -> Any:
-    """Multiply `ROWS` rows of out by their factors, and add the weighted sum of a panel of values.
+def _power_of_2(ctx: Any, x: Any) -> Any:
+    """Return 2^x within 3e-6 of it, 0 of -inf, NaN of NaN."""
 
-    weights: pairs of bf16 [ROWS, TILE / 2]. values: pairs [pairs, PANEL]. out: fp32 rows of PANEL
-    numbers, `step` bytes apart. factors: fp32 [ROWS].
+    def emit(b: Any, x: Any) -> Any:
+        one, two = ir.FunctionType(VF, [VF]), ir.FunctionType(VF, [VF, VF])
+        r = b.call(ir.InlineAsm(one, "vreduceps $$1, $1, $0", "=v,v"), [x])  # x - floor(x)
+        y = constant(_POWER[0])
+        for c in _POWER[1:]:
+            y = muladd(b, y, r, constant(c))
+        return b.call(ir.InlineAsm(two, "vscalefps $2, $1, $0", "=v,v,v"), [y, x])
+
+    return lowered(Lanes(Lanes), emit)
+
+
+@intrinsic(prefer_literal=True)
+def _add_values(
+    ctx: Any, weights: Any, values: Any, out: Any, step: Any, pairs: Any, unit: Any
+) -> Any:
+    """Add to some rows of out the weighted sums of a panel of values.
+
+    weights: pairs of bf16 [rows, TILE / 2]. values: pairs [pairs, PANEL]. out: fp32 rows of PANEL
+    numbers, `step` bytes apart. unit, a constant, decides the rows: see `at_once`.
     """
 
-    def emit(
-        b: Any, weights: Any, values: Any, out: Any, step: Any, factors: Any, pairs: Any
+    def emit_tiles(
+        b: Any, weights: Any, values: Any, out: Any, step: Any, pairs: Any, _: Any
     ) -> None:
+        add_tile_products(b, weights, ir.Constant(I64, 2 * TILE), values, out, step, pairs)
+
+    def emit(b: Any, weights: Any, values: Any, out: Any, step: Any, pairs: Any, _: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
             source = b.add(values, b.mul(i, ir.Constant(I64, 4 * PANEL)))
             panel = [read(b, add_bytes(b, source, 64 * v), VF) for v in range(2)]
@@ -96,21 +132,21 @@ def _add_values(
 
         sums = loop(b, pairs, [constant(0.0)] * (2 * ROWS), add)
         for row in range(ROWS):
-            factor = broadcast(b, read(b, add_bytes(b, factors, 4 * row), F32))
             out_row = b.add(out, b.mul(step, ir.Constant(I64, row)))
             for v in range(2):
                 target = add_bytes(b, out_row, 64 * v)
-                write(b, target, muladd(b, read(b, target, VF), factor, sums[2 * row + v]))
+                write(b, target, b.fadd(read(b, target, VF), sums[2 * row + v]))
 
-    return lowered(types.void(*[types.int64] * 6), emit)
+    in_tiles = unit.literal_value == TILES
+    return lowered(types.void(*[types.int64] * 5, unit), emit_tiles if in_tiles else emit)
 
 
 @kernel_step
 def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-untyped-def]
     """Turn a row's products s into weights in bf16; returns (largest logit so far, their sum).
 
-    s: fp32 [count]. out: bf16 [room], 0 behind count. visible: address of the first key's, or 0.
-    best: the largest logit of former tiles.
+    Logits are base 2: s * scale. s: fp32 [count]. out: bf16 [room], 0 behind count. visible:
+    address of the first key's, or 0. best: the largest logit of former tiles.
     """
     most = splat(np.float32(-np.inf))
     if visible == 0 and count % 16 == 0:
@@ -129,7 +165,7 @@ def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc, zero, factor = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(scale)
     for j in range(0, count, 16):
-        p = exp(load(s + 4 * j) * factor + sub)
+        p = _power_of_2(fma(load(s + 4 * j), factor, sub))
         _store_bf16(out + 2 * j, p)
         acc = acc + p
     for j in range((count + 15) // 16 * 16, room, 16):
@@ -138,27 +174,29 @@ def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-
 
 
 @kernel_step
-def _exp(x):  # type: ignore[no-untyped-def]
-    return first_lane(exp(splat(x)))
+def _ratio(x):  # type: ignore[no-untyped-def]
+    return first_lane(_power_of_2(splat(x)))
 
 
 @cache
-def prompt() -> Any:
-    """Compile the kernel; see `prompt.attend` for the call."""
-    layout = PROMPT.dtype
+def prompt(unit: int) -> Any:
+    """Compile the kernel; see `prompt.attend` for the call. unit: of `products`."""
+    layout, once = PROMPT.dtype, at_once(unit)
+    most_rows = once * BLOCKS
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def prompt(args):  # type: ignore[no-untyped-def]
         a = read_arguments(args, layout)
         t, n, d, r, hk = a.queries, a.tokens, a.head_dim, a.group, a.kv_heads
-        scale, words, hq = np.float32(a.scale), d // 2, r * hk
-        tiles, blocks = -(-n // TILE), -(-t // _ROOM)
-        s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # fp32 [_ROOM, TILE]
-        p = s + 4 * _ROOM * TILE  # bf16 [_ROOM, TILE]
-        sums_out = p + 2 * _ROOM * TILE  # fp32 [_ROOM, D]
-        best = sums_out + 4 * _ROOM * d  # fp32 [_ROOM]: largest logit, sum, factor
-        sums, factors = best + 4 * _ROOM, best + 8 * _ROOM
+        scale, words, hq = np.float32(a.scale) * LOG2_E, d // 2, r * hk
+        tiles, blocks = -(-n // TILE), -(-t // most_rows)
+        s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # fp32 [most_rows, TILE]
+        p = s + 4 * most_rows * TILE  # bf16 [most_rows, TILE]
+        sums_out = p + 2 * most_rows * TILE  # fp32 [most_rows, D]
+        best = sums_out + 4 * most_rows * d  # fp32 [most_rows]: largest logit, sum
+        sums = best + 4 * most_rows
         zero16 = splat(np.float32(0.0))
+        begin_tiles(unit)
         while True:
             task = count(args)
             if task >= a.batch * hq * blocks:
@@ -166,19 +204,19 @@ def prompt() -> Any:
             head, block = task % (a.batch * hq), blocks - 1 - task // (a.batch * hq)
             b, member = head // hq, head % hq
             h = member // r
-            group, row0 = b * hk + h, block * _ROOM
-            rows = min(_ROOM, t - row0)
-            used = -(-rows // ROWS)
-            q = a.q + 4 * (head * blocks * BLOCKS + block * BLOCKS) * words * ROWS
+            group, row0 = b * hk + h, block * most_rows
+            rows = min(most_rows, t - row0)
+            used = -(-rows // once)
+            q = a.q + 4 * (head * blocks + block) * words * most_rows
             keys = a.keys + 4 * group * tiles * TILE * words
             values = a.values + 4 * group * tiles * (TILE // 2) * d
             seen = 0
             if a.visible.address != 0:
                 seen = head_address(a.visible, b, h)
-            for i in range(_ROOM):
+            for i in range(most_rows):
                 store_one(best + 4 * i, np.float32(-np.inf))
                 store_one(sums + 4 * i, np.float32(0.0))
-            for i in range(0, _ROOM * d, 16):
+            for i in range(0, most_rows * d, 16):
                 store(sums_out + 4 * i, zero16)
             last_key, end = n, n  # the first row's key; after the last that a row sees
             if a.causal:
@@ -190,29 +228,32 @@ def prompt() -> Any:
                 for j in range(0, width, PANEL):
                     for i in range(used):
                         products(
-                            q + 4 * i * words * ROWS, keys + 4 * (lo + j) * words,
-                            s + 4 * (i * ROWS * TILE + j), 4 * TILE, words, ROWS, 2, PAIRS,
+                            q + 4 * i * words * once, keys + 4 * (lo + j) * words,
+                            s + 4 * (i * once * TILE + j), 4 * TILE, words, once, 2, unit,
                         )  # fmt: skip
                 room = (width + 31) // 32 * 32
-                for i in range(used * ROWS):
+                for i in range(used * once):
                     visible_keys = 0 if i >= rows else max(0, min(width, last_key + i + 1 - lo))
                     was = load_one(best + 4 * i, FP32)
                     top, weight_sum = _softmax_row(
                         s + 4 * i * TILE, p + 2 * i * TILE, visible_keys, room, scale,
                         0 if seen == 0 else seen + lo, was,
                     )  # fmt: skip
-                    factor = np.float32(0.0)
-                    if was > np.float32(-np.inf):
-                        factor = np.float32(1.0) if top == was else _exp(was - top)
+                    if top > was and was > np.float32(-np.inf):
+                        factor = _ratio(was - top)
+                        weight_sum += load_one(sums + 4 * i, FP32) * factor
+                        for c in range(4 * i * d, 4 * (i + 1) * d, 64):
+                            store(sums_out + c, load(sums_out + c) * splat(factor))
+                    else:
+                        weight_sum += load_one(sums + 4 * i, FP32)
                     store_one(best + 4 * i, top)
-                    store_one(factors + 4 * i, factor)
-                    store_one(sums + 4 * i, load_one(sums + 4 * i, FP32) * factor + weight_sum)
+                    store_one(sums + 4 * i, weight_sum)
                 for c in range(0, d, PANEL):
                     panel = values + 4 * (lo // 2 * d + c * (TILE // 2))
-                    for i in range(0, used * ROWS, ROWS):
+                    for i in range(0, used * once, once):
                         _add_values(
                             p + 2 * i * TILE, panel, sums_out + 4 * (i * d + c), 4 * d,
-                            factors + 4 * i, room // 2,
+                            room // 2, unit,
                         )  # fmt: skip
             for i in range(rows):
                 total = load_one(sums + 4 * i, FP32)
@@ -223,6 +264,8 @@ def prompt() -> Any:
                 for c in range(0, d, 16):
                     x = load(sums_out + 4 * (i * d + c)) * factor16
                     _store_bf16(a.out + 2 * (row * d + c), x)
-                store_one(a.lse + 4 * row, load_one(best + 4 * i, FP32) + np.log(total))
+                store_one(a.lse + 4 * row, load_one(best + 4 * i, FP32) * LN_2 + np.log(total))
 
-    return Kernel(prompt, "prompt attention")
+        end_tiles(unit)
+
+    return Kernel(prompt, f"prompt attention{('', ', tiles')[unit == TILES]}")

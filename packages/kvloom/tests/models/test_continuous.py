@@ -424,6 +424,17 @@ def test_settings_that_do_not_start(llama, changes, why):
     assert llama.config._attn_implementation == "sdpa"
 
 
+def test_settings_within_a_generation_config_are_those_of_the_manager(llama):
+    config = generation()
+    config.continuous_batching_config = settings(num_blocks=40, seed=7)
+    with kvloom.continuous(llama, KIVI):
+        used = llama.init_continuous_batching(config).continuous_batching_config
+        assert (used.page_size, used.num_blocks, used.seed) == (PAGE, 40, 7)
+        config.continuous_batching_config = settings(cpu_offload_space=1.0)
+        with pytest.raises(ValueError, match="cpu_offload_space"):
+            llama.init_continuous_batching(config)
+
+
 def test_other_versions_do_not_start(llama, monkeypatch):
     monkeypatch.setattr("kvloom.hf.batching.continuous.TESTED", ("5.99.0",))
     with pytest.raises(InputError, match=r"transformers==5\.99\.0"), kvloom.continuous(llama):

@@ -12,8 +12,9 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 import torch
@@ -259,6 +260,12 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
         with pytest.warns(UserWarning, match="forward hook"):
             run({"input_ids": ids})
         hook.remove()
+        chooses = FunctionType((lambda *_, name: None).__code__, {"__name__": "peft.tuners.lora"})
+        chooses.__kwdefaults__ = {"name": None}
+        hook = model.model.layers[0].register_forward_pre_hook(partial(chooses, name="b"))
+        with pytest.warns(UserWarning, match="the call chooses an adapter of model.layers.0 "):
+            run({"input_ids": ids})
+        hook.remove()
         hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
         with pytest.warns(UserWarning, match="global forward hook"):
             run({"input_ids": ids})
@@ -283,7 +290,7 @@ def test_what_the_store_does_not_identify_is_read_without_it(tmp_path):
     with kvloom.attach(model, PACKED, store=store), torch.no_grad():
         model(ids)  # no generate(): no store
     report = store.report()
-    assert report.prompts == report.bypassed == len(cases) + 5
+    assert report.prompts == report.bypassed == len(cases) + 6
     assert report.entries == 0
 
 

@@ -108,8 +108,9 @@ def test_a_model_in_an_adapter_is_attached():
     assert "forward" not in vars(model.base_model)
 
 
-def test_prefix_tuning_is_refused_by_name():
-    model = Adapted(zoo.build("llama-gqa"), "PREFIX_TUNING")
+@pytest.mark.parametrize("kind", ["PREFIX_TUNING", "CARTRIDGE"])
+def test_prefix_tuning_is_refused_by_name(kind):
+    model = Adapted(zoo.build("llama-gqa"), kind)
     with pytest.raises(kvloom.errors.UnsupportedModel, match=r"Adapted .*prefix tuning"):
         kvloom.attach(model, H2O)
 

@@ -138,6 +138,10 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     to read, and `UnsupportedModel` for an architecture or a quantization of weights that cannot be
     counted.
     """
+    if not isinstance(model, str | Path | PreTrainedConfig):
+        raise InputError(
+            f"a {type(model).__name__} is no model to plan for; give its config, folder or hub id"
+        )
     config = model if isinstance(model, PreTrainedConfig) else _read_config(str(model))
     name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))

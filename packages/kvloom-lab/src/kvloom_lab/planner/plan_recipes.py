@@ -398,6 +398,8 @@ def plan(
     planner = RecipePlanner(facts, context, batch, memory, device, target)
     rows = tuple(planner.row(*pair) for pair in zip(chosen, caches, strict=True))
     warnings = tuple(plan_warnings(planner, rows))
+    if tiers := [x.name for x in chosen if x.recall is not None and x.recall.tier is not None]:
+        warnings += (f"Tokens in a tier count as in memory: {', '.join(tiers)}.",)
     return Plan(facts, context, batch, memory, device, target, rows, warnings)
 
 

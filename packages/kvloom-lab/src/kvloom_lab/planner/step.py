@@ -81,10 +81,10 @@ class LayerKind:
             return nbytes, kept
         index = recall.index.nbytes(recall.index.due(0, kept), geometry.query_dim,
                                     geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
-        chosen = round((nbytes - index) * recall.tokens / kept)
-        if recall.index.reads_keys:
-            chosen += (nbytes - index) // (1 if geometry.latent else 2)
-        return index + chosen, recall.tokens
+        share = recall.tokens / kept
+        if recall.index.reads_keys:  # a latent is key and value
+            share = 1 if geometry.latent else (1 + share) / 2
+        return index + round((nbytes - index) * share), recall.tokens
 
     def kept_tokens(self, tokens: int) -> int:
         """Return the tokens that a layer keeps of a prompt, once it evicts."""

@@ -29,6 +29,8 @@ _REFUSED = {
     "xlnet": "it caches hidden states instead of keys and values",
 }
 """Why models of these types cannot be used."""
+_PREFIXES = "PREFIX_TUNING", "CARTRIDGE"
+"""Adapters of peft that are keys and values."""
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -41,10 +43,10 @@ def unwrap(model: Any) -> PreTrainedModel:
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):  # peft
             kind = getattr(getattr(model, "active_peft_config", None), "peft_type", "")
-            if str(getattr(kind, "value", kind)) == "PREFIX_TUNING":
+            if str(getattr(kind, "value", kind)) in _PREFIXES:
                 raise UnsupportedModel(
                     f"{type(model).__name__} cannot be used with kvloom: prefix tuning gives every "
-                    "call a cache of its own; merge the prefix, or use another adapter"
+                    "call a cache of its own; use another adapter"
                 )
             model = model.get_base_model()
         else:

@@ -282,6 +282,8 @@ class PackedBatching:
         generation = copy.copy(generation_config or self.model.generation_config)
         if generation.eos_token_id is None:
             generation.eos_token_id = -1  # as transformers does
+        if continuous_batching_config is None:  # its former place
+            continuous_batching_config = getattr(generation, "continuous_batching_config", None)
         config = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
         _check_settings(config, getattr(self.model.config, "compile_config", None))
         if self.stored is not None and not config.allow_block_sharing:

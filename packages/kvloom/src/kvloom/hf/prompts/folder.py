@@ -38,6 +38,7 @@ _PATIENCE = 60  # seconds that a process waits for the transactions of others
 _END_OF_TIME = 253402300800.0  # the year 10000, which no date reaches
 _PAGE = 4096  # bytes, in which file systems allocate
 _LOG_PAGES = 64  # of the database's log, which counts as a part of the folder
+_LOG = 1 << 16  # bytes of the database's shared memory, and of a short log
 _SEEN_BYTES = 100  # of the index, for a boundary that a prompt had
 _SEEN_SHARE = 0.005  # of the largest size of a store, for these
 _OF_PARENTS: list[Any] = []  # connections of processes that this one was forked from
@@ -124,8 +125,8 @@ class PromptFolder:
 
     @property
     def database_nbytes(self) -> int:
-        """Bytes of the database, in whole pages."""
-        return _nbytes(self.database)
+        """Bytes of the database, in whole pages, with its shared memory and a short log."""
+        return _nbytes(self.database) + _LOG
 
     def touch(self, key: str) -> None:
         """Note that an entry was used."""
@@ -160,6 +161,8 @@ class PromptFolder:
 
         def work(db: sqlite3.Connection) -> list[Entry]:
             oldest = time.time() - max_age
+            if self.nbytes > max_bytes:
+                _shorten_log(db)
             with _transaction(db):
                 others = self._files(lambda name: not name.endswith(_SUFFIX))
                 for path in others:
@@ -179,6 +182,7 @@ class PromptFolder:
                     _delete(db, entry.key)
                     surplus -= entry.nbytes
                     evicted.append(entry)
+            _shorten_log(db)
             return evicted
 
         return self._run(work)
@@ -354,6 +358,15 @@ def _last(db: sqlite3.Connection, select: str, chain: Sequence[bytes]) -> int:
         if found:
             return end - next(i for i, x in enumerate(reversed(part)) if x in found)
     return 0
+
+
+def _shorten_log(db: sqlite3.Connection) -> None:
+    """Write the database's log to the database, and empty it, unless others read it now."""
+    db.execute("PRAGMA busy_timeout=0")
+    try:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    finally:
+        db.execute(f"PRAGMA busy_timeout={1000 * _PATIENCE}")
 
 
 @contextmanager

@@ -132,8 +132,14 @@ def _problem(model: PreTrainedModel) -> str | None:
     if any(getattr(torch.nn.modules.module, f"_global{kind}") for kind in _HOOKS):
         return "all modules have a global forward hook; remove the hook"
     for name, module in model.named_modules():
-        if not all(_is_known(hook) for kind in _HOOKS for hook in getattr(module, kind).values()):
+        hooks = [hook for kind in _HOOKS for hook in getattr(module, kind).values()]
+        if not all(map(_is_known, hooks)):
             return f"{name or 'it'} has a forward hook; remove the hook"
+        if any(isinstance(hook, partial) and _package(hook) == "peft" for hook in hooks):
+            return (
+                f"the call chooses an adapter of {name} (adapter_names, or an activated LoRA); set "
+                "the adapter of the model, or use it without a store"
+            )
         if _is_replaced(module):
             return f"{name or 'it'} has a forward that other code has replaced; restore it"
         for key, x in vars(module).items():
@@ -174,12 +180,17 @@ def _is_replaced(module: torch.nn.Module) -> bool:
 
 def _is_known(call: Any) -> bool:
     """Return whether code of `_KNOWN` has made a hook or a forward, whatever it wraps."""
+    return _package(call) in ("", *_KNOWN)
+
+
+def _package(call: Any) -> str:
+    """Return the package whose code has made a hook or a forward, "" for a built-in function."""
     call = call.func if isinstance(call, partial) else call
     call = getattr(call, "__func__", call)
     if isinstance(call, BuiltinFunctionType):
-        return True
+        return ""
     defined_in = getattr(call, "__globals__", {}).get("__name__", type(call).__module__)
-    return str(defined_in).partition(".")[0] in _KNOWN
+    return str(defined_in).partition(".")[0]
 
 
 def _modules(model: PreTrainedModel) -> Iterator[Any]:

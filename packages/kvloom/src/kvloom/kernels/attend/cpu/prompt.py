@@ -55,11 +55,10 @@ def attend(
     tokens, and see no later one. visible: bool [B, 1 or Hk, N], False hides a key. Returns out in
     bf16; 0 for a query that sees no key.
     """
-    kernel, unit, sizes = compiled()
-    rows, panel, tile = sizes.at_once(unit), sizes.PANEL, sizes.TILE
+    kernel, unit, panel, (rows, blocks, tile) = compiled()
     b, hq, t, d = q.shape
     hk, n = k.shape[1], k.shape[2]
-    room = rows * sizes.BLOCKS
+    room = rows * blocks
     queries = _whole(q, room) if unit == TILES else _pairs_of(q, rows, room)
     keys = _pairs_of(k, panel, tile)
     values = _whole(v, tile).view(b, hk, -1, tile // 2, 2, d // panel, panel)
@@ -93,13 +92,13 @@ def _pairs_of(x: Tensor, panel: int, unit: int) -> Tensor:
 
 
 @cache
-def compiled() -> tuple[Any, int, Any]:
-    """Compile the kernel; return it, what it multiplies at once, and the module with its sizes."""
+def compiled() -> tuple[Any, int, int, tuple[int, int, int]]:
+    """Compile the kernel; return it, what it multiplies at once, the panel and the other sizes."""
     with dispatch.loading():
         from ...simd import has_tiles
         from . import prompt_kernel
     unit = TILES if has_tiles() else PAIRS
-    return prompt_kernel.prompt(unit), unit, prompt_kernel
+    return prompt_kernel.prompt(unit), unit, prompt_kernel.PANEL, prompt_kernel.sizes(unit)
 
 
 def fused(

@@ -10,7 +10,7 @@ Reference: `reference.attend_exact`; tolerance: that of bf16 weights.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -57,11 +57,7 @@ from ...simd import (
 )
 from .arguments import PROMPT
 
-ROWS, PANEL = 12, 32  # query rows, and keys or channels, whose products fill the registers
-TILE = 128  # keys
-BLOCKS = 4
-
-
+PANEL = 32  # keys or channels, whose products with some rows fill the registers
 LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 # 2^r on 0 <= r < 1 within 3e-6 (minimax)
 _POWER = (
@@ -70,9 +66,21 @@ _POWER = (
 )  # fmt: skip
 
 
-def at_once(unit: int) -> int:
-    """Return the query rows whose products are taken at once; unit: of `products`."""
-    return TILES_AT_ONCE[0] if unit == TILES else ROWS
+class Sizes(NamedTuple):
+    """What a task works on at once.
+
+    rows: query rows, whose products with a panel are taken at once. blocks: of such rows. tile:
+    keys.
+    """
+
+    rows: int
+    blocks: int
+    tile: int
+
+
+def sizes(unit: int) -> Sizes:
+    """Return the sizes for a unit of `products`, as measured."""
+    return Sizes(TILES_AT_ONCE[0], 2, 512) if unit == TILES else Sizes(12, 4, 128)
 
 
 @intrinsic
@@ -108,30 +116,31 @@ def _add_values(
 ) -> Any:
     """Add to some rows of out the weighted sums of a panel of values.
 
-    weights: pairs of bf16 [rows, TILE / 2]. values: pairs [pairs, PANEL]. out: fp32 rows of PANEL
-    numbers, `step` bytes apart. unit, a constant, decides the rows: see `at_once`.
+    weights: pairs of bf16 [rows, tile / 2]. values: pairs [pairs, PANEL]. out: fp32 rows of PANEL
+    numbers, `step` bytes apart. unit, a constant, decides the `sizes`.
     """
+    rows, _, tile = sizes(unit.literal_value)
 
     def emit_tiles(
         b: Any, weights: Any, values: Any, out: Any, step: Any, pairs: Any, _: Any
     ) -> None:
-        add_tile_products(b, weights, ir.Constant(I64, 2 * TILE), values, out, step, pairs)
+        add_tile_products(b, weights, ir.Constant(I64, 2 * tile), values, out, step, pairs)
 
     def emit(b: Any, weights: Any, values: Any, out: Any, step: Any, pairs: Any, _: Any) -> None:
         def add(i: Any, sums: list[Any]) -> list[Any]:
             source = b.add(values, b.mul(i, ir.Constant(I64, 4 * PANEL)))
             panel = [read(b, add_bytes(b, source, 64 * v), VF) for v in range(2)]
             source, totals = b.add(weights, b.mul(i, ir.Constant(I64, 4))), []
-            for row in range(ROWS):
-                weight = broadcast(b, read(b, add_bytes(b, source, 2 * TILE * row), F32))
+            for row in range(rows):
+                weight = broadcast(b, read(b, add_bytes(b, source, 2 * tile * row), F32))
                 totals += [
                     muladd_pairs(b, weight, value, sums[2 * row + v])
                     for v, value in enumerate(panel)
                 ]
             return totals
 
-        sums = loop(b, pairs, [constant(0.0)] * (2 * ROWS), add)
-        for row in range(ROWS):
+        sums = loop(b, pairs, [constant(0.0)] * (2 * rows), add)
+        for row in range(rows):
             out_row = b.add(out, b.mul(step, ir.Constant(I64, row)))
             for v in range(2):
                 target = add_bytes(b, out_row, 64 * v)
@@ -181,18 +190,19 @@ def _ratio(x):  # type: ignore[no-untyped-def]
 @cache
 def prompt(unit: int) -> Any:
     """Compile the kernel; see `prompt.attend` for the call. unit: of `products`."""
-    layout, once = PROMPT.dtype, at_once(unit)
-    most_rows = once * BLOCKS
+    layout, (once, in_task, tile_keys) = PROMPT.dtype, sizes(unit)
+    most_rows = once * in_task
     scratch_counter = 8 + layout.itemsize  # numbers the threads
 
     def prompt(args):  # type: ignore[no-untyped-def]
         a = read_arguments(args, layout)
         t, n, d, r, hk = a.queries, a.tokens, a.head_dim, a.group, a.kv_heads
         scale, words, hq = np.float32(a.scale) * LOG2_E, d // 2, r * hk
-        tiles, blocks = -(-n // TILE), -(-t // most_rows)
-        s = a.scratch + count(args + scratch_counter) * a.scratch_bytes  # fp32 [most_rows, TILE]
-        p = s + 4 * most_rows * TILE  # bf16 [most_rows, TILE]
-        sums_out = p + 2 * most_rows * TILE  # fp32 [most_rows, D]
+        tiles, blocks = -(-n // tile_keys), -(-t // most_rows)
+        thread = count(args + scratch_counter)
+        s = a.scratch + thread * a.scratch_bytes  # fp32 [most_rows, tile_keys]
+        p = s + 4 * most_rows * tile_keys  # bf16 [most_rows, tile_keys]
+        sums_out = p + 2 * most_rows * tile_keys  # fp32 [most_rows, D]
         best = sums_out + 4 * most_rows * d  # fp32 [most_rows]: largest logit, sum
         sums = best + 4 * most_rows
         zero16 = splat(np.float32(0.0))
@@ -208,8 +218,8 @@ def prompt(unit: int) -> Any:
             rows = min(most_rows, t - row0)
             used = -(-rows // once)
             q = a.q + 4 * (head * blocks + block) * words * most_rows
-            keys = a.keys + 4 * group * tiles * TILE * words
-            values = a.values + 4 * group * tiles * (TILE // 2) * d
+            keys = a.keys + 4 * group * tiles * tile_keys * words
+            values = a.values + 4 * group * tiles * (tile_keys // 2) * d
             seen = 0
             if a.visible.address != 0:
                 seen = head_address(a.visible, b, h)
@@ -222,21 +232,21 @@ def prompt(unit: int) -> Any:
             if a.causal:
                 last_key = n - t + row0
                 end = last_key + rows
-            for tile in range(-(-end // TILE)):
-                lo = tile * TILE
-                width = min(TILE, end - lo)
+            for tile in range(-(-end // tile_keys)):
+                lo = tile * tile_keys
+                width = min(tile_keys, end - lo)
                 for j in range(0, width, PANEL):
                     for i in range(used):
                         products(
                             q + 4 * i * words * once, keys + 4 * (lo + j) * words,
-                            s + 4 * (i * once * TILE + j), 4 * TILE, words, once, 2, unit,
+                            s + 4 * (i * once * tile_keys + j), 4 * tile_keys, words, once, 2, unit,
                         )  # fmt: skip
                 room = (width + 31) // 32 * 32
                 for i in range(used * once):
                     visible_keys = 0 if i >= rows else max(0, min(width, last_key + i + 1 - lo))
                     was = load_one(best + 4 * i, FP32)
                     top, weight_sum = _softmax_row(
-                        s + 4 * i * TILE, p + 2 * i * TILE, visible_keys, room, scale,
+                        s + 4 * i * tile_keys, p + 2 * i * tile_keys, visible_keys, room, scale,
                         0 if seen == 0 else seen + lo, was,
                     )  # fmt: skip
                     if top > was and was > np.float32(-np.inf):
@@ -249,10 +259,10 @@ def prompt(unit: int) -> Any:
                     store_one(best + 4 * i, top)
                     store_one(sums + 4 * i, weight_sum)
                 for c in range(0, d, PANEL):
-                    panel = values + 4 * (lo // 2 * d + c * (TILE // 2))
+                    panel = values + 4 * (lo // 2 * d + c * (tile_keys // 2))
                     for i in range(0, used * once, once):
                         _add_values(
-                            p + 2 * i * TILE, panel, sums_out + 4 * (i * d + c), 4 * d,
+                            p + 2 * i * tile_keys, panel, sums_out + 4 * (i * d + c), 4 * d,
                             room // 2, unit,
                         )  # fmt: skip
             for i in range(rows):

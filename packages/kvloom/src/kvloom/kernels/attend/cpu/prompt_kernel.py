@@ -66,7 +66,7 @@ _POWER = (
 )  # fmt: skip
 
 
-class Sizes(NamedTuple):
+class TaskSizes(NamedTuple):
     """What a task works on at once.
 
     rows: query rows, whose products with a panel are taken at once. blocks: of such rows. tile:
@@ -78,9 +78,9 @@ class Sizes(NamedTuple):
     tile: int
 
 
-def sizes(unit: int) -> Sizes:
+def sizes(unit: int) -> TaskSizes:
     """Return the sizes for a unit of `products`, as measured."""
-    return Sizes(TILES_AT_ONCE[0], 2, 512) if unit == TILES else Sizes(12, 4, 128)
+    return TaskSizes(TILES_AT_ONCE[0], 2, 512) if unit == TILES else TaskSizes(12, 4, 128)
 
 
 @intrinsic

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from numba.extending import intrinsic
 
 from kvloom.kernels.arguments import Arguments
 
 LAYOUT = Arguments(x=int, out=int, numbers=int)
 
 
-@pytest.fixture(scope="module")
-def exponential():
-    """A kernel that replaces numbers by their exponentials."""
+def compiled(name):
+    """A kernel that replaces numbers by a function of them."""
+    from kvloom.kernels import simd
     from kvloom.kernels.cpu_runtime import Kernel, read_arguments
-    from kvloom.kernels.simd import exp, load, store
+    from kvloom.kernels.simd import load, store
 
-    layout = LAYOUT.dtype
+    layout, function = LAYOUT.dtype, getattr(simd, name)
 
     def kernel(args):
         a = read_arguments(args, layout)
         for i in range(0, a.numbers, 16):
-            store(a.out + 4 * i, exp(load(a.x + 4 * i)))
+            store(a.out + 4 * i, function(load(a.x + 4 * i)))
 
-    compiled = Kernel(kernel, "exponentials of a test")
+    compiled = Kernel(kernel, f"{name} of a test")
 
     def run(x):
         out = torch.empty_like(x)
@@ -31,6 +32,28 @@ def exponential():
         return out
 
     return run
+
+
+@pytest.fixture(scope="module")
+def exponential():
+    return compiled("exp")
+
+
+@pytest.mark.parametrize("features", ["of this machine", "none"])
+def test_powers_of_2_are_close_to_those_of_float64(monkeypatch, features):
+    from kvloom.kernels import simd
+
+    name = "power_of_2"
+    if features == "none":
+        monkeypatch.setattr(simd, "features", set)
+        monkeypatch.setattr(simd, "plain_power", intrinsic(simd.power_of_2._defn), raising=False)
+        name = "plain_power"
+    power = compiled(name)
+    x = torch.cat([torch.linspace(-125, 120, 1 << 16), torch.arange(-120.0, 120)])
+    torch.testing.assert_close(power(x).double(), 2 ** x.double(), rtol=1e-5, atol=0)
+    ends = torch.tensor([-torch.inf, -1e30, -160.0, torch.nan] * 4)
+    want = torch.tensor([0.0, 0.0, 0.0, torch.nan] * 4)
+    torch.testing.assert_close(power(ends), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_exponentials_are_those_of_float64(exponential):

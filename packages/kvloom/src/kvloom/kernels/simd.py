@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core.registry import cpu_target
@@ -29,10 +30,16 @@ SIZE = {FP32: 4, FP16: 2, BF16: 2, FP8: 1}  # bytes of a number
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VF, VI = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 _ROUNDING = 1.5 * 2.0**23 + 127.0  # added to n, leaves n + 127, an exponent, in the lowest bits
 # exp(r) on |r| <= ln(2) / 2, to fp32: 1 + r + r^2 * polynomial (Cephes)
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+# 2^r on 0 <= r < 1 within 3e-6 (minimax)
+_POWER = (
+    0.013534167781472206, 0.052011460065841675, 0.2414427548646927, 0.6930038332939148,
+    1.0000026226043701,
+)  # fmt: skip
 
 
 class LanesType(types.Type):
@@ -363,20 +370,37 @@ def masked_lanes(ctx: Any, x: Any, address: Any) -> Any:
 @intrinsic
 def exp(ctx: Any, x: Any) -> Any:
     """Return e^x to fp32's precision; 0 below -87, where fp32 ends, e^88 above 88, NaN of NaN."""
+    return lowered(Lanes(Lanes), _exp)
+
+
+def _exp(b: Any, x: Any) -> Any:
+    x = b.select(b.fcmp_ordered(">", x, constant(88.0)), constant(88.0), x)
+    low = b.fcmp_ordered("<", x, constant(-87.0))
+    rounded = muladd(b, x, constant(float(LOG2_E)), constant(_ROUNDING))
+    n = b.fsub(rounded, constant(_ROUNDING))
+    r = muladd(b, n, constant(-LN2_HIGH), x)
+    r = muladd(b, n, constant(-LN2_LOW), r)
+    y = constant(_EXP[0])
+    for c in _EXP[1:]:
+        y = muladd(b, y, r, constant(c))
+    y = muladd(b, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
+    power = b.shl(b.bitcast(rounded, VI), constant(23, VI))
+    return b.select(low, constant(0.0), b.fmul(y, b.bitcast(power, VF)))
+
+
+@intrinsic
+def power_of_2(ctx: Any, x: Any) -> Any:
+    """Return 2^x within 3e-6 of it, for x of at most 120; 0 of -inf, NaN of NaN."""
 
     def emit(b: Any, x: Any) -> Any:
-        x = b.select(b.fcmp_ordered(">", x, constant(88.0)), constant(88.0), x)
-        low = b.fcmp_ordered("<", x, constant(-87.0))
-        rounded = muladd(b, x, constant(1.4426950408889634), constant(_ROUNDING))
-        n = b.fsub(rounded, constant(_ROUNDING))
-        r = muladd(b, n, constant(-LN2_HIGH), x)
-        r = muladd(b, n, constant(-LN2_LOW), r)
-        y = constant(_EXP[0])
-        for c in _EXP[1:]:
+        if "avx512dq" not in features():
+            return _exp(b, b.fmul(x, constant(float(LN_2))))
+        one, two = ir.FunctionType(VF, [VF]), ir.FunctionType(VF, [VF, VF])
+        r = b.call(ir.InlineAsm(one, "vreduceps $$1, $1, $0", "=v,v"), [x])  # x - floor(x)
+        y = constant(_POWER[0])
+        for c in _POWER[1:]:
             y = muladd(b, y, r, constant(c))
-        y = muladd(b, y, b.fmul(r, r), b.fadd(r, constant(1.0)))
-        power = b.shl(b.bitcast(rounded, VI), constant(23, VI))
-        return b.select(low, constant(0.0), b.fmul(y, b.bitcast(power, VF)))
+        return b.call(ir.InlineAsm(two, "vscalefps $2, $1, $0", "=v,v,v"), [y, x])
 
     return lowered(Lanes(Lanes), emit)
 

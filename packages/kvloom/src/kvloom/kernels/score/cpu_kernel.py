@@ -21,6 +21,7 @@ from ..simd import (
     BF16,
     FP16,
     FP32,
+    LOG2_E,
     exp,
     first_lane,
     first_lanes,
@@ -30,6 +31,7 @@ from ..simd import (
     masked_lanes,
     max_lanes,
     maximum,
+    power_of_2,
     splat,
     store,
     store_one,
@@ -110,7 +112,7 @@ def _exp_logits(  # type: ignore[no-untyped-def]
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc = splat(np.float32(0.0))
     for j in range(0, end - lo, 16):
-        p = exp(load(out + 4 * j) + sub)
+        p = power_of_2((load(out + 4 * j) + sub) * splat(LOG2_E))
         store(out + 4 * j, p)
         acc = acc + p
     return top, sum_lanes(acc)

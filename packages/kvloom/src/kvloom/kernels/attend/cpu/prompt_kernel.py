@@ -30,6 +30,8 @@ from ...simd import (
     F32,
     FP32,
     I64,
+    LN_2,
+    LOG2_E,
     VF,
     WIDTH,
     Lanes,
@@ -46,8 +48,8 @@ from ...simd import (
     masked_lanes,
     max_lanes,
     maximum,
-    muladd,
     muladd_pairs,
+    power_of_2,
     read,
     splat,
     store,
@@ -58,12 +60,6 @@ from ...simd import (
 from .arguments import PROMPT
 
 PANEL = 32  # keys or channels, whose products with some rows fill the registers
-LOG2_E, LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
-# 2^r on 0 <= r < 1 within 3e-6 (minimax)
-_POWER = (
-    0.013534167781472206, 0.052011460065841675, 0.2414427548646927, 0.6930038332939148,
-    1.0000026226043701,
-)  # fmt: skip
 
 
 class TaskSizes(NamedTuple):
@@ -93,21 +89,6 @@ def _store_bf16(ctx: Any, address: Any, x: Any) -> Any:
         b.store(b.call(asm, [x]), b.inttoptr(address, half.as_pointer()), align=2)
 
     return lowered(types.void(types.int64, Lanes), emit)
-
-
-@intrinsic
-def _power_of_2(ctx: Any, x: Any) -> Any:
-    """Return 2^x within 3e-6 of it, 0 of -inf, NaN of NaN."""
-
-    def emit(b: Any, x: Any) -> Any:
-        one, two = ir.FunctionType(VF, [VF]), ir.FunctionType(VF, [VF, VF])
-        r = b.call(ir.InlineAsm(one, "vreduceps $$1, $1, $0", "=v,v"), [x])  # x - floor(x)
-        y = constant(_POWER[0])
-        for c in _POWER[1:]:
-            y = muladd(b, y, r, constant(c))
-        return b.call(ir.InlineAsm(two, "vscalefps $2, $1, $0", "=v,v,v"), [y, x])
-
-    return lowered(Lanes(Lanes), emit)
 
 
 @intrinsic(prefer_literal=True)
@@ -174,7 +155,7 @@ def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-
     sub = splat(-top if top > np.float32(-np.inf) else np.float32(0.0))
     acc, zero, factor = splat(np.float32(0.0)), splat(np.float32(0.0)), splat(scale)
     for j in range(0, count, 16):
-        p = _power_of_2(fma(load(s + 4 * j), factor, sub))
+        p = power_of_2(fma(load(s + 4 * j), factor, sub))
         _store_bf16(out + 2 * j, p)
         acc = acc + p
     for j in range((count + 15) // 16 * 16, room, 16):
@@ -184,7 +165,7 @@ def _softmax_row(s, out, count, room, scale, visible, best):  # type: ignore[no-
 
 @kernel_step
 def _ratio(x):  # type: ignore[no-untyped-def]
-    return first_lane(_power_of_2(splat(x)))
+    return first_lane(power_of_2(splat(x)))
 
 
 @cache

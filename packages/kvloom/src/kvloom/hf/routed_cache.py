@@ -203,7 +203,7 @@ class RoutedCache(transformers.Cache):
 
     @property
     def tokens_read(self) -> float:
-        """Tokens that the last step read in a layer: the mean of `full_layers`."""
+        """Tokens that a head read in the last step: the mean of `full_layers`."""
         read = [layer.cache.tokens_read for layer in self.full_layers]
         return sum(read) / len(read) if read else 0.0
 

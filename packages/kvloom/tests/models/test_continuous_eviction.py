@@ -305,8 +305,12 @@ def test_forks_of_one_token(llama, watch):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "step"), [(KNORM, 2048), (JOINT, 90), ("minikv:fraction=0.3", 2048)]
-)
+    ("recipe", "step"),
+    [
+        (KNORM, 2048), (JOINT, 90), ("minikv:fraction=0.3", 2048),
+        pytest.param(JOINT, 2048, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
 def test_a_preempted_request_evicts_from_prompt_and_answer(llama, watch, recipe, step):
     inputs = prompts([60 + 9 * i for i in range(10)])
     with kvloom.continuous(llama, recipe):

@@ -138,12 +138,14 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
     to read, and `UnsupportedModel` for an architecture or a quantization of weights that cannot be
     counted.
     """
-    if not isinstance(model, str | Path | PreTrainedConfig):
+    if isinstance(model, PreTrainedConfig):
+        config, name = model, model.model_type
+    elif isinstance(model, str | Path):
+        config, name = _read_config(str(model)), _short_name(str(model))
+    else:
         raise InputError(
             f"a {type(model).__name__} is no model to plan for; give its config, folder or hub id"
         )
-    config = model if isinstance(model, PreTrainedConfig) else _read_config(str(model))
-    name = config.model_type if isinstance(model, PreTrainedConfig) else _short_name(str(model))
     stated = any(c.dtype is not None for c in (config, config.get_text_config(decoder=True)))
     meta_model = _build(config, name)
     kinds = stock_kinds(supported_model(meta_model))

@@ -283,8 +283,10 @@ class RecipePlanner:
             return False
 
 
-def plan_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[str]:
-    """Return what a reader of the rows has to know."""
+def plan_warnings(
+    planner: RecipePlanner, recipes: Sequence[Recipe], rows: Sequence[PlanRow]
+) -> list[str]:
+    """Return what a reader of the rows of these recipes has to know."""
     facts, warnings = planner.facts, []
     if facts.positions is not None and planner.context > facts.positions:
         warnings.append(
@@ -322,6 +324,8 @@ def plan_warnings(planner: RecipePlanner, rows: Sequence[PlanRow]) -> list[str]:
         warnings.append(f"No times for {names}: {reason}.")
     if planner.target is not None:
         warnings += _target_warnings(planner, rows)
+    if tiers := [x.name for x in recipes if x.recall is not None and x.recall.tier is not None]:
+        warnings.append(f"Tokens in a tier count as in memory: {', '.join(tiers)}.")
     return warnings
 
 
@@ -397,9 +401,7 @@ def plan(
         _check_memory(facts, memory)
     planner = RecipePlanner(facts, context, batch, memory, device, target)
     rows = tuple(planner.row(*pair) for pair in zip(chosen, caches, strict=True))
-    warnings = tuple(plan_warnings(planner, rows))
-    if tiers := [x.name for x in chosen if x.recall is not None and x.recall.tier is not None]:
-        warnings += (f"Tokens in a tier count as in memory: {', '.join(tiers)}.",)
+    warnings = tuple(plan_warnings(planner, chosen, rows))
     return Plan(facts, context, batch, memory, device, target, rows, warnings)
 
 

@@ -81,9 +81,7 @@ class LayerKind:
             return nbytes, kept
         index = recall.index.nbytes(recall.index.due(0, kept), geometry.query_dim,
                                     geometry.dtype.itemsize) * geometry.kv_heads  # fmt: skip
-        share = recall.tokens / kept
-        if recall.index.reads_keys:  # a latent is key and value
-            share = 1 if geometry.latent else (1 + share) / 2
+        share = recall.share_read(recall.tokens, kept, geometry.latent)
         return index + round((nbytes - index) * share), recall.tokens
 
     def kept_tokens(self, tokens: int) -> int:

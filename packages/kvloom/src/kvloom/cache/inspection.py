@@ -122,14 +122,11 @@ def fill(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor) -> None:
 def read_nbytes(layer: LayerCache) -> int:
     """Return the bytes that the last step read: the whole cache, or the index and its selection.
 
-    Where query heads choose for themselves, those of one head count: heads may share tokens. An
-    index that reads keys reads all.
+    Where query heads choose for themselves, those of one head count: heads may share tokens.
     """
     retriever = layer._state.retriever
     if retriever is None or not layer.seen:
         return layer.nbytes
-    index = retriever.finder.nbytes
-    share = layer._state.tokens_read / (layer.seen - layer.dropped)
-    if retriever.recall.index.reads_keys:
-        share = (1 + share) / 2
+    index, stored = retriever.finder.nbytes, layer.seen - layer.dropped
+    share = retriever.recall.share_read(layer._state.tokens_read, stored, layer.latent)
     return index + round((layer.nbytes - index) * share)

@@ -165,6 +165,19 @@ class Recall:
                 "from the tier at every step; use clusters or pages"
             )
 
+    def share_read(self, tokens: float, stored: float, latent: bool) -> float:
+        """Return the share of the bytes of stored tokens that a step reads, beside the index.
+
+        Args:
+            tokens: That the step attends to.
+            stored: All tokens.
+            latent: Whether what is stored of a token is both key and value.
+        """
+        share = tokens / stored
+        if not self.index.reads_keys:
+            return share
+        return 1.0 if latent else (1 + share) / 2
+
 
 def grown(old: Tensor | None, new: Tensor) -> Tensor:
     """Return old and new concatenated along dimension 2."""

@@ -159,20 +159,24 @@ class PromptFolder:
     def evict(self, max_bytes: int, max_age: float) -> list[Entry]:
         """Remove entries that are too old, then those of the longest disuse; return them."""
 
+        def others() -> list[Path]:
+            return self._files(lambda name: not name.endswith(_SUFFIX))
+
+        def surplus_of(db: sqlite3.Connection) -> int:
+            (stored,) = db.execute("SELECT total(nbytes) FROM entries").fetchone()
+            return int(stored) + sum(map(_nbytes, others())) - max_bytes
+
         def work(db: sqlite3.Connection) -> list[Entry]:
             oldest = time.time() - max_age
-            if self.nbytes > max_bytes:
+            if surplus_of(db) > 0:
                 _shorten_log(db)
             with _transaction(db):
-                others = self._files(lambda name: not name.endswith(_SUFFIX))
-                for path in others:
+                for path in others():
                     if path.suffix == _DAMAGED and _modified(path) < oldest:
                         path.unlink(missing_ok=True)
-                sums = "SELECT total(nbytes), total(used < ?) FROM entries"
-                stored, too_old = db.execute(sums, (oldest,)).fetchone()
-                surplus = stored + sum(map(_nbytes, others)) - max_bytes
-                evicted: list[Entry] = []
-                if surplus <= 0 and not too_old:
+                surplus, evicted = surplus_of(db), list[Entry]()
+                too_old = db.execute("SELECT total(used < ?) FROM entries", (oldest,)).fetchone()
+                if surplus <= 0 and too_old == (0,):
                     return evicted
                 for row in db.execute(f"{_ALL} ORDER BY used").fetchall():
                     entry = _entry(row)
@@ -182,7 +186,8 @@ class PromptFolder:
                     _delete(db, entry.key)
                     surplus -= entry.nbytes
                     evicted.append(entry)
-            _shorten_log(db)
+            if evicted:
+                _shorten_log(db)
             return evicted
 
         return self._run(work)

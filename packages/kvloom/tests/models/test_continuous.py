@@ -350,6 +350,17 @@ def test_nothing_is_left_behind(llama, watch):
     watch.assert_nothing_left()
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_no_cache_is_made_while_a_manager_runs(llama, check):
+    with kvloom.continuous(llama, KIVI):
+        manager = llama.init_continuous_batching(generation(), settings())
+        manager.start()
+        with pytest.raises(CacheMisuse, match=r"a manager .* runs on this model.*stop\(\) first"):
+            kvloom.Cache(llama, KIVI, check=check)
+        manager.stop()
+        assert kvloom.Cache(llama, KIVI, check=check).nbytes == 0
+
+
 def test_other_models_and_attached_recipes_go_on_in_the_block(llama):
     other, inputs = zoo.build("qwen3"), prompts(LENGTHS[:4])
     plain, ids = batch(other, inputs), torch.tensor(prompts([70]))
@@ -392,11 +403,19 @@ def test_recipes_that_do_not_start(llama, recipe, error, why):
         ("deepseek-v3", r"latents \(MLA\)"),
         ("bloom", "ALiBi"),
         ("gptj", "does not go through transformers' interface"),
+        ("falcon-h1", "layers of kind hybrid"),
     ],
 )
 def test_models_that_do_not_start(name, why):
     with pytest.raises(UnsupportedModel, match=why), kvloom.continuous(zoo.build(name), KIVI):
         pass
+
+
+def test_a_model_whose_layers_drop_the_pages():
+    model = zoo.build("stablelm")
+    why = "none of the pages .* use model.generate"
+    with kvloom.continuous(model, KIVI), pytest.raises(UnsupportedModel, match=why):
+        batch(model, prompts([20]))
 
 
 def test_a_rope_that_changes_with_other_requests_does_not_start():

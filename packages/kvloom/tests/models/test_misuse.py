@@ -131,6 +131,8 @@ def test_bad_recipes_change_nothing(model, recipe, error, says):
          "T5ForConditionalGeneration .* encoder-decoder"),
         (tf.OpenAIGPTConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=99),
          "OpenAIGPTLMHeadModel .* no KV cache"),
+        (tf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99, add_cross_attention=True),
+         r"GPT2LMHeadModel .* attends to an encoder \(add_cross_attention\)"),
         (tf.XLNetConfig(d_model=32, d_inner=32, n_layer=1, n_head=4, vocab_size=99),
          "XLNetLMHeadModel .* caches hidden states"),
         (tf.CpmAntConfig(hidden_size=32, dim_ff=32, num_hidden_layers=1, num_attention_heads=2,

@@ -15,6 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import CacheMisuse
 
 NAME = "kvloom"
+PAGES = "kvloom_flash"
+"""kvloom's while a manager of `continuous` runs. transformers makes no masks for a name with
+"flash", and reads no block tables of its own for a name without 2 or 3."""
 FIELD = "_attn_implementation_internal"
 """The attribute of a config that names its attention implementation."""
 _OF_TRANSFORMERS = (
@@ -83,7 +86,17 @@ def stock_implementation(config: Any) -> str:
             "attention implementation 'kvloom' works during a step with a kvloom cache only; load "
             'the model with another one, such as "sdpa", and call kvloom.attach(model)'
         )
+    if name == PAGES:
+        raise manager_runs()
     return name
+
+
+def manager_runs() -> CacheMisuse:
+    """Return the error of a call on a model that a manager of `continuous` uses."""
+    return CacheMisuse(
+        "a manager of kvloom.continuous runs on this model, and other calls have to wait; call "
+        "manager.stop() first"
+    )
 
 
 def other_attention(config: Any) -> tuple[str, Any] | None:

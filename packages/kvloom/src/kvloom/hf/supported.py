@@ -84,6 +84,8 @@ def supported_model(model: PreTrainedModel, all_heads_for: str | None = None) ->
         reason = "it has no attention, and so no keys and values"
     elif problem := _problem(model, config):
         reason = problem
+    elif getattr(config, "add_cross_attention", False):
+        reason = "it attends to an encoder (add_cross_attention), and keeps a cache for that"
     elif not compat.has_adapter(model) and not compat.decoder(model)._can_set_attn_implementation():
         reason = (
             "its attention does not go through transformers' attention interface; register an "

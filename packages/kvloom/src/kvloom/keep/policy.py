@@ -88,7 +88,8 @@ class Budget:
             )
         if self.layers == "joint" and self.head_share is None:
             raise RecipeError(
-                'layers="joint" divides a budget over heads; give head_share, such as 0.2, too'
+                'layers="joint" divides a budget over heads; give head_share, such as 0.2, too, to '
+                "a recipe that takes it, such as snapkv"
             )
 
     @property

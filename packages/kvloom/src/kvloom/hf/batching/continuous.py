@@ -87,7 +87,7 @@ def continuous(
 def _check_model(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModel` for what kernels for pages do not compute, by name."""
     geometry, config = compat.geometry(model), compat.decoder_config(model)
-    kinds = set(compat.stock_kinds(model)) - {compat.FULL}
+    kinds = {*compat.stock_kinds(model), *compat.layer_kinds(model)} - {compat.FULL}
     features = {
         "layers with a sliding window": compat.SLIDING in kinds,
         "latents (MLA)": geometry.latent,
@@ -108,7 +108,7 @@ def _check_model(model: PreTrainedModel) -> None:
     if found := [name for name, has in features.items() if has]:
         raise UnsupportedModel(
             f"{type(model).__name__} cannot be batched with packed pages: it has "
-            f"{' and '.join(found)}; use model.generate_batch without kvloom.continuous"
+            f"{' and '.join(found)}; use model.generate"
         )
     if hasattr(model, "_cached_continuous_batching_manager"):
         raise CacheMisuse(

@@ -28,8 +28,7 @@ from ...recipe import Recipe
 from .. import compat
 from ..examples import needed
 from ..forward import input_norms
-from ..implementation import FIELD, use_kvloom
-from ..implementation import NAME as KVLOOM
+from ..implementation import FIELD, NAME, PAGES, manager_runs, use_kvloom
 from ..layer_facts import load_layer_facts
 from ..prompts.pages import StoredPages
 from ..routed_cache import RoutedCache
@@ -39,11 +38,10 @@ from .examples import learning
 from .head_pages import EvictingAllocator
 from .prompt_eviction import PromptEviction
 
-NAME = "kvloom_flash"
-"""The attention implementation: transformers makes no masks for a name with "flash", and reads no
-block tables of its own for a name without 2 or 3."""
-
 _TABLE = threading.Lock()
+
+_OF_MANAGER = threading.local()
+"""Its attribute `runs` is set in the thread of a manager."""
 
 
 def attention(
@@ -57,16 +55,18 @@ def attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Attend the tokens of a step [1, Hq, T, D]; returns [1, T, Hq, D]."""
-    if cache is None:
-        raise CacheMisuse(
-            "a manager of kvloom.continuous runs on this model, and other calls have to wait; call "
-            "manager.stop() first"
+    if cache is None and hasattr(_OF_MANAGER, "runs"):
+        raise UnsupportedModel(
+            f"the model gives its {type(module).__name__} none of the pages that transformers' "
+            "continuous batching passes to it; use model.generate"
         )
+    if cache is None:
+        raise manager_runs()
     for name in ("s_aux", "sliding_window", "softcap"):
         if arguments.get(name) is not None:
             raise UnsupportedModel(
                 f"the model's attention takes {name!r}, which kernels for pages do not compute; "
-                "use model.generate_batch without kvloom.continuous"
+                "use model.generate"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -177,6 +177,7 @@ class PackedManager(ContinuousBatchingManager):
         (blocks,) = self.batch_processor.cache.cache_allocators.values()
         eviction: Any = blocks.eviction
         batching = self.batching
+        _OF_MANAGER.runs = True
         with ExitStack() as hooks:
             check = self.model.register_forward_pre_hook(batching.check_attention)
             hooks.callback(check.remove)
@@ -265,7 +266,7 @@ class PackedBatching:
         self.using: set[PackedManager] = set()  # kvloom's attention
         self.former: list[tuple[Any, str]] = []  # configs, and their attention without kvloom
         self.weights = self._weights()
-        AttentionInterface.register(NAME, attention)
+        AttentionInterface.register(PAGES, attention)
 
     def manager(
         self,
@@ -337,8 +338,8 @@ class PackedBatching:
     def _name(self, pages: bool) -> None:
         """Name the attention of pages in the configs, or the model's own where they name pages."""
         for config, former in self.former:
-            if pages or vars(config)[FIELD] == NAME:
-                vars(config)[FIELD] = NAME if pages else former
+            if pages or vars(config)[FIELD] == PAGES:
+                vars(config)[FIELD] = PAGES if pages else former
 
     def check(self) -> None:
         """Raise `CacheMisuse` if the model is another than at the beginning of the block."""
@@ -378,7 +379,7 @@ class PackedBatching:
     def check_attention(self, *_: Any) -> None:
         """Raise `CacheMisuse` if the model's attention was changed; a hook of its forward."""
         for config, _former in self.former:
-            if vars(config)[FIELD] not in (NAME, KVLOOM):
+            if vars(config)[FIELD] not in (PAGES, NAME):
                 raise attention_changed()
 
 

@@ -217,7 +217,8 @@ def write_kvpress(runs: Sequence[RunResults], folder: Path) -> None:
             if figures.share is None:  # it has problems only
                 continue
             config = _config_of_figures(figures, run)
-            facts = (*list(config.values())[:4], f"{config['compression_ratio']:.2f}")
+            ratio = round(config["compression_ratio"], 2) + 0.0  # not -0.00
+            facts = (*list(config.values())[:4], f"{ratio:.2f}")
             place = folder / "__".join(fact.replace("/", "--") for fact in facts)
             if place in texts or place.exists():
                 raise InputError(f"{str(place)!r} exists; give a folder without results")

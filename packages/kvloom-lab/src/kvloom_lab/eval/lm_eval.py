@@ -19,9 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.huggingface import HFLM
+except ModuleNotFoundError as error:
+    missing = f"there is no module {error.name!r}; pip install 'kvloom-lab[lm-eval]'"
+    raise (SystemExit if __name__ == "__main__" else ImportError)(missing) from error
 
 from kvloom import Cache, attach
 from kvloom.hf import read_tokens

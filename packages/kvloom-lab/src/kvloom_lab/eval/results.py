@@ -200,8 +200,10 @@ def _check_optional(record: Record) -> None:
     if not isinstance(line.get("tokens") or [], list):
         raise record.problem("needs a list in 'tokens'")
     curves, seconds = line.get("curves") or {}, line.get("seconds") or {}
-    if not isinstance(seconds, dict) or not all(map(_is_number, seconds.values())):
-        raise record.problem("needs numbers in 'seconds'")
+    if not isinstance(seconds, dict) or not all(
+        _is_number(x) and (x is None or x >= 0) for x in seconds.values()
+    ):
+        raise record.problem("needs numbers of at least 0 in 'seconds'")
     lists = isinstance(curves, dict) and all(isinstance(x, list) for x in curves.values())
     if not lists or not all(all(map(_is_number, curve)) for curve in curves.values()):
         raise record.problem("needs lists of numbers in 'curves'")
@@ -216,6 +218,8 @@ def _read_task(path: Path, run: RunResults) -> None:
                 f"{str(path)!r} has results of the task {line['task']!r}, which is not installed; "
                 "install the package that adds it, or remove the file"
             )
+        if line["recipe"] not in run.settings.get("recipes", (line["recipe"],)):
+            raise record.problem(f"has the recipe {line['recipe']!r}, not in run.json")
         if line["sample"] not in run.prompts.get(line["task"], {}):
             raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")
         if line.get("problem"):

@@ -19,6 +19,8 @@ from .chunks import chunks, longest, query_shift
 from .reconstruction import Reconstruction
 from .scorer import Scorer, Step
 
+_PRECISE = 1e-3  # of a query's weights; less than this is not computed as 1 - the rest
+_AT_ONCE = 64  # queries
 SHARE = 6
 """Tokens of a prompt for each example; shorter prompts gain nothing by them."""
 
@@ -174,7 +176,7 @@ def _own_lse(step: Step, sinks: Tensor) -> Tensor:
 
     step: of a chunk; its T queries are the last of its N tokens. sinks: bool [B or 1, 1 or Hk, N].
     """
-    b, hk, t = len(step.k), step.k.shape[1], step.q.shape[2]
+    (b, hk, n, _), t = step.k.shape, step.q.shape[2]
     visible, lse, others = step.visible, step.lse, ~sinks
     if visible is not None:
         visible = visible.expand(b, -1, -1)
@@ -184,13 +186,20 @@ def _own_lse(step: Step, sinks: Tensor) -> Tensor:
     lse = lse.unflatten(1, (hk, -1))
     if step.sinks:
         slots, sink_keys = _sinks_of(step, sinks)
-        queries, keys = step.q.float().unflatten(1, (hk, -1)), sink_keys.float().unsqueeze(2)
-        logits = queries @ keys.transpose(-1, -2) * step.scale  # [B, Hk, R, T, sinks]
+        queries = step.q.float().unflatten(1, (hk, -1))  # [B, Hk, R, T, D]
+        logits = queries @ sink_keys.float().unsqueeze(2).mT * step.scale
         logits = softcapped(logits, step.softcap)
         hidden = ~sinks.gather(-1, slots)[:, :, None, None]  # a row may have fewer sinks
         share = (logits.masked_fill(hidden, -torch.inf) - lse[..., None]).exp()
-        lse = lse + torch.log((1 - share.sum(dim=-1)).clamp(min=0.0))
-    sees_none = others.cumsum(dim=-1)[:, :, None, others.shape[-1] - t :] == 0
+        rest = 1 - share.sum(dim=-1)
+        lse = lse + torch.log(rest.clamp(min=0.0))
+        imprecise = (rest < _PRECISE).flatten(0, 2).any(dim=0).nonzero().flatten()
+        keys, tokens = step.k.float().unsqueeze(2), torch.arange(n, device=lse.device)
+        for rows in imprecise.split(_AT_ONCE):
+            logits = softcapped(queries[..., rows, :] @ keys.mT * step.scale, step.softcap)
+            seen = others[:, :, None, None] & (tokens <= rows[:, None] + n - t)
+            lse[..., rows] = logits.masked_fill(~seen, -torch.inf).logsumexp(dim=-1)
+    sees_none = others.cumsum(dim=-1)[:, :, None, n - t :] == 0
     return lse.masked_fill(sees_none, -torch.inf).flatten(1, 2)
 
 

@@ -107,6 +107,20 @@ def test_rotated_takes_what_attention_has_summed(sinks, padded, softcap):
     assert torch.equal(Rotated(chunk=20)(replace(one, lse=lse)), chunks)
 
 
+def test_rotated_where_sinks_hold_nearly_all_weight():
+    """What fp32 leaves of 1 minus their weights is no sum of the others'."""
+    one = step(rope=Rope(INV_FREQ))
+    one.k[:, :, :4] += 3
+    found, inv_freq = Rotated(contribution=False)(one), INV_FREQ.double().numpy()
+    earlier = np.tri(N, dtype=bool) & (np.arange(N) >= 4)
+    for b, h, q, k, _ in by_head(one):
+        own = np.exp(0.5 * q @ k.T)
+        assert ((own * earlier).sum(-1) / (own * np.tri(N)).sum(-1))[:, 4:].min() < 1e-6
+        after = np.exp(0.5 * rules.turned(q, N, inv_freq) @ k.T)
+        weights = after / (after.sum(-1) + (own * earlier).sum(-1))[..., None]
+        np.testing.assert_allclose(found[b, h], weights.max(axis=1).mean(axis=0), rtol=2e-4)
+
+
 def test_expected_attention_is_that_of_drawn_queries():
     """The expectation of exp(logit), by drawing Gaussian queries instead of by its formula."""
     one = step(sinks=0)

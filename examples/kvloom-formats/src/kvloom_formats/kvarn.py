@@ -232,7 +232,7 @@ def ratio(deviation, divisor):
 
 
 def _deviation(x: Tensor, count: Tensor, dim: int) -> Tensor:
-    """Return the standard deviation of `count` numbers along a dimension, the others 0."""
+    """Return the sample standard deviation of `count` numbers along a dimension, the others 0."""
     total = x.sum(dim, keepdim=True)
     squares = x.square().sum(dim, keepdim=True) - total * total / count.clamp_min(1)
     return (squares.clamp_min(0) / (count - 1).clamp_min(1)).sqrt()

@@ -247,7 +247,7 @@ def trace_recipe(
         reads its whole cache); its heads have (else None)
 
         - read: by step, the tokens that the step read, its own included, as runs: first, length,
-          first, length, ...; the union where query heads select separately
+          first, length, ...; the union of query heads that select separately
         - read_mass: by step, the share of the exact attention on these
         - indexed: by token, the step after which it is in the index, -1: never
         - parts: by token, the number of its cluster or page in the end, -1: none (None: "topk")

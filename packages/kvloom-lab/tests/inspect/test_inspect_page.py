@@ -106,5 +106,5 @@ def test_the_command_says_what_was_read(saved, tmp_path):
     read = np.mean([sum(head["read"][3][1::2]) for head in recalling])
     mass = np.mean([head["read_mass"][3] for head in recalling])
     said = re.sub(r"\s+", " ", found.stdout)
-    assert f"in the last step heads with recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
+    assert f"key/value heads with recall read {read:.0f} of 43 tokens, {mass:.1%} of" in said
     assert f"{mass:.1%} of its attention mass; wrote {out}" in said

@@ -286,8 +286,8 @@ def _summary(data: dict, out: Path) -> str:
         tokens = sum(sum(head["read"][-1][1::2]) for head in recalling) / len(recalling)
         share = sum(head["read_mass"][-1] for head in recalling) / len(recalling)
         kept += (
-            f"; in the last step heads with recall read {tokens:,.0f} of {read + data['steps']:,} "
-            f"tokens, {share:.1%} of its attention mass"
+            f"; in the last step key/value heads with recall read {tokens:,.0f} of "
+            f"{read + data['steps']:,} tokens, {share:.1%} of its attention mass"
         )
     return (
         f"{data['recipe']}: {read:,} tokens{cut} + {data['steps']} generated{kept}; wrote {out} "

@@ -28,14 +28,14 @@ DEFECTS = [
     # --- keep --------------------------------------------------------------------------------
     _defect(
         "keep", "keep/select.py",
-        "older = scores[..., : n - recent]",
-        "older = scores[..., : n - recent - 1]",
+        "older = scores[..., : scores.shape[-1] - recent]",
+        "older = scores[..., : scores.shape[-1] - recent - 1]",
         "the token just before the recent window can never be a heavy hitter",
         "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/papers/test_eviction.py",
     ),
     _defect(
         "keep", "keep/select.py",
-        "older.masked_fill(~visible[..., : n - recent], -torch.inf)",
+        "older.masked_fill(~visible[..., : of_older.shape[-1]], -torch.inf)",
         "older.masked_fill(~visible[..., recent:], -torch.inf)",
         "the padding mask is read from the wrong end, so real tokens go and padding stays",
         "packages/kvloom/tests/unit/keep/test_choose.py", "packages/kvloom/tests/laws/test_padding.py",
@@ -376,6 +376,13 @@ DEFECTS = [
         "repeated = step.rope.rotate(repeated, by)",
         "queries are rotated to positions before the prompt",
         "packages/kvloom/tests/models/test_expected.py", "-k", "rotated",
+    ),
+    _defect(
+        "keep", "keep/rotated.py",
+        "rest < _PRECISE",
+        "rest < 0",
+        "weights below the precision of fp32 count as 0 or twice",
+        "packages/kvloom/tests/unit/keep/test_more_scores.py",
     ),
     _defect(
         "keep", "keep/chunks.py",

@@ -6,7 +6,7 @@ sinks. By default every query head selects separately, as in the paper's code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -88,8 +88,6 @@ def recall_rates(
             build_s[name] += clock.seconds(keys.device) - begin
 
     def on_step(observed: ObservedStep) -> None:
-        if observed.layer < exact_layers:
-            return
         keys = observed.keys[:, :, SINKS:context]
         live = torch.ones(1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
         if observed.q.shape[2] > 1:  # the prompt
@@ -107,16 +105,7 @@ def recall_rates(
                     best.gather(2, selected.long()).float().mean().item()
                 )
 
-    with attachment_restored(model), torch.inference_mode():
-        cache = Cache(model, "full")
-        exact_layers = FULL_LAYERS if len(cache.full_layers) > FULL_LAYERS else 0
-        observe_steps(cache, on_step)
-        progress("recall rates: reading the context", 0)
-        read_tokens(model, text[:, :context].to(model.device), cache)
-        for i in range(context, text.shape[1]):
-            progress("recall rates: decoding", 0)
-            read_tokens(model, text[:, i : i + 1].to(model.device), cache)
-            progress("", 1)
+    _read(model, text, context, on_step, progress)
     return {
         name: Recalled(
             {group: {b: fmean(x) for b, x in sized.items()} for group, sized in by_name.items()},
@@ -148,7 +137,7 @@ def importance(model: PreTrainedModel, text: Tensor, context: int, tokens: int) 
     in_page: list[float] = []
 
     def on_step(observed: ObservedStep) -> None:
-        if observed.q.shape[2] > 1 or observed.layer < exact_layers:
+        if observed.q.shape[2] > 1:  # the prompt
             return
         keys = observed.keys[:, :, :context]
         oracle = TopK().finder()
@@ -161,14 +150,33 @@ def importance(model: PreTrainedModel, text: Tensor, context: int, tokens: int) 
         pages = best[..., : context // PAGE * PAGE].unflatten(-1, (-1, PAGE)).sum(dim=-1)
         in_page.append(pages[pages > 0].float().mean().item())
 
+    _read(model, text, context, on_step)
+    return Importance([fmean(kept[step]) for step in sorted(kept)], fmean(in_page))
+
+
+def _read(
+    model: PreTrainedModel,
+    text: Tensor,
+    context: int,
+    on_step: Callable[[ObservedStep], None],
+    progress: Progress = lambda what, units: None,
+) -> None:
+    """Read a context, and the tokens after it one by one; the first layers are not observed."""
     with attachment_restored(model), torch.inference_mode():
         cache = Cache(model, "full")
         exact_layers = FULL_LAYERS if len(cache.full_layers) > FULL_LAYERS else 0
-        observe_steps(cache, on_step)
+
+        def observe(observed: ObservedStep) -> None:
+            if observed.layer >= exact_layers:
+                on_step(observed)
+
+        observe_steps(cache, observe)
+        progress("recall rates: reading the context", 0)
         read_tokens(model, text[:, :context].to(model.device), cache)
         for i in range(context, text.shape[1]):
+            progress("recall rates: decoding", 0)
             read_tokens(model, text[:, i : i + 1].to(model.device), cache)
-    return Importance([fmean(kept[step]) for step in sorted(kept)], fmean(in_page))
+            progress("", 1)
 
 
 def shared_budgets(context: int) -> list[int]:

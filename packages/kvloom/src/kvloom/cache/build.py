@@ -29,8 +29,8 @@ def build_layers(
         rope = ropes[place] if ropes is not None and renumbers else None
         layers.append(
             LayerCache(
-                plain, f"layer {layer_index}", place, len(layer_indices), rope, facts[place],
-                budget_groups[place],
+                plain, f"layer {layer_index}", place, rope=rope, facts=facts[place],
+                budget_group=budget_groups[place],
             )
         )  # fmt: skip
     coordinate(layers)

@@ -63,7 +63,7 @@ def check_ids(state: LayerState, ids: Tensor | None) -> None:
 
 
 def check_shapes(
-    name: str, like: Tensor | None, k: Tensor, v: Tensor, value_dim: int | None = None
+    name: str, like: Tensor | None, k: Tensor, v: Tensor, value_dim: int | None
 ) -> None:
     """Raise `CacheMisuse` if k, v [B, Hk, T, D] do not match each other, or a layer's `like`.
 

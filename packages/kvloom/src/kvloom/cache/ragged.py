@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..keep import head_budgets, protect_sinks
+from ..keep.select import older
 from ..kernels.attend.regions import Region, Spans
 from ..recipe.spec import Recipe
 from ..state import Stateful
@@ -82,9 +83,9 @@ class RaggedTokens(Stateful):
         """
         n = scores.shape[-1]
         visible = None if visible is None else visible[..., :n]
-        older = _older(protect_sinks(scores, self.sinks, visible), recent, visible)
+        of_older = older(protect_sinks(scores, self.sinks, visible), recent, visible)
         guaranteed, contested = self._shares(scores, heavy, recent)
-        return older.sort(dim=-1, descending=True).values[..., guaranteed:], contested
+        return of_older.sort(dim=-1, descending=True).values[..., guaranteed:], contested
 
     def _shares(self, scores: Tensor, heavy: int, recent: int) -> tuple[int, int]:
         """Return the guaranteed tokens of a head, and the contested ones of all heads of a row."""
@@ -114,8 +115,7 @@ class RaggedTokens(Stateful):
         guaranteed, contested = self._shares(scores, heavy, recent)
         if counts is None:
             counts = head_budgets.divide(*self.ranked(scores, heavy, recent, visible), self.unit)
-        older = _older(scores, recent, visible)
-        best, next_best = head_budgets.select(older, guaranteed, counts)
+        best, next_best = head_budgets.select(older(scores, recent, visible), guaranteed, counts)
         newest = torch.arange(n - recent, n, device=scores.device).expand(b, hk, -1)
         return RaggedChoice(
             torch.cat([best, newest], dim=-1), next_best if contested else None, counts
@@ -206,14 +206,6 @@ class RaggedTokens(Stateful):
         for name in ("keys", "values"):
             getattr(self, name).load_state(state[name], like[:1, :1])
         self.spans, self.logical_index = Spans.of(state["bounds"][..., 1]), state["logical_index"]
-
-
-def _older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:
-    """Return the scores of all tokens but the newest `recent`, minus infinity for padding."""
-    older = scores[..., : scores.shape[-1] - recent]
-    if visible is None:
-        return older
-    return older.masked_fill(~visible[..., : older.shape[-1]], -torch.inf)
 
 
 def _ranges(first: Tensor, count: Tensor) -> Tensor:

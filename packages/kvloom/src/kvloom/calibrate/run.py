@@ -215,7 +215,7 @@ def _ropes(model: PreTrainedModel, formats: list[tuple[str, Packed]]) -> dict[in
 
 
 def _spell(side: str, fmt: Packed) -> str:
-    clip = "" if isinstance(fmt.clip, float) else f".clip-{fmt.clip}"
+    clip = f".clip-{fmt.clip}" if isinstance(fmt.clip, str) else ""
     return f"{kind_of(side, fmt)}.{format_of(fmt)}{clip}"
 
 

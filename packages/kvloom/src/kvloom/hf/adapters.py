@@ -83,6 +83,11 @@ def attend(
     return out.transpose(1, 2).flatten(2)
 
 
+def projected(x: Tensor, head_dim: int, *projections: torch.nn.Module) -> list[Tensor]:
+    """Return hidden states [B, T, E] by each projection, divided into heads: [B, H, T, D]."""
+    return [project(x).unflatten(-1, (-1, head_dim)).transpose(1, 2) for project in projections]
+
+
 def visible_mask(mask: Tensor) -> Tensor | None:
     """Return the mask of visible tokens that `masks.mask` made; None without padding."""
     return mask if mask.numel() else None

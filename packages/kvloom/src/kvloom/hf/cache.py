@@ -67,7 +67,7 @@ class Cache(RoutedCache):
         divided = shard.running()
         heads = self.geometry.kv_heads if divided else None
         shared = compat.shared_layers(model)
-        layers = [layer for _, layer in compat.new_stock_layers(model)]
+        layers = compat.stock_layers(model)
         for i, compressed in zip(layer_indices, built, strict=True):
             layers[i] = with_compressed(layers[i], RoutedLayer(compressed, heads, i in shared))
         for layer in self.geometry.sliding if self.recipe.packs_windows else ():

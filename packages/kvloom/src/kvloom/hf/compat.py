@@ -302,6 +302,11 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     return stock
 
 
+def stock_layers(model: PreTrainedModel) -> list[Any]:
+    """Return a new cache layer that transformers itself would use for each layer."""
+    return [layer for _, layer in new_stock_layers(model)]
+
+
 def _new_layer(window: int | None) -> Any:
     """Return a new cache layer of transformers for a sliding window; None: for all tokens."""
     if window is None:

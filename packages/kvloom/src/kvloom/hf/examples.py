@@ -121,8 +121,7 @@ def learn(model: PreTrainedModel, cache: RoutedCache, kwargs: dict[str, Any]) ->
             return
         positions = positions[-1]
     rows, tokens = next(iter(inputs.values())).shape[:2]
-    accepted = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
-    tokens = min(tokens, accepted or tokens)
+    tokens = min(tokens, cache.accepted_tokens or tokens)
     if not needed(cache, tokens):
         return
     visible, mask = torch.ones(rows, tokens, dtype=torch.bool), kwargs.get("attention_mask")
@@ -193,8 +192,7 @@ def _run(
             layer = cache.by_index[layer_index]
             layer.predictor = layer.cache.fit_predictor(examples.examples(inputs))
 
-    stock_layers = [layer for _, layer in compat.new_stock_layers(model)]
-    recorder = RoutedCache(stock_layers, cache.config_key)
+    recorder = RoutedCache(compat.stock_layers(model), cache.config_key)
     record_layers(recorder, cache, note)
     with recorder.guard.step():
         decoder(past_key_values=recorder, use_cache=True, **arguments)

@@ -98,9 +98,10 @@ class RoutedForward:
                 examples.learn(self.model, cache, kwargs)
             with reading:
                 out = self.run(kwargs)
-            if repeated is not None:
-                repeated.run()
             cache.finish_shared()
+            if repeated is not None:
+                repeated.score()
+                repeated.evict()
             tokens = cache.get_seq_length() - seen
             token_hash = cache.token_hash.after(kwargs, positions, seen, tokens)
             hidden = cache.hidden_after(kwargs.get("attention_mask"), seen, tokens)
@@ -245,8 +246,7 @@ def _without_cached(cache: RoutedCache, kwargs: dict[str, Any]) -> dict[str, Any
     holds most of it.
     """
     ids, seen = kwargs.get("input_ids"), cache.get_seq_length()
-    accepted = cache.compressed[0].cache.accepted_tokens if cache.compressed else 0
-    if ids is None or not 0 < seen < accepted <= ids.shape[-1]:
+    if ids is None or not 0 < seen < cache.accepted_tokens <= ids.shape[-1]:
         return {}
     tokens = ids.shape[-1]
     mask, position = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -131,12 +131,6 @@ class Repetition:
         elif any(x.shape[:2] != (self.rows, self.tokens) for x in self.given.values()):
             self.problem = "the decoder reads other tokens than the call was given"
 
-    def run(self) -> None:
-        """Repeat the prompt if it is needed, then evict in every layer that waits for scores."""
-        self.cache.finish_shared()
-        self.score()
-        self.evict()
-
     def take_scores(self, repetition: Repetition) -> None:
         """Take the scores of another cache with an equal rule, instead of `score`."""
         if not self.needed:

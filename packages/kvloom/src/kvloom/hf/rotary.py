@@ -217,7 +217,7 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor | None]:
 
     None: the layer has stored no keys.
     """
-    stock = [layer for _, layer in compat.new_stock_layers(model)]
+    stock = compat.stock_layers(model)
     cache, decoder = DynamicCache(), compat.decoder(model)
     cache.layers = stock
     weight = model.get_input_embeddings().weight

@@ -135,6 +135,11 @@ class RoutedCache(transformers.Cache):
         return self._parts.compressed
 
     @property
+    def accepted_tokens(self) -> int:
+        """How many first tokens no crop will remove (`record`)."""
+        return self.compressed[0].cache.accepted_tokens if self.compressed else 0
+
+    @property
     def full_layers(self) -> list[RoutedLayer]:
         """The layers of full attention that kvloom compresses."""
         return self._parts.full

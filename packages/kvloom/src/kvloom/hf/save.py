@@ -269,7 +269,7 @@ def _traits(model: PreTrainedModel) -> dict[str, Any]:
         **local_identity(model), "rank": rank, "dtype": dtype,
         "config": compat.state_fields(model), "attributes": module_attributes(model),
     }  # fmt: skip
-    if any(stock.has_states(layer) for _, layer in compat.new_stock_layers(model)):
+    if any(map(stock.has_states, compat.stock_layers(model))):
         traits["transformers"] = transformers.__version__  # which decides the form of states
     return json.loads(json.dumps(traits, default=str))
 

@@ -35,7 +35,7 @@ def state_nbytes(model: PreTrainedModel) -> list[int] | None:
 
 
 def _count(model: PreTrainedModel) -> list[int] | None:
-    layers = [layer for _, layer in compat.new_stock_layers(model)]
+    layers = compat.stock_layers(model)
     if any(map(stock.has_states, layers)):
         decoder = compat.decoder(model)
         try:

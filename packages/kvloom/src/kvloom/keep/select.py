@@ -17,12 +17,17 @@ def choose(scores: Tensor, heavy: int, recent: int, visible: Tensor | None = Non
     recent = min(recent, n)
     if heavy + recent >= n:
         return None
-    older = scores[..., : n - recent]
-    if visible is not None:
-        older = older.masked_fill(~visible[..., : n - recent], -torch.inf)
-    best = older.topk(heavy, dim=-1).indices.sort(dim=-1).values
+    best = older(scores, recent, visible).topk(heavy, dim=-1).indices.sort(dim=-1).values
     newest = torch.arange(n - recent, n, device=scores.device).expand(*scores.shape[:2], -1)
     return torch.cat([best, newest], dim=-1)
+
+
+def older(scores: Tensor, recent: int, visible: Tensor | None) -> Tensor:
+    """Return the scores of all tokens but the newest `recent`, minus infinity for padding."""
+    of_older = scores[..., : scores.shape[-1] - recent]
+    if visible is None:
+        return of_older
+    return of_older.masked_fill(~visible[..., : of_older.shape[-1]], -torch.inf)
 
 
 def sinks_first(slots: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ _SPAN = 16  # bytes of the first token and of the number of tokens of a head
 
 
 def predicted_layer_nbytes(
-    recipe: AnyRecipe, tokens: int, g: Geometry, place: int = 0, count: int = 1
+    recipe: AnyRecipe, tokens: int, g: Geometry, place: int, count: int
 ) -> int:
     """Return the bytes that one row has in one layer with this plain recipe.
 

@@ -42,13 +42,13 @@ class Registry(Mapping[str, Entry]):
     def __init__(
         self,
         what: str,
-        builtin: Mapping[str, Entry] | None = None,
+        builtin: Mapping[str, Entry],
         base: type | None = None,
         methods: tuple[str, ...] = (),
     ) -> None:
         self.what, self.base, self.methods = what, base, methods
         self._a = f"an {what}" if what[0] in "aeiou" else f"a {what}"
-        self._entries: dict[str, Entry] = dict(builtin or {})
+        self._entries: dict[str, Entry] = dict(builtin)
         self._builtin = frozenset(self._entries)
 
     def register(self, entry: Any, name: str | None = None) -> Any:

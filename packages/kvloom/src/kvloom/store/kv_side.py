@@ -197,7 +197,7 @@ class KVSide(Stateful):
         nonpadding = None if nonpadding is None else nonpadding[:, :, :count]
         return torch.cat([self.as_packed(x[:, :, :count], nonpadding), x[:, :, count:]], dim=2)
 
-    def as_packed(self, x: Tensor, nonpadding: Tensor | None = None) -> Tensor:
+    def as_packed(self, x: Tensor, nonpadding: Tensor | None) -> Tensor:
         """Return x [B, Hk, N, D] as it is read once `add` has stored it; nonpadding: as there."""
         if self.packed is None or not x.shape[2]:
             return x

@@ -22,8 +22,6 @@ def attend(
     module: Any, layer: RoutedLayer, hidden_states: Tensor, *, attention_mask: Tensor, **_: Any
 ) -> tuple[Tensor, None]:
     """`forward` of an attention module with a kvloom layer."""
-    q, k, v = (
-        project(hidden_states).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    projections = module.q_proj, module.k_proj, module.v_proj
+    q, k, v = adapters.projected(hidden_states, module.head_dim, *projections)
     return module.out_proj(adapters.attend(layer, q, k, v, attention_mask, module.scaling)), None

@@ -59,10 +59,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """`forward` of a `...SelfAttention` with a kvloom layer."""
     d = module.attention_head_size
-    q, k, v = (
-        project(hidden_states).unflatten(-1, (-1, d)).transpose(1, 2)
-        for project in (module.query, module.key, module.value)
-    )
+    q, k, v = adapters.projected(hidden_states, d, module.query, module.key, module.value)
     if sinusoidal_pos is not None:
         rotate = module.apply_rotary_position_embeddings
         if module.rotary_value:

@@ -56,10 +56,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """`DiffLlamaAttention.forward` with a kvloom layer."""
     d = module.head_dim
-    q, k, v = (
-        project(hidden_states).unflatten(-1, (-1, d)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = adapters.projected(hidden_states, d, module.q_proj, module.k_proj, module.v_proj)
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
     q, k, v = (x.unflatten(1, (2, -1)) for x in (q, k, v))  # the two of a pair first
     zeros = torch.zeros_like(q[:, 0])

@@ -36,9 +36,7 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`GPTNeoSelfAttention.forward` with a kvloom layer."""
-    q, k, v = (
-        project(hidden_states).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    projections = module.q_proj, module.k_proj, module.v_proj
+    q, k, v = adapters.projected(hidden_states, module.head_dim, *projections)
     out = adapters.attend(layer, q, k, v, attention_mask, 1.0)
     return module.resid_dropout(module.out_proj(out)), None

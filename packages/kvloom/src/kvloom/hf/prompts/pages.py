@@ -144,7 +144,7 @@ class StoredPages:
             for key, (ids, page) in pages.items():
                 write = partial(save.write, self.about, {PAGE: page})
                 self.store.add(names, key, torch.tensor(ids)[None], page.nbytes, write)
-            self.store.index.evict(self.store.max_bytes, self.store.max_age)
+            self.store.prune()
         except StoreError as error:
             self.store.warn(f"pages are not stored: {error}")
 

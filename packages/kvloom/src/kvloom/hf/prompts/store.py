@@ -158,7 +158,6 @@ class PromptStore:
     @outside_inference_mode
     def load(self, cache: RoutedCache, chain: list[bytes], ids: Tensor) -> int:
         """Fill an empty cache with the longest entry of a chain; return its tokens."""
-        chain = list(chain)
         while blocks := self.index.longest(chain):
             key, tokens = chain[blocks - 1].hex(), blocks * BLOCK
             try:
@@ -209,7 +208,7 @@ class PromptStore:
         with cache.guard.step():
             names = type(cache.owner.model).__name__, cache.recipe.name
             self.add(names, key, ids, cache.nbytes, partial(save.save, cache))
-        self.index.evict(self.max_bytes, self.max_age)
+        self.prune()
 
     def add(
         self,

@@ -1,5 +1,6 @@
 """`kvloom generate`: the answer of a compressed cache, and what its report says."""
 
+import json
 import re
 import shutil
 
@@ -103,3 +104,13 @@ def test_generate_samples_by_seed(here):
             "--max-new-tokens", "20", "--seed"]  # fmt: skip
     first, again, other = (run(*args, seed).stdout for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_generate_takes_the_likeliest_token_whatever_the_model_asks_for(here, tmp_path):
+    model = shutil.copytree(here / "model", tmp_path / "model")
+    args = ["generate", "line 7", "--recipe", "full", "--max-new-tokens", "12", "--model", model]
+    plain = run(*args).stdout
+    config = {"num_beams": 3, "repetition_penalty": 1.9, "max_length": 99, "eos_token_id": 0}
+    (model / "generation_config.json").write_text(json.dumps(config))
+    found = run(*args)
+    assert (found.exit_code, found.stdout) == (0, plain), found.output

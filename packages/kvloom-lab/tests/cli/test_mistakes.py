@@ -210,7 +210,7 @@ def test_a_model_that_is_no_decoder():
     [
         "analyse attention --context=-5", "analyse error --context 1", "analyse error --seed=-1",
         "analyse distribution --context abc", "generate hi --max-new-tokens 0",
-        "generate hi --temperature=-1", "generate hi --seed=-1",
+        "generate hi --temperature=-1", "generate hi --temperature inf", "generate hi --seed=-1",
         "generate hi --seed 18446744073709551616", "inspect hi --context 0",
         "inspect hi --max-new-tokens=-1", "compare --max-new-tokens 31", "compare --context=-5",
         "compare --seed=-1", "compare --batch 0", "compare --questions=-1", "calibrate model",
@@ -222,6 +222,11 @@ def test_a_number_out_of_range_and_a_word_there_is_not(command):
     assert (found.exit_code, found.stdout) == (2, "")
     assert isinstance(found.exception, SystemExit)  # Typer's own sentence
     assert "Usage: " in found.stderr
+
+
+def test_a_temperature_near_0_is_refused():
+    for temperature in ("0.001", "1e-320"):
+        assert "give 0, or 0.01 to 100" in refused(f"generate hi --temperature {temperature}")
 
 
 @pytest.mark.parametrize("verb", ["generate", "inspect"])

@@ -41,7 +41,7 @@ def generate_command(
     recipe: Annotated[str, option(RECIPE_HELP)] = DEFAULT_RECIPE,
     max_new_tokens: Annotated[int, option("Stop after this many new tokens.", min=1)] = 128,
     temperature: Annotated[
-        float, option("Above 0: sample; 0: the likeliest token at each step.", min=0)
+        float, option("Sample; 0: the likeliest token at each step.", min=0, max=100)
     ] = 0.0,
     seed: Annotated[int, option("Seed of sampling.", min=0, max=2**64 - 1)] = 0,
     chat: Annotated[
@@ -56,6 +56,8 @@ def generate_command(
 
     from ..models import check_positions
 
+    if 0 < temperature < 0.01:
+        raise InputError(f"--temperature {temperature} is too near 0; give 0, or 0.01 to 100")
     chosen = resolve(recipe)
     text = read_stdin() if prompt == "-" else check_utf8("the prompt", prompt)
     if not text.strip():
@@ -98,7 +100,7 @@ def _generate(
 ) -> list[float]:
     """Stream the continuation to stdout; return the start time and the time of each new token."""
     import torch
-    from transformers import TextStreamer
+    from transformers import GenerationConfig, TextStreamer
 
     from ..workload import clock
 
@@ -113,13 +115,16 @@ def _generate(
     if temperature > 0:
         sampling["temperature"] = temperature
     end = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    own = model.generation_config
+    model.generation_config = GenerationConfig(  # without penalties, beams and the like
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=end
+    )
     with torch.inference_mode():
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             max_new_tokens=max_new_tokens,
-            pad_token_id=end,
             streamer=TimedStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             **sampling,
         )

@@ -90,7 +90,7 @@ def test_memory_holds_weights_activations_and_cache(model):
 def test_if_no_prompt_fits_at_once_it_says_so(model):
     facts = read_model(model.config)
     cache = CacheBytes(resolve("near-lossless"), facts).chunked_nbytes(CONTEXT, 1)
-    found = auto(model, memory=facts.weights.nbytes + cache + CHUNK * facts.working)
+    found = auto(model, memory=facts.weights.nbytes + cache + facts.activations.nbytes(CHUNK, 1))
     assert found.recipe.name == "near-lossless"
     assert "give prefill_chunk_size=256 to generate()" in found.why
 

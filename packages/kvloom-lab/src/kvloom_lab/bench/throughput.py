@@ -96,7 +96,8 @@ class Requests:
     @property
     def part(self) -> int:
         """Requests whose prompts' activations fit into the bound."""
-        return max(1, self.memory // (self.prompt * (self.facts.working or 1)))
+        found = self.facts.activations
+        return max(1, self.memory // (found.nbytes(self.prompt, 1) if found else self.prompt))
 
     def job(
         self, name: str, cache: Recipe | str, nbytes: int | str, batch: int = 0, **more: Any

@@ -2,21 +2,27 @@
 
 Everything comes from the config. The model is built on torch's meta device, which allocates no
 weights. So the model's own code determines what is counted. The activations of a prompt are the
-tensors that are alive at once in the model's own forward pass there; attention is replaced by a
-function that returns an output of the right shape. Models of which kvloom cannot count everything
-raise `UnsupportedModel`.
+tensors that are alive at once in the model's own forward pass there. A function that returns an
+output of the right shape replaces the attention of layers that kvloom compresses, and SDPA. Models
+of which kvloom cannot count everything raise `UnsupportedModel`.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -26,6 +32,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvloom.errors import InputError, UnsupportedModel
 from kvloom.hf import geometry, has_adapter, state_nbytes, stock_kinds, supported_model
@@ -36,44 +44,97 @@ from .weights import Weights, count_weights
 
 _NAME = "kvloom_planner"
 _CROSS = "cross_attention"  # which stores images alone
-_TOKENS = 256  # activations are proportional to the tokens
+_TOKENS = 256
 
 
-def working_bytes(model: PreTrainedModel) -> int | None:
-    """Return the bytes per prompt token; None where the model's attention has its own code.
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of the activations of a prompt, at the widest place of a forward pass.
+
+    Without sliding windows they are proportional to the tokens. Layers with windows attend as in
+    transformers: by a mask of all pairs of tokens, or by all logits.
+
+    points: (tokens, bytes of one row) where they were traced, ascending.
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    def nbytes(self, tokens: int, batch: int) -> int:
+        """Return the bytes of a prompt: a T + b T^2 between two points, with T tokens."""
+        first, least = self.points[0]
+        if tokens <= first or len(self.points) == 1:
+            return batch * -(-tokens * least // first)
+        after = min(bisect_left(self.points, (tokens,)), len(self.points) - 1)
+        (t1, bytes1), (t2, bytes2) = self.points[after - 1 : after + 1]
+        b = (bytes2 / t2 - bytes1 / t1) / (t2 - t1)
+        return batch * round((bytes1 / t1 + b * (tokens - t1)) * tokens)
+
+
+def trace_activations(model: PreTrainedModel, shape: Geometry) -> Activations | None:
+    """Return the activations; None where the model's attention has its own code.
 
     model: on the meta device. Logits count for the last position only, where the model can leave
     out the others, as in `generate()`.
     """
     if has_adapter(model):
         return None
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
-    before = model.config._attn_implementation
+    own = model.config._attn_implementation
+    AttentionInterface.register(_NAME, partial(_attention, own, shape.layer_indices))
+    AttentionMaskInterface.register(_NAME, partial(_mask, own))
+    windows = {layer.window for layer in shape.sliding}
+    tokens = {_TOKENS} | {n for w in windows for n in (w, w + 1, 4 * w, 64 * w) if n > _TOKENS}
     try:
         model.set_attn_implementation(_NAME)
-        return _trace(model)
+        return Activations(tuple((n, _trace(model, n)) for n in sorted(tokens)))
     except Exception:  # an operation that needs values, which the meta device does not have
         return None
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(own)
 
 
-def _trace(model: PreTrainedModel) -> int:
-    row = torch.zeros(1, _TOKENS, dtype=torch.long, device="meta")
+def _trace(model: PreTrainedModel, tokens: int) -> int:
+    row = torch.zeros(1, tokens, dtype=torch.long, device="meta")
     inputs: dict[str, Any] = {"input_ids": row, "use_cache": False}
     optional = {"position_ids": row, "attention_mask": row, "logits_to_keep": 1}
     accepted = inspect.signature(type(model).forward).parameters
     inputs |= {name: value for name, value in optional.items() if name in accepted}
     live = _Live([*model.parameters(), *model.buffers()])
-    with live, torch.no_grad():
+    with live, _FusedAttention(), torch.no_grad():
         model(**inputs)
-    return -(-live.most // _TOKENS)
+    return live.most
 
 
-def _attention(module: Any, q: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Return an output [B, T, Hq, D] that depends on nothing."""
-    return torch.empty_like(q).transpose(1, 2).contiguous(), None
+def _attention(
+    own: str, layer_indices: Sequence[int], module: Any, q: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    """Return an output [B, T, Hq, D] that depends on nothing; of other layers, the model's own."""
+    if getattr(module, "layer_idx", None) in layer_indices:
+        return torch.empty_like(q).transpose(1, 2).contiguous(), None
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)(module, q, *args, **kwargs)
+
+
+def _mask(own: str, *args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
+    """Return what layers with windows get; kvloom reads padding alone."""
+    make = ALL_MASK_ATTENTION_FUNCTIONS[own]
+    return None if local_size is None else make(*args, local_size=local_size, **kwargs)
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Lets SDPA allocate what its kernels do: a mask in the dtype of the queries, and the output.
+
+    Tensors without data would take the path of separate operations, with all logits.
+    """
+
+    def __torch_function__(self, fn: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fn is not F.scaled_dot_product_attention:
+            return fn(*args, **(kwargs or {}))
+        q, _, v = args[:3]
+        mask = (kwargs or {}).get("attn_mask")
+        made = None if mask is None else torch.empty_like(mask, dtype=q.dtype)
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        del made  # lives as long as the output is computed
+        return out
 
 
 class _Live(TorchDispatchMode):
@@ -111,8 +172,7 @@ class ModelFacts:
     """What a model needs in addition to its cache.
 
     geometry: the layers that kvloom caches, and those with a sliding window. states: bytes of the
-    states of each layer with some, such as linear attention, batch 1. working: bytes
-    of activations per token of a prompt, at the widest place of a forward pass; None where they
+    states of each layer with some, such as linear attention, batch 1. activations: None where they
     cannot be traced. layers: all decoder layers. dtype_stated: whether the config states the dtype
     of the weights; if not, float32 is counted. image_token: bytes of a token of an image in layers
     that attend to nothing else (Mllama), batch 1.
@@ -123,7 +183,7 @@ class ModelFacts:
     geometry: Geometry
     states: tuple[int, ...]
     weights: Weights
-    working: int | None
+    activations: Activations | None
     layers: int
     positions: int | None
     dtype_stated: bool
@@ -158,7 +218,7 @@ def read_model(model: str | Path | PreTrainedConfig) -> ModelFacts:
         shape,
         tuple(filter(None, states or ())),
         count_weights(meta_model),
-        working_bytes(meta_model),
+        trace_activations(meta_model, shape),
         len(kinds),
         max_positions(meta_model),
         stated,

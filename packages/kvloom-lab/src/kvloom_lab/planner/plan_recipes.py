@@ -116,7 +116,9 @@ class Plan:
                 "sliding_layers": len(m.geometry.sliding),
                 "state_bytes": sum(m.states),
                 "positions": m.positions,
-                "working_bytes_per_token": m.working,
+                "activation_bytes": None
+                if m.activations is None
+                else m.activations.nbytes(self.context, self.batch),
             },
             "context": self.context,
             "batch": self.batch,
@@ -245,11 +247,11 @@ class RecipePlanner:
 
     def peak(self, cache: CacheBytes, tokens: int, batch: int) -> int | None:
         """Return the largest bytes during the prompt; None if activations are not known."""
-        working = self.facts.working
-        if working is None:
+        activations = self.facts.activations
+        if activations is None:
             return None
         prefill = cache.prefill_nbytes(tokens, batch)
-        return self.facts.weights.nbytes + prefill + batch * tokens * working
+        return self.facts.weights.nbytes + prefill + activations.nbytes(tokens, batch)
 
     def fits(self, cache: CacheBytes, tokens: int, batch: int) -> bool:
         """Return whether memory suffices for a prompt in one step."""
@@ -269,7 +271,8 @@ class RecipePlanner:
             nbytes = cache.chunked_nbytes(tokens, self.batch)
         except RecipeError:
             return False
-        activations = self.batch * min(tokens, CHUNK) * (self.facts.working or 0)
+        found = self.facts.activations
+        activations = 0 if found is None else found.nbytes(min(tokens, CHUNK), self.batch)
         return self.facts.weights.nbytes + nbytes + activations <= self.memory
 
     def on_target(self, cache: CacheBytes, tokens: int) -> bool:
@@ -309,7 +312,7 @@ def plan_warnings(
             "transformers expands mxfp4 weights to bfloat16 where it has no kernels for them, as "
             "on a CPU by default: 16 bits a number instead of 4.25."
         )
-    if facts.working is None:
+    if facts.activations is None:
         warnings.append(
             f"The activations of a prompt cannot be traced for {facts.architecture}: limits count "
             "weights and cache alone."

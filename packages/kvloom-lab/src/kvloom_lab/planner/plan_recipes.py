@@ -250,8 +250,9 @@ class RecipePlanner:
         activations = self.facts.activations
         if activations is None:
             return None
-        prefill = cache.prefill_nbytes(tokens, batch)
-        return self.facts.weights.nbytes + prefill + activations.nbytes(tokens, batch)
+        prefill, scoring = (f(tokens, batch) for f in (cache.prefill_nbytes, cache.scoring_nbytes))
+        widest = max(activations.nbytes(tokens, batch), scoring)
+        return self.facts.weights.nbytes + prefill + widest
 
     def fits(self, cache: CacheBytes, tokens: int, batch: int) -> bool:
         """Return whether memory suffices for a prompt in one step."""

@@ -107,6 +107,22 @@ class LayerKind:
         queries = rows * geometry.q_heads * geometry.query_dim * geometry.dtype.itemsize
         return max(nbytes, tokens * geometry.layer_token_nbytes()) + scores + queries
 
+    def scoring_nbytes(self, tokens: int, geometry: Geometry) -> int:
+        """Return about what one row takes to score a prompt by changed queries, and to fit values.
+
+        The factors are measured. They stand for hidden states, then, of a chunk, for queries and
+        logits, keys and values, in fp32, too.
+        """
+        keep = self.recipe.keep
+        if keep is None or not (keep.scorer.needs_rope or keep.scorer.repeats):
+            return 0
+        queries = geometry.q_heads * geometry.query_dim * geometry.dtype.itemsize
+        kv = geometry.layer_token_nbytes()
+        at_once = min(tokens, getattr(keep.scorer, "chunk", tokens))
+        scoring, fitting = 8 * queries + 3 * kv, 5 * queries + 7 * kv
+        widest = scoring if keep.fit is None else max(scoring, fitting)
+        return 2 * queries * tokens + widest * at_once
+
 
 class CacheBytes:
     """The bytes of a recipe's cache on a model."""
@@ -171,6 +187,11 @@ class CacheBytes:
         total = sum(kind.layers * kind.prefill_nbytes(tokens) for kind in self.windows)
         total += sum(x.layers * x.prefill_nbytes(tokens, self.geometry) for x in self.kinds)
         return batch * (total + self.state_nbytes)
+
+    def scoring_nbytes(self, tokens: int, batch: int) -> int:
+        """Return the most bytes that one layer takes to score a prompt."""
+        layers = (kind.scoring_nbytes(tokens, self.geometry) for kind in self.kinds)
+        return batch * max(layers, default=0)
 
 
 def _unequal(recipe: Recipe) -> bool:

@@ -136,7 +136,7 @@ def test_the_peak_is_that_of_the_tensors_that_live_in_a_prompt(recipe, mlp):
         num_hidden_layers=8, vocab_size=199, hidden_size=576, intermediate_size=mlp, head_dim=64,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=4096,
     )  # fmt: skip
-    assert 0.93 < held_over_planned(config, recipe) < 1.05
+    assert 0.93 < held_over_planned(config, recipe) < 1.07
 
 
 @pytest.mark.parametrize("config", [Cohere2Config, Gemma2Config, Gemma3TextConfig])

@@ -170,6 +170,8 @@ def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
 
 def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tune):
     tight, loose = tune(kl=0.02), tune(kl=0.2)
+    share = loose.recipe.tuned.share
+    assert tune(share=0.9 * share).recipe.tuned.kl > 0.2  # about as few bytes as possible
     assert tight.tuned.kl <= 0.02
     assert loose.tuned.kl <= 0.2
     assert loose.tuned.nbytes < tight.tuned.nbytes

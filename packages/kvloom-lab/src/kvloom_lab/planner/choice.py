@@ -136,7 +136,10 @@ def auto(
         ]
     if not fitting:
         bound = f"share={share:g}" if memory is None else f"{show_bytes(memory)} of memory"
-        raise InputError(_nothing(candidates, bound, memory is None, planned.context, batch))
+        reason = _nothing(candidates, bound, memory is None, planned.context, batch)
+        if planned.model.geometry.sliding:
+            reason += "; recipes with sliding=packed, which is not tried, take less"
+        raise InputError(reason)
     best = _best(fitting)
     why = [best.figures]
     if chunks:

@@ -44,6 +44,10 @@ from .candidates import (
 from .problem import Bound, MeasuredRecipe, Problem, all_problems, repair
 from .scores import Scores
 
+HALVINGS = 4
+"""A bound on quality is also sought by bounds on bytes: sums of scores may be far above whole
+recipes' divergences, and heads compete best for a given number of bytes."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -228,8 +232,19 @@ def _search(
         on_step(f"measuring {len(recipes)} recipes", len(scores.lines), len(scores.lines))
         return prompts.whole(recipes) if recipes else []
 
-    problems = all_problems(scores, sizes, shares, bound.nbytes if bound.kl is None else None)
-    return repair(problems, bound, measure)[0], problems[0]
+    def problems(nbytes: int | None) -> list[Problem]:
+        return all_problems(scores, sizes, shares, nbytes)
+
+    first = problems(bound.nbytes if bound.kl is None else None)
+    best = repair(first, bound, measure)[0]
+    fewest = int(first[0].nbytes.min(axis=1).sum())
+    for _ in range(HALVINGS if bound.kl is not None else 0):  # of what may be saved
+        share = bound.share_of(round((fewest * best.nbytes) ** 0.5))
+        within = replace(bound, share=share, kl=None)
+        found = filter(bound.satisfied_by, repair(problems(within.nbytes), within, measure))
+        smaller = min(found, key=lambda x: x.nbytes, default=None)
+        best, fewest = (best, within.nbytes) if smaller is None else (smaller, fewest)
+    return best, first[0]
 
 
 def score(

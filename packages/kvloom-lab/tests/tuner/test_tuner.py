@@ -25,6 +25,7 @@ from kvloom_lab.tuner import Settings
 from kvloom_lab.tuner.candidates import Choice, RecipeShape, by_layer, evicting, uniform
 from kvloom_lab.tuner.problem import Bound
 from kvloom_lab.tuner.run import in_float32
+from kvloom_lab.tuner.scores import Scores
 
 SMALL = Settings(texts=2, tokens=16, passages=1, passage=8, window=4)
 CONTEXT = 96
@@ -170,11 +171,17 @@ def test_tuning_detaches_a_model_that_was_not_attached(tune, model):
 
 def test_a_bound_on_the_divergence_is_met_with_fewer_bytes_where_it_is_looser(tune):
     tight, loose = tune(kl=0.02), tune(kl=0.2)
-    share = loose.recipe.tuned.share
-    assert tune(share=0.9 * share).recipe.tuned.kl > 0.2  # about as few bytes as possible
     assert tight.tuned.kl <= 0.02
     assert loose.tuned.kl <= 0.2
     assert loose.tuned.nbytes < tight.tuned.nbytes
+
+
+def test_scores_far_above_the_divergences_of_whole_recipes_take_no_more_bytes(tune, monkeypatch):
+    usual, costs = tune(kl=0.2), Scores.costs
+    monkeypatch.setattr(
+        Scores, "costs", lambda *args: {choice: 1e4 * x for choice, x in costs(*args).items()}
+    )
+    assert tune(kl=0.2).tuned.nbytes < 1.15 * usual.tuned.nbytes
 
 
 def test_a_divergence_that_no_measured_recipe_has_is_refused_with_the_nearest(tune, monkeypatch):

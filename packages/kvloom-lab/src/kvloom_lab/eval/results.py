@@ -218,7 +218,8 @@ def _read_task(path: Path, run: RunResults) -> None:
                 f"{str(path)!r} has results of the task {line['task']!r}, which is not installed; "
                 "install the package that adds it, or remove the file"
             )
-        if line["recipe"] not in run.settings.get("recipes", (line["recipe"],)):
+        recipes = run.settings.get("recipes")
+        if isinstance(recipes, dict | list) and line["recipe"] not in recipes:
             raise record.problem(f"has the recipe {line['recipe']!r}, not in run.json")
         if line["sample"] not in run.prompts.get(line["task"], {}):
             raise record.problem(f"has the sample {line['sample']!r}, not in prompts.jsonl")

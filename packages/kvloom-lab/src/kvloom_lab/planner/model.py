@@ -44,7 +44,8 @@ from .weights import Weights, count_weights
 
 _NAME = "kvloom_planner"
 _CROSS = "cross_attention"  # which stores images alone
-_TOKENS = 256
+_TOKENS = 256  # with them, activations are those without windows
+_BY_MASKS = "eager", "sdpa"  # attention that takes masks of all pairs of tokens
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _attention(
     own: str, layer_indices: Sequence[int], module: Any, q: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Return an output [B, T, Hq, D] that depends on nothing; of other layers, the model's own."""
-    if getattr(module, "layer_idx", None) in layer_indices:
+    if own not in _BY_MASKS or getattr(module, "layer_idx", None) in layer_indices:
         return torch.empty_like(q).transpose(1, 2).contiguous(), None
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(own, eager)(module, q, *args, **kwargs)
@@ -116,8 +117,9 @@ def _attention(
 
 def _mask(own: str, *args: Any, local_size: int | None = None, **kwargs: Any) -> Any:
     """Return what layers with windows get; kvloom reads padding alone."""
-    make = ALL_MASK_ATTENTION_FUNCTIONS[own]
-    return None if local_size is None else make(*args, local_size=local_size, **kwargs)
+    if own not in _BY_MASKS or local_size is None:
+        return None
+    return ALL_MASK_ATTENTION_FUNCTIONS[own](*args, local_size=local_size, **kwargs)
 
 
 class _FusedAttention(TorchFunctionMode):

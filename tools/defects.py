@@ -385,6 +385,13 @@ DEFECTS = [
         "packages/kvloom/tests/unit/keep/test_more_scores.py",
     ),
     _defect(
+        "hf", "hf/repetition.py",
+        "threading.get_ident() == thread",
+        "thread",
+        "a prompt is repeated as another thread gave it",
+        "packages/kvloom/tests/models/test_threads.py",
+    ),
+    _defect(
         "keep", "keep/chunks.py",
         "after = tokens - first",
         "after = end - first",

@@ -249,7 +249,7 @@ def test_recipes_are_parted_at_names(spec, parts):
 def test_calibrate_writes_what_compare_then_uses(here, tmp_path):
     out, spec = tmp_path / "c.kvcal", "skvq:group=16,window=16"
     arguments = ["calibrate", here / "model", "--text", here / "text.txt", "--out", out,
-                 "--samples", "4", "--context", "64", "--recipes", f"{spec},rptq"]  # fmt: skip
+                 "--samples", "4", "--context", "272", "--recipes", f"{spec},rptq"]  # fmt: skip
     done = run(*arguments)
     assert done.exit_code == 0, done.output
     assert "4 contexts" in done.stdout

@@ -310,6 +310,13 @@ def test_too_little_text_is_refused():
     assert len(cut[:, 1:].flatten().unique()) == 4 * 63  # never the same token twice
 
 
+def test_contexts_without_tokens_to_clip_are_refused(tmp_path):
+    ids, out = torch.randint(3, 190, (2, 200)), tmp_path / "c.kvcal"
+    with pytest.raises(CalibrationError, match="have 200; use contexts of 266 tokens or more"):
+        calibrate(build("llama-gqa"), ids, [resolve("skvq:group=32")], out, Settings())
+    assert not out.exists()
+
+
 def test_nan_in_a_layer_is_refused_by_layer_and_side(tmp_path):
     model = build("llama-gqa")
     with torch.no_grad():

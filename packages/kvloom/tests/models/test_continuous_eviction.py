@@ -102,7 +102,7 @@ def test_heads_with_calibrations_of_their_own(recipe, keep, watch, tmp_path):
     named = replace(resolve(keep), store=store)
     if store.calibrated:
         named = replace(named, store=replace(store, calibration=str(path)))
-        quick = Settings(contexts=4, context=64, settled=0.0, sample_contexts=2, sample_tokens=64)
+        quick = Settings(contexts=4, settled=0.0, sample_contexts=2, recent=8)
         calibrate(model, torch.tensor(prompts([64] * 4)), [named], path, quick)
     with kvloom.continuous(model, named):
         found = batch(model, inputs, 34)

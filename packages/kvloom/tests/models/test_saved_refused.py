@@ -51,6 +51,22 @@ def rewrite(path, **changes) -> None:
     files.write(path, tensors, about, AssertionError)
 
 
+def test_positions_that_the_model_moves_itself_are_not_saved(tmp_path):
+    """A file would continue at other positions: the model keeps an image's size, not the cache."""
+    model, path = zoo.build_with_images("qwen2-vl"), tmp_path / "c.kv"
+    prompt = zoo.image_prompt(model, 30, 30)
+    cache = kvloom.Cache(model, "full")
+    with torch.no_grad():
+        model(**prompt, past_key_values=cache)
+        with pytest.raises(SavedCacheError, match="moves the positions after images"):
+            cache.save(path)
+        assert not path.exists()
+        text = kvloom.Cache(model, "full")
+        model.generate(torch.randint(3, 90, (1, 20)), past_key_values=text,
+                       max_new_tokens=2)  # fmt: skip
+    text.save(path)
+
+
 def test_what_is_no_saved_cache_is_refused(kivi, tmp_path):
     model, cache = kivi
     path = tmp_path / "prefix.kv"

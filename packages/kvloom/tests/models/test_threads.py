@@ -171,6 +171,31 @@ def test_a_layer_notes_the_inputs_of_its_own_thread_alone():
         assert all(layer.norms.shape == ids.shape for layer in layers)
 
 
+def test_a_prompt_is_repeated_as_its_own_thread_gave_it():
+    """Another thread's prompt of as many tokens runs before the first has reached its decoder."""
+    model = zoo.build("llama-gqa")
+    prompts = [torch.randint(3, 190, (1, 124)) for _ in range(2)]
+    mine, other = map(model.get_input_embeddings(), prompts)
+    ids, threads = torch.randint(3, 190, (1, 8)), set()
+
+    def answer(embeds):
+        cache = kvloom.Cache(model, "kvzip:tokens=40")
+        with torch.no_grad():
+            model(inputs_embeds=embeds.detach(), past_key_values=cache)
+            return model(ids, past_key_values=cache).logits
+
+    def other_first(*_):
+        if not threads:
+            threads.add(threading.get_ident())
+            in_a_thread(lambda: answer(other))
+
+    want = answer(mine)
+    with kvloom.attach(model, "full"):
+        hook = model.model.register_forward_pre_hook(other_first)
+        assert torch.equal(answer(mine), want)
+        hook.remove()
+
+
 def test_a_second_thread_is_refused_and_the_first_goes_on():
     model, ids = zoo.build("llama-gqa"), zoo.batch(1, 40, (0,))["input_ids"]
     recipe = resolve("snapkv:tokens=20,window=8")

@@ -44,8 +44,8 @@ def error_table(
         by_layer = " ".join(f"{errors[i].output:.0%}" for i in sorted(errors))
         rows.add(recipe, *cells, by_layer)
     caption = (
-        "|x - x'| / |x| with every token quantized, without recent window and sinks; weights: of "
-        "attention; output values: with exact weights; output: with keys and values quantized."
+        "|x - x'| / |x| with all whole groups quantized, without recent window and sinks; weights: "
+        "of attention; output values: with exact weights; output: with keys and values quantized."
     )
     return rows.captioned(caption)
 

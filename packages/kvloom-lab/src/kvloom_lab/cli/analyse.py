@@ -92,7 +92,7 @@ def error(
 ) -> None:
     """The error of formats in keys, values and attention, layer by layer (KIVI's table 2).
 
-    Every token is quantized, without recent windows or sinks: formats are compared, not recipes.
+    All whole groups are quantized, without windows or sinks: formats are compared, not recipes.
     """
     from ..analyse.error import measure, to_data
 

@@ -85,8 +85,8 @@ def calibrate(
         What `out` holds. `read` in its settings is the number of contexts that were read.
 
     Raises:
-        CalibrationError: The file cannot be written, or a format packs keys before a RoPE that
-            cannot be undone.
+        CalibrationError: The file cannot be written, contexts are too short for clip factors, or a
+            format packs keys before a RoPE that cannot be undone.
         IncompatibleRecipe: A recipe does not fit the model.
         NotFinite: Keys or values are not finite.
     """
@@ -103,6 +103,14 @@ def calibrate(
         key=str,
     )
     needs_whole(model, "a calibration")
+    tokens = min(settings.sample_tokens, ids.shape[1])
+    least = 2 * (settings.sinks + settings.recent)
+    if tokens < least and any(isinstance(f.clip, str) for _, f in formats):
+        raise CalibrationError(
+            f"clip factors are searched on tokens between the first {settings.sinks} and the "
+            f"newest {settings.recent}, and contexts have {tokens}; use contexts of {least} tokens "
+            "or more"
+        )
     for recipe in recipes:
         recipe.check(compat.geometry(model))
     with attachment_restored(model):

@@ -302,6 +302,15 @@ def new_stock_layers(model: PreTrainedModel) -> list[tuple[str, Any]]:
     return stock
 
 
+def moves_positions(model: PreTrainedModel) -> bool:
+    """Return whether the model moves later positions, by what it holds of its last prompt itself.
+
+    Models with positions on several axes do, after images and padding.
+    """
+    moved_by = getattr(model.base_model, "rope_deltas", None)
+    return isinstance(moved_by, torch.Tensor) and bool((moved_by != 0).any())
+
+
 def stock_layers(model: PreTrainedModel) -> list[Any]:
     """Return a new cache layer that transformers itself would use for each layer."""
     return [layer for _, layer in new_stock_layers(model)]

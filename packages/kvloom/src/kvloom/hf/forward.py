@@ -107,6 +107,7 @@ class RoutedForward:
             hidden = cache.hidden_after(kwargs.get("attention_mask"), seen, tokens)
             if tokens > 1:
                 stock.release(cache.stock_layers)
+                cache.moves_positions = compat.moves_positions(self.model)
         cache.token_hash, cache.hidden = token_hash, hidden
         return_freed(tokens)
         return out

@@ -90,6 +90,7 @@ class RoutedCache(transformers.Cache):
         self.other_attention: tuple[str, Any] | None = None  # of the model, when it was made
         self.token_hash = TokenHash.empty()
         self.hidden: Tensor | None = None  # bool [B, N], tokens stored as padding
+        self.moves_positions = False  # the model, which alone knows by how much
 
     def __bool__(self) -> bool:
         """Return True, for an empty cache too."""
@@ -366,6 +367,7 @@ class RoutedCache(transformers.Cache):
         """Raise `CacheMisuse` for another batch size, before transformers' layers change."""
         like = next((x.cache.like for x in self.compressed), None)
         if like is not None and like.shape[0] != rows:
+            self.guard.check()
             raise CacheMisuse(
                 f"this cache holds batch size {like.shape[0]} and was given {rows}; make a new "
                 "cache, or repeat its rows with batch_repeat_interleave"
@@ -440,6 +442,7 @@ class RoutedCache(transformers.Cache):
         with self.guard.change("reset", mends=True):
             self.steps, self.may_record = None, type(self).may_record
             self.token_hash, self.hidden = TokenHash.empty(), None
+            self.moves_positions = False
             for layer in self.stock_layers:
                 stock.reset(layer)
             for compressed in self.compressed:

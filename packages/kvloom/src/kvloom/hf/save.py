@@ -62,6 +62,11 @@ def save(
     prompt: the key and the token ids of an entry of a prompt store. publish: as for `files.write`.
     """
     _check_committed(cache)
+    if cache.moves_positions and prompt is None:
+        raise SavedCacheError(
+            f"{type(cache.owner.model).__name__} moves the positions after images or padding by "
+            "numbers that it holds itself; save a cache of text without padding"
+        )
     tensors: dict[str, Tensor] = {}
     layers = [flat(_state(x), str(i), tensors) for i, x in enumerate(cache.layers)]
     if cache.hidden is not None:

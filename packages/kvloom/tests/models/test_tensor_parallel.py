@@ -79,7 +79,7 @@ def results(tmp_path_factory) -> dict:
     (folder / "ids.json").write_text(json.dumps(ids))
     formats = [name.removesuffix("calibration=").rstrip(":,") for name in ranks.CALIBRATED]
     recipes = [resolve(name) for name in (*formats, "skvq:group=64")]
-    rows = torch.tensor(text[:500]).view(2, 250)
+    rows = torch.tensor(text[:540]).view(2, 270)
     calibrate(models["trained"], rows, recipes, folder / "calibration.kvcal")
     cache = kvloom.Cache(models["random"], "near-lossless")
     ranks.generate(models["random"], cache, drawn, 2)

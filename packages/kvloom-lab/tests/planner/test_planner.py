@@ -126,17 +126,17 @@ def test_the_working_memory_is_that_of_the_widest_layer(llama):
     assert facts("bloom").activations is None
 
 
-@pytest.mark.parametrize("mlp", [1536, 64])
+@pytest.mark.parametrize(("mlp", "low", "high"), [(1536, 0.97, 1.05), (64, 0.93, 1.07)])
 @pytest.mark.parametrize(
     "recipe", ["full", "near-lossless", "h2o", "small", "kvzip:fraction=0.5", "infinigen", "quest"]
 )
-def test_the_peak_is_that_of_the_tensors_that_live_in_a_prompt(recipe, mlp):
+def test_the_peak_is_that_of_the_tensors_that_live_in_a_prompt(recipe, mlp, low, high):
     """With a narrow MLP, scoring a prompt takes most."""
     config = LlamaConfig(
         num_hidden_layers=8, vocab_size=199, hidden_size=576, intermediate_size=mlp, head_dim=64,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=4096,
     )  # fmt: skip
-    assert 0.93 < held_over_planned(config, recipe) < 1.07
+    assert low < held_over_planned(config, recipe) < high
 
 
 @pytest.mark.parametrize("config", [Cohere2Config, Gemma2Config, Gemma3TextConfig])

@@ -62,8 +62,7 @@ def test_positions_that_the_model_moves_itself_are_not_saved(tmp_path):
             cache.save(path)
         assert not path.exists()
         text = kvloom.Cache(model, "full")
-        model.generate(torch.randint(3, 90, (1, 20)), past_key_values=text,
-                       max_new_tokens=2)  # fmt: skip
+        model.generate(torch.randint(3, 90, (1, 20)), past_key_values=text, max_new_tokens=2)
     text.save(path)
 
 

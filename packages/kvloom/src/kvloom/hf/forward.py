@@ -7,7 +7,6 @@ cache as it was.
 from __future__ import annotations
 
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from . import attention, compat, examples, repetition, stock
 from .freed import return_freed
+from .guard import note_inputs
 from .implementation import other_attention, use_kvloom
 from .routed_cache import RoutedCache
 from .routed_layer import RoutedLayer
@@ -311,26 +311,12 @@ def input_norms(model: PreTrainedModel, cache: RoutedCache) -> Iterator[None]:
     with ExitStack() as hooks:
         for i, module in enumerate(modules):
             if i in reading:
-                note = partial(_note_norms, reading[i], threading.get_ident())
-                hook = module.register_forward_pre_hook(note, with_kwargs=True)
-                hooks.callback(hook.remove)
+                hooks.callback(note_inputs(module, partial(_note_norms, reading[i])).remove)
         yield
 
 
-def _note_norms(
-    layer: RoutedLayer,
-    thread: int,
-    module: Any,
-    args: tuple,
-    kwargs: dict[str, Any] | None = None,
-) -> None:
-    """Note the norm of each token's hidden state, fp32 [B, T], in the thread of the layer's call.
-
-    Other threads run the module with caches of their own. torch leaves out `kwargs` if one of them
-    removes the hook meanwhile.
-    """
-    if threading.get_ident() != thread:
-        return
-    x = (kwargs or {}).get("hidden_states", args[0] if args else None)
+def _note_norms(layer: RoutedLayer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Note the norm of each token's hidden state, fp32 [B, T]."""
+    x = kwargs.get("hidden_states", args[0] if args else None)
     if isinstance(x, torch.Tensor) and x.dim() == 3:
         layer.norms = x.detach().float().norm(dim=-1)

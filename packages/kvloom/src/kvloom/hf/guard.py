@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ..errors import CacheMisuse
@@ -36,6 +37,23 @@ def outside_inference_mode(method: _F) -> _F:
 def used_by_threads(what: str) -> CacheMisuse:
     """Return the error of a cache that two threads use; what: what happened."""
     return CacheMisuse(f"{what}; give each thread its own cache, or a copy.deepcopy of this one")
+
+
+def note_inputs(
+    module: torch.nn.Module, note: Callable[[tuple, dict[str, Any]], None]
+) -> RemovableHandle:
+    """Call `note` with the arguments of each call of a module in this thread, before the call.
+
+    Other threads run the module with caches of their own. torch leaves out `kwargs` if one of them
+    removes the hook meanwhile. Returns what removes the hook.
+    """
+    thread = threading.get_ident()
+
+    def hook(module: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        if threading.get_ident() == thread:
+            note(args, kwargs or {})
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class Guard:

@@ -7,7 +7,6 @@ decoder has read embeddings, as of an image, it reads these again; causally, as 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -20,7 +19,7 @@ from transformers import PreTrainedModel
 from ..errors import CacheMisuse
 from ..keep import Keep, Reconstruction
 from . import compat, stock
-from .guard import outside_inference_mode
+from .guard import note_inputs, outside_inference_mode
 from .masks import padding_mask
 from .routed_cache import RoutedCache
 
@@ -106,19 +105,13 @@ class Repetition:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Note what the decoder reads in the call of the prompt within the block."""
-        decoder, thread = compat.decoder(self.model), threading.get_ident()
-
-        def note(module: Any, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-            if threading.get_ident() == thread:  # others run it with caches of their own
-                self._note(kwargs or {})
-
-        hook = decoder.register_forward_pre_hook(note, with_kwargs=True)
+        hook = note_inputs(compat.decoder(self.model), self._note)
         try:
             yield
         finally:
             hook.remove()
 
-    def _note(self, kwargs: dict[str, Any]) -> None:
+    def _note(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.given is not None:
             return  # it reads a repetition
         arguments = {name: x for name, x in kwargs.items() if x is not None}
